@@ -1,0 +1,114 @@
+"""A diagnostic: one mistake (or remark) about a file, with its place, its reason and what to write instead.
+
+Every part of the compiler that finds something wrong says it with this type; the reporters print it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+Path = tuple[str | int, ...]
+"""Where a value stands in a document: keys and list indices from the root."""
+
+
+class Severity(str, enum.Enum):
+    """How bad a diagnostic is. Only errors stop the compiler."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Safety(str, enum.Enum):
+    """What applying a fix does to the run that the spec describes."""
+
+    SAFE = "safe"
+    CHANGES_NUMERICS = "changes numerics"
+    CHANGES_COST = "changes cost"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in a file. Lines and columns count from 1; columns count characters."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Set the value at `path` to `value`, or remove it when `remove` is true."""
+
+    path: Path
+    value: object = None
+    remove: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A way to make a diagnostic go away, with what that changes."""
+
+    title: str
+    safety: Safety
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Related:
+    """Another place that a diagnostic speaks of, such as the first of two duplicate keys."""
+
+    message: str
+    path: Path
+    position: Position | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One finding. `position` is None only for findings about a whole file (it cannot be read, say)."""
+
+    code: str
+    severity: Severity
+    message: str
+    path: Path = ()
+    file: str | None = None
+    position: Position | None = None
+    help: str | None = None
+    fixes: tuple[Fix, ...] = ()
+    related: tuple[Related, ...] = ()
+
+    @property
+    def is_error(self) -> bool:
+        """Whether this stops the compiler."""
+        return self.severity is Severity.ERROR
+
+    def at(self, file: str, position: Position | None) -> Diagnostic:
+        """The same diagnostic, placed."""
+        return replace(self, file=file, position=position)
+
+
+def format_path(path: Path) -> str:
+    """`("parallelism", "tp")` as `parallelism.tp`, list indices as `[0]`."""
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if text else step
+    return text
+
+
+def has_errors(diagnostics: Iterable[Diagnostic]) -> bool:
+    """Whether any of the diagnostics stops the compiler."""
+    return any(diagnostic.is_error for diagnostic in diagnostics)
+
+
+def in_file_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Sorted by file, line and column, then by code: the order in which a reader meets them."""
+
+    def key(diagnostic: Diagnostic) -> tuple[str, int, int, str, str]:
+        position = diagnostic.position or Position(0, 0)
+        return (diagnostic.file or "", position.line, position.column, diagnostic.code, diagnostic.message)
+
+    return sorted(diagnostics, key=key)

@@ -1,0 +1,156 @@
+"""Which tokens each context-parallel rank holds, and what it computes in each step of the ring.
+
+The sequence is cut into equal *chunks*; a rank holds one chunk (contiguous) or two (zigzag). In step i of the ring a rank works on
+the keys and values of rank `rank - i`; what it computes is described by *blocks*, rectangles in units of its local chunks. The
+runtime executes these blocks as they are.
+
+Sources: zigzag assignment as in Llama 3 (arXiv 2407.21783, section 3.3.2); ring attention, arXiv 2310.01889.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+class CpLayout(str, enum.Enum):
+    """How the chunks of a sequence are dealt to the context-parallel ranks."""
+
+    ZIGZAG = "zigzag"
+    CONTIGUOUS = "contiguous"
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Chunks that each rank holds: the sequence length is a multiple of this times cp."""
+        return 2 if self is CpLayout.ZIGZAG else 1
+
+
+class Mask(str, enum.Enum):
+    """What a block computes: every query sees every key, or only keys that are not later than itself."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Local query chunks `[q_start, q_stop)` against the source's key chunks `[kv_start, kv_stop)`.
+
+    A causal block covers the same chunks on both sides (queries and keys of one rank), so its diagonal is the causal diagonal.
+    """
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    mask: Mask
+
+    @property
+    def area(self) -> Fraction:
+        """Work in units of one full chunk × chunk block; a causal block is half of its square."""
+        whole = (self.q_stop - self.q_start) * (self.kv_stop - self.kv_start)
+        return Fraction(whole, 2) if self.mask is Mask.CAUSAL else Fraction(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class RingStep:
+    """One step of the ring: the keys and values of rank `source` are at hand; `blocks` is empty when nothing is to compute.
+
+    `send_to` and `receive_from` are the neighbours with which keys and values are exchanged *during* this step, for the next one;
+    both are None in the last step. All ranks are indices within the context-parallel group.
+    """
+
+    step: int
+    source: int
+    send_to: int | None
+    receive_from: int | None
+    blocks: tuple[Block, ...]
+
+
+def chunk_ids(layout: CpLayout, cp: int, rank: int) -> tuple[int, ...]:
+    """The chunks of the sequence that `rank` holds, in ascending order; there are `chunks_per_rank · cp` chunks in all."""
+    _check_rank(cp, rank)
+    if layout is CpLayout.ZIGZAG:
+        return (rank, 2 * cp - 1 - rank)
+    return (rank,)
+
+
+def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> tuple[range, ...]:
+    """The positions of the sequence that `rank` holds, in the order in which it holds them.
+
+    Adjacent chunks are joined, so that a rank with neighbouring chunks (cp 1, or the middle of a zigzag) holds one range.
+
+    Raises:
+        ValueError: the sequence length is not a multiple of the number of chunks.
+    """
+    chunks = layout.chunks_per_rank * cp
+    if sequence_length < 1 or sequence_length % chunks:
+        raise ValueError(
+            f"sequence_length {sequence_length} is not a multiple of {chunks} "
+            f"({layout.value} layout: {layout.chunks_per_rank} · cp {cp} chunks)"
+        )
+    length = sequence_length // chunks
+    joined: list[range] = []
+    for chunk in chunk_ids(layout, cp, rank):
+        start, stop = chunk * length, (chunk + 1) * length
+        if joined and joined[-1].stop == start:
+            joined[-1] = range(joined[-1].start, stop)
+        else:
+            joined.append(range(start, stop))
+    return tuple(joined)
+
+
+def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> tuple[RingStep, ...]:
+    """What `rank` computes and exchanges in each of the `cp` steps of the ring.
+
+    Step 0 is the rank's own keys and values (the diagonal), so `cp - 1` exchanges are made.
+    """
+    _check_rank(cp, rank)
+    return tuple(
+        RingStep(
+            step=step,
+            source=(rank - step) % cp,
+            send_to=(rank + 1) % cp if step < cp - 1 else None,
+            receive_from=(rank - 1) % cp if step < cp - 1 else None,
+            blocks=_blocks(layout, cp, rank, (rank - step) % cp, causal=causal),
+        )
+        for step in range(cp)
+    )
+
+
+def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fraction:
+    """The share of the whole sequence × sequence square that `rank` computes."""
+    chunks = layout.chunks_per_rank * cp
+    steps = ring_schedule(layout, cp, rank, causal=causal)
+    return sum((block.area for step in steps for block in step.blocks), Fraction(0)) / chunks**2
+
+
+def balance(layout: CpLayout, cp: int, *, causal: bool = True) -> Fraction:
+    """Mean work of a rank divided by the work of the busiest one: 1 is perfect."""
+    shares = [work(layout, cp, rank, causal=causal) for rank in range(cp)]
+    return sum(shares, Fraction(0)) / cp / max(shares)
+
+
+def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) -> tuple[Block, ...]:
+    queries, keys = chunk_ids(layout, cp, rank), chunk_ids(layout, cp, source)
+    if not causal:
+        return (Block(0, len(queries), 0, len(keys), Mask.FULL),)
+    if rank == source:
+        return (Block(0, len(queries), 0, len(keys), Mask.CAUSAL),)
+    # Chunks are in ascending order on both sides: each query chunk sees a prefix of the key chunks, which grows with it.
+    blocks: list[Block] = []
+    for index, query in enumerate(queries):
+        seen = sum(key < query for key in keys)
+        if not seen:
+            continue
+        if blocks and blocks[-1].kv_stop == seen and blocks[-1].q_stop == index:
+            blocks[-1] = Block(blocks[-1].q_start, index + 1, 0, seen, Mask.FULL)
+        else:
+            blocks.append(Block(index, index + 1, 0, seen, Mask.FULL))
+    return tuple(blocks)
+
+
+def _check_rank(cp: int, rank: int) -> None:
+    if cp < 1 or not 0 <= rank < cp:
+        raise ValueError(f"rank {rank} is not in a context-parallel group of {cp}: it needs 0 ≤ rank < cp and cp ≥ 1")

@@ -1,0 +1,1 @@
+"""Puts tensor-parallel layers, ring attention and the parallel loss into a model."""
