@@ -1,1 +1,5 @@
-"""To be described."""
+"""The command line."""
+
+from .main import main
+
+__all__ = ["main"]

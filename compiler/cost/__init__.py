@@ -1,1 +1,1 @@
-"""To be described."""
+"""What a plan costs: parameters and bytes per rank, bytes on the wire."""

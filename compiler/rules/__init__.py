@@ -1,1 +1,5 @@
-"""To be described."""
+"""The semantic rules: what a layout must satisfy. One small function per rule, registered with its page."""
+
+from .registry import Finding, Rule, all_rules, check, rule
+
+__all__ = ["Finding", "Rule", "all_rules", "check", "rule"]

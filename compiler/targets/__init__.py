@@ -1,1 +1,1 @@
-"""To be described."""
+"""What a plan is written as, one module per consumer."""

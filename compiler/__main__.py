@@ -1,0 +1,5 @@
+"""`python -m parcompile`."""
+
+from parcompile.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""The `parcompile` command: its subcommands, and `parcompile SPEC` as the short form of `parcompile compile SPEC`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from parcompile.version import __version__
+
+_COMMANDS = ("compile", "groups")
+"""Subcommands; each is the function `command` of the module of its name, imported when it is called."""
+
+OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
+"""Exit codes."""
+
+
+class _Commands(click.Group):
+    """Loads subcommands on demand; what is not one is a spec to compile."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"parcompile.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*_COMMANDS, "--help", "-h", "--version"):
+            args = ["compile", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`parcompile SPEC -o DIR` is short for `parcompile compile SPEC -o DIR`.",
+)
+@click.version_option(__version__, message="parcompile %(version)s")
+def cli() -> None:
+    """One JSON spec in; a checked, costed, launchable parallel training plan out."""
+
+
+def main() -> NoReturn:
+    """The console script. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
+    try:
+        cli.main(standalone_mode=False, prog_name="parcompile")
+        code = OK
+    except click.exceptions.Exit as request:
+        code = request.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("parcompile: interrupted", err=True)
+        code = 130
+    except BrokenPipeError:
+        # Whoever reads standard output has left: closing it quietly avoids a second error at exit.
+        sys.stderr.close()
+        code = OK
+    sys.exit(code)

@@ -1,0 +1,79 @@
+"""Static bytes of a rank: what is held for the whole run. Activations come on top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.layout.stages import Stage, even_stages
+from parcompile.model.parameters import parameter_table
+from parcompile.spec import Spec
+
+from .parameters import stage_numel
+
+LARGEST_BUCKET = 500_000_000
+"""DeepSpeed's own default for reduce_bucket_size, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticMemory:
+    """Bytes that a rank of one stage holds, as DeepSpeed's ZeRO-1 engine allocates them.
+
+    Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master weights and two fp32
+    moments of its shard of the padded group.
+    """
+
+    numel: int
+    padded_numel: int
+    shard_numel: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    optimizer_bytes: int
+    bucket_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        parts = (self.weight_bytes, self.gradient_bytes, self.master_bytes, self.optimizer_bytes, self.bucket_bytes)
+        return sum(parts)
+
+
+def static_memory(spec: Spec, stage: Stage | None = None) -> StaticMemory:
+    """The static bytes of a rank of `stage`; left out, of the stage that holds most."""
+    if stage is None:
+        stages = even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
+        return max((static_memory(spec, one) for one in stages), key=lambda memory: memory.total_bytes)
+    numel = rank_numel(spec, stage)
+    shards = spec.parallelism.zero_shards if spec.zero_stage >= 1 else 1
+    padded = padded_numel(numel, shards)
+    shard = padded // shards
+    width, sum_width = spec.training.precision.bytes, spec.training.gradient_accumulation_dtype.bytes
+    return StaticMemory(
+        numel=numel,
+        padded_numel=padded,
+        shard_numel=shard,
+        weight_bytes=padded * width,
+        gradient_bytes=numel * sum_width,
+        master_bytes=shard * MASTER_BYTES,
+        optimizer_bytes=shard * ADAM_STATE_BYTES,
+        bucket_bytes=bucket_numel(spec) * width,
+    )
+
+
+def rank_numel(spec: Spec, stage: Stage) -> int:
+    """Parameters on one rank of a stage."""
+    return stage_numel(
+        parameter_table(spec.model.shape),
+        stage,
+        spec.parallelism.tp,
+        ep=spec.parallelism.ep,
+        vocab_divisible_by=spec.parallelism.make_vocab_size_divisible_by,
+        tied=spec.model.shape.tie_word_embeddings,
+    )
+
+
+def bucket_numel(spec: Spec) -> int:
+    """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
+    stages = even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
+    return min(LARGEST_BUCKET, max(rank_numel(spec, stage) for stage in stages))

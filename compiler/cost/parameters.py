@@ -1,0 +1,32 @@
+"""Parameters per rank and stage, exact."""
+
+from __future__ import annotations
+
+from parcompile.layout.stages import Stage
+from parcompile.layout.tensor import tensor_layout
+from parcompile.model.parameters import Parameter, ParameterTable
+
+
+def stage_numel(
+    table: ParameterTable, stage: Stage, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1, tied: bool = False
+) -> int:
+    """Parameters that one rank of a stage holds, padding of the vocabulary included.
+
+    With tied embeddings and several stages, the last stage holds a copy of the embedding for its head.
+    """
+
+    def local(parameter: Parameter) -> int:
+        layout = tensor_layout(parameter, tp, vocab_divisible_by=vocab_divisible_by)
+        return layout.local_numel // (ep if parameter.expert_dim is not None else 1)
+
+    total = 0
+    if stage.has_embedding:
+        total += sum(local(parameter) for parameter in table.before)
+    for parameter in table.layer:
+        assert parameter.layers is not None
+        total += local(parameter) * len(set(parameter.layers) & set(stage.layers))
+    if stage.has_head:
+        total += sum(local(parameter) for parameter in table.after)
+        if tied and not stage.has_embedding:
+            total += local(table.before[0])
+    return total

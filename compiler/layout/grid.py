@@ -1,0 +1,83 @@
+"""The grid of ranks: one arithmetic explains every group.
+
+Axes are listed innermost first, as in Megatron-Core: in the order `tp-cp-ep-dp-pp` neighbouring ranks differ in tp. A rank is the sum of
+its coordinates times the strides of their axes, so coordinates and groups are computed, never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""The axes in their default order, innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """`sizes[i]` ranks along `order[i]`; the first axis is the innermost."""
+
+    order: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.order) == len(self.sizes) == len(set(self.order))
+        assert all(size >= 1 for size in self.sizes)
+
+    @classmethod
+    def of(cls, order: tuple[str, ...], sizes: Mapping[str, int]) -> Grid:
+        """The grid with these sizes; an axis that is not named has size 1."""
+        return cls(order, tuple(sizes.get(axis, 1) for axis in order))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the grid."""
+        return math.prod(self.sizes)
+
+    def size(self, axes: Collection[str]) -> int:
+        """Ranks in one group over these axes."""
+        return math.prod(size for axis, size in zip(self.order, self.sizes, strict=True) if axis in axes)
+
+    def stride(self, axis: str) -> int:
+        """The distance between neighbours along an axis."""
+        return math.prod(self.sizes[: self.order.index(axis)])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis.
+
+        Raises:
+            ValueError: the rank is not in the grid.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank {rank} is not in a world of {self.world_size}: it needs 0 ≤ rank < {self.world_size}"
+            )
+        found: dict[str, int] = {}
+        for axis, size in zip(self.order, self.sizes, strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; an axis that is not named counts as 0."""
+        return sum(coordinates.get(axis, 0) * self.stride(axis) for axis in self.order)
+
+    def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in ascending order; `rank` is one of them."""
+        here = self.coordinates(rank)
+        members = [self.rank({axis: 0 if axis in axes else here[axis] for axis in self.order})]
+        for axis, size in zip(self.order, self.sizes, strict=True):
+            if axis in axes:
+                stride = self.stride(axis)
+                members = [member + step * stride for step in range(size) for member in members]
+        return tuple(members)
+
+    def groups(self, axes: Collection[str]) -> Iterator[tuple[int, ...]]:
+        """All groups over `axes`, ordered by their first rank: each rank is in exactly one."""
+        others = [axis for axis in self.order if axis not in axes]
+        first = [0]
+        for axis in others:
+            stride, size = self.stride(axis), self.sizes[self.order.index(axis)]
+            first = [rank + step * stride for step in range(size) for rank in first]
+        for rank in sorted(first):
+            yield self.group(rank, axes)

@@ -1,0 +1,108 @@
+"""Which slice of each weight a tensor-parallel rank holds.
+
+Sources: column and row splits, arXiv 1909.08053, section 3; the padded vocabulary is Megatron-LM's
+`make_vocab_size_divisible_by`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from parcompile.model.parameters import Parameter, ParameterTable, Part, Split
+
+
+class SplitError(ValueError):
+    """A size that tensor parallelism cannot cut evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A parameter as a tp rank holds it.
+
+    `full_shape` includes padding. `ranges[rank]` are the pieces `[start, stop)` along `dim` that the rank holds, in order; None when
+    every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice.
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None
+    replicas: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape on each rank: slices are equal."""
+        if self.dim is None or self.ranges is None:
+            return self.full_shape
+        length = sum(stop - start for start, stop in self.ranges[0])
+        return (*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :])
+
+    @property
+    def local_numel(self) -> int:
+        """Elements on each rank."""
+        return math.prod(self.local_shape)
+
+
+def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int) -> int:
+    """The vocabulary rounded up to a multiple of `divisible_by · tp` (Megatron-LM's rule)."""
+    multiple = divisible_by * tp
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def part_ranges(part: Part, tp: int, rank: int) -> tuple[int, int]:
+    """The elements `[start, stop)` of a part that `rank` holds.
+
+    Raises:
+        SplitError: the units divide neither way.
+    """
+    unit = part.size // part.units
+    if part.units % tp == 0:
+        share = part.units // tp
+        return rank * share * unit, (rank + 1) * share * unit
+    if tp % part.units == 0:
+        held = rank // (tp // part.units)
+        return held * unit, (held + 1) * unit
+    raise SplitError(f"{part.units} units on tp {tp}: neither {part.units} % {tp} nor {tp} % {part.units} is 0")
+
+
+def part_replicas(part: Part, tp: int) -> int:
+    """How many consecutive ranks hold the same unit: 1 unless there are fewer units than ranks."""
+    return tp // part.units if part.units < tp and tp % part.units == 0 else 1
+
+
+def tensor_layout(parameter: Parameter, tp: int, *, vocab_divisible_by: int = 1) -> TensorLayout:
+    """How `tp` ranks share a parameter.
+
+    Raises:
+        SplitError: it cannot be cut evenly.
+    """
+    split, shape = parameter.split, parameter.shape
+    if split is None:
+        return TensorLayout(shape, None, None, tp)
+    if split.pads_vocabulary:
+        shape, split = _padded(shape, split, tp, vocab_divisible_by)
+    ranges = []
+    for rank in range(tp):
+        offset, pieces = 0, []
+        for part in split.parts:
+            start, stop = part_ranges(part, tp, rank)
+            pieces.append((offset + start, offset + stop))
+            offset += part.size
+        ranges.append(tuple(pieces))
+    return TensorLayout(shape, split.dim, tuple(ranges), max(part_replicas(part, tp) for part in split.parts))
+
+
+def local_numel(table: ParameterTable, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:
+    """Parameters on one rank that holds every layer (pp 1)."""
+    return sum(
+        tensor_layout(parameter, tp, vocab_divisible_by=vocab_divisible_by).local_numel
+        // (ep if parameter.expert_dim is not None else 1)
+        * parameter.count
+        for parameter in table
+    )
+
+
+def _padded(shape: tuple[int, ...], split: Split, tp: int, divisible_by: int) -> tuple[tuple[int, ...], Split]:
+    size = padded_vocab_size(shape[split.dim], tp, divisible_by)
+    padded = (*shape[: split.dim], size, *shape[split.dim + 1 :])
+    return padded, replace(split, parts=(Part(size, size),))

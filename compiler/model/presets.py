@@ -1,0 +1,42 @@
+"""Public models by short name: their Hugging Face configuration and exact parameter count.
+
+The figures are those of the models' own published configurations; the counts are checked against the closed form in the tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A public model."""
+
+    name: str
+    hf_name: str
+    parameters: int
+    config: Mapping[str, Any]
+
+
+@functools.cache
+def presets() -> Mapping[str, Preset]:
+    """All presets under their short names."""
+    text = (importlib.resources.files("parcompile.model") / "presets.json").read_text(encoding="utf-8")
+    return {
+        name: Preset(name, entry["hf_name"], entry["parameters"], entry["config"])
+        for name, entry in json.loads(text).items()
+    }
+
+
+def find_preset(name: str) -> Preset | None:
+    """The preset of this short or Hugging Face name, in any case; None when there is none."""
+    wanted = name.lower()
+    for preset in presets().values():
+        if wanted in {preset.name, preset.hf_name.lower()}:
+            return preset
+    return None

@@ -1,0 +1,72 @@
+"""The dimensions of a decoder-only transformer, independent of where they were read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Mixture of experts in place of the dense MLP."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """Hidden width of one expert."""
+    num_shared_experts: int = 0
+    """Experts that every token passes through, as one MLP of this many widths."""
+    first_moe_layer: int = 0
+    """Layers before this one keep the dense MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head: the part without and the part with rotary position."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions under their Hugging Face names; what a family fixes (biases, norms, gating) is spelled out as flags.
+
+    `head_dim` is never derived from `hidden_size / num_attention_heads` unless the model's own config leaves it out.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rotary: bool = True
+    """Rotary positions; otherwise a learned table of `max_position_embeddings` rows."""
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """A norm of width `head_dim` on each query and key head."""
+    norms_per_layer: int = 2
+    norm_bias: bool = False
+    sliding_window: int | None = None
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+
+    @property
+    def has_moe(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return self.moe is not None

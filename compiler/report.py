@@ -1,0 +1,43 @@
+"""The short report behind a compilation: the layout and what it costs, in a few lines."""
+
+from __future__ import annotations
+
+from .cost.memory import static_memory
+from .plan import Plan
+
+
+def summary(plan: Plan) -> str:
+    """What the plan does and costs, for a terminal."""
+    spec, memory = plan.spec, static_memory(plan.spec)
+    axes = " × ".join(f"{axis} {getattr(spec.parallelism, axis)}" for axis in ("tp", "cp", "pp", "dp"))
+    training = spec.training
+    total = plan.parameters.numel
+    rows = {
+        "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
+        "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {'-'.join(spec.parallelism.order)}",
+        "batch": (
+            f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
+            f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
+        ),
+        "memory": (
+            f"{_bytes(memory.total_bytes)} static per rank: weights {_bytes(memory.weight_bytes)}, gradients "
+            f"{_bytes(memory.gradient_bytes)}, master {_bytes(memory.master_bytes)}, optimizer "
+            f"{_bytes(memory.optimizer_bytes)}, bucket {_bytes(memory.bucket_bytes)} (activations come on top)"
+        ),
+        "runtime": "executes this plan"
+        if not plan.refusals
+        else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),
+        "identity": plan.plan_hash[:19],
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in {"plan": spec.name, **rows}.items())
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes with a binary unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,136 @@
+"""The spec after resolution: every value decided, nothing optional, nothing "auto"."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .layout.grid import Grid
+from .layout.sequence import CpLayout
+from .model.shape import ModelShape
+
+
+class Precision(str, enum.Enum):
+    """The type of weights and activations."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is Precision.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines."""
+
+    nodes: int
+    gpus_per_node: int
+    accelerator: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Sizes and order of the axes."""
+
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+    order: tuple[str, ...]
+    sequence_parallel: bool
+    cp_layout: CpLayout
+    make_vocab_size_divisible_by: int
+
+    @property
+    def grid(self) -> Grid:
+        """The dense grid. Experts are laid over its dp · cp ranks, so ep takes no ranks of its own."""
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return Grid.of(self.order, sizes)
+
+    @property
+    def zero_shards(self) -> int:
+        """Ranks that share the optimizer state."""
+        return self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The optimizer and its settings."""
+
+    type: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Batch, sequence, precision and optimizer. Sizes are in sequences and tokens."""
+
+    sequence_length: int
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    precision: Precision
+    gradient_accumulation_dtype: Precision
+    optimizer: Optimizer
+    gradient_clipping: float
+    activation_checkpointing: str
+    loss_scale: float
+    train_steps: int | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model: its shape, and the Hugging Face configuration from which the runtime builds it."""
+
+    source: str
+    shape: ModelShape
+    hf_config: Mapping[str, Any]
+
+
+class Origin(str, enum.Enum):
+    """Where a resolved value comes from."""
+
+    SPEC = "spec"
+    DERIVED = "derived"
+    PRESET = "preset"
+    CONFIG = "config"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """A resolved value, where it comes from, and how: the equation for a derived one, the file for a config's."""
+
+    value: object
+    origin: Origin
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A resolved spec. `provenance` tells for every value, by its dotted path, where it comes from."""
+
+    name: str
+    model: Model
+    cluster: Cluster
+    parallelism: Parallelism
+    training: Training
+    zero_stage: int
+    deepspeed: Mapping[str, Any]
+    provenance: Mapping[str, Provenance]

@@ -1,0 +1,101 @@
+"""ds_config.json: every DeepSpeed key that affects numerics, none left to a default, none "auto".
+
+Why a key is written although DeepSpeed has a default for it: defaults change between versions (gradient_clipping went from 0.0 to 1.0 in
+DeepSpeed#8068), and a run must not change with them. The values follow DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from parcompile.cost.memory import bucket_numel
+from parcompile.plan import Plan
+from parcompile.spec import Precision, Spec
+
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+
+
+def ds_config(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed configuration of a plan."""
+    spec, training = plan.spec, plan.spec.training
+    config = {
+        "train_batch_size": training.global_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "optimizer": _optimizer(spec),
+        "gradient_clipping": training.gradient_clipping,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "sparse_gradients": False,
+        "bf16": {"enabled": training.precision is Precision.BF16},
+        "fp16": _fp16(spec),
+        "data_types": {"grad_accum_dtype": training.gradient_accumulation_dtype.value},
+        "communication_data_type": _communication_dtype(training.precision),
+        "seq_parallel_communication_data_type": "fp32",
+        "zero_optimization": _zero(spec),
+        "zero_allow_untested_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+        "dump_state": False,
+    }
+    return _merged(config, spec.deepspeed)
+
+
+def _optimizer(spec: Spec) -> dict[str, Any]:
+    optimizer = spec.training.optimizer
+    # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "torch_adam": True,
+        "adam_w_mode": optimizer.type == "adamw",
+    }
+    return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
+
+
+def _fp16(spec: Spec) -> dict[str, Any]:
+    if spec.training.precision is not Precision.FP16:
+        return {"enabled": False}
+    return {
+        "enabled": True,
+        "loss_scale": spec.training.loss_scale,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
+
+
+def _communication_dtype(precision: Precision) -> str:
+    """Gradients are reduced in the type of the weights, as DeepSpeed does when it is not told otherwise."""
+    return precision.value
+
+
+def _zero(spec: Spec) -> dict[str, Any]:
+    bucket = bucket_numel(spec)
+    return {
+        "stage": spec.zero_stage,
+        "reduce_scatter": True,
+        "reduce_bucket_size": bucket,
+        "allgather_partitions": True,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "round_robin_gradients": False,
+    }
+
+
+def _merged(config: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's keys with the spec's further ones; the rules have refused those that contradict."""
+    merged = copy.deepcopy(config)
+    for key, value in further.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
