@@ -39,11 +39,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Set the value at `path` to `value`, or remove it when `remove` is true."""
+    """Set the value at `path` to `value`, or remove the entry, or give it another key."""
 
     path: Path
     value: object = None
     remove: bool = False
+    rename_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Path, Position
@@ -79,6 +79,18 @@ class Document:
         When the path does not exist: of the key of its nearest ancestor, where a missing entry belongs.
         """
         return self.source.position(self.span(path, key=key)[0])
+
+    def locate(self, diagnostic: Diagnostic, *, key: bool = False) -> Diagnostic:
+        """`diagnostic` with the file and the positions of its path and of the places it relates to.
+
+        `key` says that it is about keys rather than values.
+        """
+        related = tuple(
+            one if one.position is not None else replace(one, position=self.position(one.path, key=key))
+            for one in diagnostic.related
+        )
+        position = self.position(diagnostic.path, key=key)
+        return replace(diagnostic, file=self.file, position=position, related=related)
 
     def line(self, number: int) -> str:
         """Line `number` (from 1) of the text, without its line break."""

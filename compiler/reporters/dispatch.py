@@ -1,0 +1,79 @@
+"""Chooses a format and writes it to a stream."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from parcompile.diagnostics import Diagnostic, in_file_order
+
+from .style import Style
+
+FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
+"""Names of the formats that `report` knows."""
+
+
+class Source(Protocol):
+    """A file that diagnostics speak of: `Document` and `SourceText` both are one."""
+
+    @property
+    def file(self) -> str:
+        """The name that diagnostics carry."""
+        ...
+
+    def line(self, number: int) -> str:
+        """Line `number`, from 1; "" when there is none."""
+        ...
+
+
+def report(
+    diagnostics: Iterable[Diagnostic],
+    sources: Iterable[Source],
+    format: str,  # noqa: A002 - the word of the command line
+    stream: TextIO,
+    *,
+    style: Style | None = None,
+    files: Iterable[str] | None = None,
+    titles: Mapping[str, str] | None = None,
+    fix_hint: str | None = None,
+) -> None:
+    """Write `diagnostics` to `stream` in one of `FORMATS`.
+
+    Args:
+        diagnostics: What was found, in any order.
+        sources: The files that were read, for quoting their lines. Files that could not be read may be left out.
+        format: The name of the format.
+        stream: Where to write.
+        style: Colour and characters of the text format; by default what `stream` can show.
+        files: Every file that was checked, for formats that also name those without a finding; default: of `sources`.
+        titles: Short descriptions of the codes, for formats that carry a table of rules.
+        fix_hint: The command that applies safe fixes, for the last line of the text format.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"there is no format {format!r}; there are: {', '.join(FORMATS)}")
+    known = {source.file: source for source in sources}
+    found = in_file_order(diagnostics)
+    checked = list(dict.fromkeys([*(known if files is None else files), *(d.file for d in found if d.file)]))
+    writer = importlib.import_module(f"{__package__}.{format}")
+    writer.write(found, stream, Context(known, checked, dict(titles or {}), style or Style.of(stream), fix_hint))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the formats need beside the diagnostics."""
+
+    sources: Mapping[str, Source]
+    files: list[str]
+    titles: Mapping[str, str]
+    style: Style
+    fix_hint: str | None = None
+
+    def line(self, file: str | None, number: int) -> str | None:
+        """The line of a file, None when the file is not at hand."""
+        source = self.sources.get(file) if file is not None else None
+        return None if source is None else source.line(number)

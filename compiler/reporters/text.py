@@ -1,0 +1,158 @@
+"""For people at a terminal: the message, the line with the place underlined, and what to write instead.
+
+error[K001]: unknown key "trainning"
+  --> spec.json:5:3
+   |
+ 5 |   "trainning": {}
+   |   ^^^^^^^^^^^
+  help: did you mean "training"?
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+from typing import TextIO
+
+from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
+
+from .dispatch import Context
+from .style import Style, writable
+
+_TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s"'{}\[\],:]+|.""")
+_TAB = "    "
+
+
+def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
+    """One block for each diagnostic and a last line with the count."""
+    style = context.style
+    blocks = ["\n".join(_block(diagnostic, context, style)) for diagnostic in diagnostics]
+    for block in blocks:
+        stream.write(writable(stream, block) + "\n\n")
+    if diagnostics:
+        stream.write(writable(stream, _summary(diagnostics, context, style)) + "\n")
+
+
+def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) -> str:
+    counts = []
+    for severity, word in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "remark")):
+        count = sum(1 for diagnostic in diagnostics if diagnostic.severity is severity)
+        if count:
+            counts.append(style.severity(severity, f"{count} {word}{'' if count == 1 else 's'}"))
+    fixable = sum(1 for d in diagnostics if any(fix.safety is Safety.SAFE for fix in d.fixes))
+    text = ", ".join(counts)
+    if len(context.files) > 1:
+        text += f" in {len({d.file for d in diagnostics if d.file})} of {len(context.files)} files"
+    if fixable and context.fix_hint:
+        text += f"; {fixable} can be fixed with {context.fix_hint}"
+    return text
+
+
+def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
+    severity = diagnostic.severity
+    head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(": ")
+    indent = len(severity.value) + len(diagnostic.code) + 4
+    lines = textwrap.wrap(diagnostic.message, style.width - indent, break_long_words=False) or [""]
+    block = [head + style.strong(lines[0]), *(" " * 2 + style.strong(line) for line in lines[1:])]
+    margin = 3
+    position = diagnostic.position
+    places = [p for p in (position, *(r.position for r in diagnostic.related)) if p is not None]
+    if places:
+        margin = max(3, *(len(str(place.line)) + 1 for place in places))
+    block += _place(diagnostic.file, position, context, style, margin, severity, "")
+    if position is None and diagnostic.path:
+        block.append(f"{' ' * margin}{style.quiet('at')} {format_path(diagnostic.path)}")
+    for related in diagnostic.related:
+        if related.position is not None:
+            block += _place(diagnostic.file, related.position, context, style, margin, None, related.message)
+    if diagnostic.help:
+        block += _note("help", diagnostic.help, style, margin)
+    for fix in diagnostic.fixes:
+        if fix.safety is not Safety.SAFE or len(diagnostic.fixes) > 1:
+            block += _note("fix", f"{fix.title} ({fix.safety.value})", style, margin)
+    return block
+
+
+def _place(
+    file: str | None,
+    position: Position | None,
+    context: Context,
+    style: Style,
+    margin: int,
+    severity: Severity | None,
+    label: str,
+) -> list[str]:
+    if file is None and position is None:
+        return []
+    bar = style.quiet("│" if style.unicode else "|")
+    arrow = style.quiet(("──▶" if style.unicode else "-->") if not label else ("───" if style.unicode else "---"))
+    where = file or "?"
+    if position is not None:
+        where += f":{position.line}:{position.column}"
+    lines = [f"{' ' * (margin - 1)}{arrow} {where}"]
+    line = context.line(file, position.line) if position is not None else None
+    if position is None or not line:
+        return [*lines, f"{' ' * margin}{bar} {label}"] if label else lines
+    shown, start, length = _window(line, position.column, style.width - margin - 3, "…" if style.unicode else "...")
+    caret = ("^" if severity is not None else "-") * length
+    mark = style.severity(severity, caret) if severity is not None else style.quiet(caret)
+    number = style.quiet(f"{position.line:>{margin - 1}} ")
+    lines.append(f"{' ' * margin}{bar}")
+    lines.append(f"{number}{bar} {shown}")
+    lines.append(f"{' ' * margin}{bar} {' ' * start}{mark}" + (f" {label}" if label else ""))
+    return lines
+
+
+def _note(word: str, text: str, style: Style, margin: int) -> list[str]:
+    lead = " " * (margin - 1)
+    lines = textwrap.wrap(text, style.width - margin - len(word) - 2, break_long_words=False, break_on_hyphens=False)
+    rest = " " * (margin + len(word) + 1)
+    return [f"{lead}{style.strong(word + ':')} {line}" if not i else rest + line for i, line in enumerate(lines)]
+
+
+def _window(line: str, column: int, width: int, dots: str) -> tuple[str, int, int]:
+    """The part of a line that fits into `width` columns, and where in it the place starts and how long it is."""
+    index = min(column - 1, len(line))
+    match = _TOKEN.match(line, index)
+    length = len(match[0]) if match else 1
+    first = 0
+    if _columns(line) > width:
+        first = max(0, index - width // 3)
+    before = dots if first else ""
+    text = before + _visible(line[first:])
+    start = _columns(before) + _columns(line[first:index])
+    if _columns(text) > width:
+        text = _cut(text, width - len(dots)) + dots
+    marked = max(1, min(_columns(line[index : index + length]), width - start))
+    return text, start, marked
+
+
+def _visible(text: str) -> str:
+    """Tabs as spaces and what moves the cursor as a middle dot."""
+    text = text.replace("\t", _TAB)
+    return "".join(c if c.isprintable() and unicodedata.category(c) not in ("Cf", "Cc") else "·" for c in text)
+
+
+def _columns(text: str) -> int:
+    """How many columns a terminal takes for `text`."""
+    return sum(
+        len(_TAB)
+        if c == "\t"
+        else 0
+        if unicodedata.combining(c)
+        else 2
+        if unicodedata.east_asian_width(c) in "WF"
+        else 1
+        for c in text
+    )
+
+
+def _cut(text: str, columns: int) -> str:
+    total = 0
+    for index, character in enumerate(text):
+        total += _columns(character)
+        if total > columns:
+            return text[:index]
+    return text

@@ -1,0 +1,111 @@
+"""The JSON Schemas of the package, and what a document violates in them, as diagnostics."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .diagnostics import Diagnostic, Path, in_file_order
+from .schema_messages import Translator
+from .source import Document
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+    from referencing import Registry, Resource
+
+
+class UnknownSchemaError(ValueError):
+    """There is no schema of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What a schema finds wrong. A rule that reads a value at or under one of `invalid_paths` stays quiet.
+
+    `invalid_paths` also names what was written more than once, what could not be read as written, keys that are
+    missing, and the key that a misspelt one was meant to be.
+    """
+
+    diagnostics: tuple[Diagnostic, ...]
+    invalid_paths: frozenset[Path]
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing was found."""
+        return not self.diagnostics
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schemas, such as "spec" and "plan"."""
+    folder = importlib.resources.files("parcompile.schemas")
+    suffix = ".schema.json"
+    return tuple(sorted(entry.name[: -len(suffix)] for entry in folder.iterdir() if entry.name.endswith(suffix)))
+
+
+def text(name: str) -> str:
+    """The text of a schema; `-` and `_` in names are the same.
+
+    Raises:
+        UnknownSchemaError: there is none of that name.
+    """
+    folder = importlib.resources.files("parcompile.schemas")
+    for candidate in (name, name.replace("-", "_"), name.replace("_", "-")):
+        file = folder / f"{candidate}.schema.json"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    raise UnknownSchemaError(f"there is no schema {name!r}; there are: {', '.join(names())}")
+
+
+@functools.cache
+def load(name: str) -> dict[str, Any]:
+    """A schema, to be read only: it is loaded once.
+
+    Raises:
+        UnknownSchemaError: there is none of that name.
+    """
+    schema = json.loads(text(name))
+    assert isinstance(schema, dict)
+    return schema
+
+
+@functools.cache
+def _registry() -> Registry[Any]:
+    from referencing import Registry
+
+    registry: Registry[Any] = Registry(retrieve=_retrieve)  # type: ignore[call-arg]  # a generic attrs class
+    return registry
+
+
+def _retrieve(uri: str) -> Resource[Any]:
+    """Another schema of the package by its `$id`, whose last word is its name: `urn:parcompile:schema:v1:spec`."""
+    from referencing import Resource
+    from referencing.jsonschema import DRAFT202012
+
+    name = uri.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".schema.json")
+    return Resource.from_contents(load(name), default_specification=DRAFT202012)
+
+
+@functools.cache
+def _validator(name: str) -> Validator:
+    from jsonschema.validators import Draft202012Validator
+
+    return Draft202012Validator(load(name), registry=_registry())
+
+
+def validate(document: Document | object, name: str) -> Validation:
+    """Everything in a document, or a plain tree, that the schema `name` does not allow: one diagnostic per mistake."""
+    placed = document if isinstance(document, Document) else None
+    tree = placed.tree if placed else document
+    skipped = placed.invalid if placed else frozenset()
+    errors = list(_validator(name).iter_errors(tree))
+    if not errors:
+        return Validation((), skipped | placed.duplicates if placed else frozenset())
+    translator = Translator(load(name), name, tree, skipped, _registry())
+    found = translator.translate(errors)
+    if placed:
+        found = [placed.locate(one, key=(one.code, one.path) in translator.at_key) for one in found]
+    invalid = translator.poisoned | (skipped | placed.duplicates if placed else frozenset())
+    return Validation(tuple(in_file_order(found)), frozenset(invalid))
