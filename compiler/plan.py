@@ -225,7 +225,7 @@ def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
 
 def _sequence(spec: Spec) -> dict[str, Any]:
     parallelism, length = spec.parallelism, spec.training.sequence_length
-    layout = parallelism.cp_layout if parallelism.cp > 1 else CpLayout.CONTIGUOUS
+    layout = parallelism.cp_layout
     return {
         "layout": layout.value,
         "balance": float(balance(layout, parallelism.cp)),

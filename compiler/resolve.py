@@ -314,7 +314,8 @@ class Resolution:
             **{axis: self.axis(axis) for axis in AXES},
             order=self.order,
             sequence_parallel=self.sequence_parallel and self.axis("tp") > 1,
-            cp_layout=self.cp_layout,
+            # One rank holds the whole sequence in order: there is nothing to deal.
+            cp_layout=self.cp_layout if self.axis("cp") > 1 else CpLayout.CONTIGUOUS,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
         )
 

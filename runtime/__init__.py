@@ -1,1 +1,34 @@
-"""Executes a compiled plan inside a DeepSpeed engine. Needs the extra `[runtime]` (torch, deepspeed)."""
+"""Executes a compiled plan inside a DeepSpeed engine. Needs the extra `[runtime]` (torch, deepspeed).
+
+>>> engine, optimizer, loader, scheduler = initialize(plan="out", training_data=samples)  # doctest: +SKIP
+>>> for batch in loader:  # doctest: +SKIP
+...     loss = engine(**batch).loss
+...     engine.backward(loss)
+...     engine.step()
+"""
+
+from parcompile.plan import Plan, PlanError
+
+from .batches import PlanLoader, shift_labels, split_batch
+from .engine import initialize
+from .errors import RunError, report_errors
+from .groups import Mesh, join, leave
+from .loss import ParallelCausalLoss, reduce_loss
+from .model import build_model
+
+__all__ = [
+    "Mesh",
+    "ParallelCausalLoss",
+    "Plan",
+    "PlanError",
+    "PlanLoader",
+    "RunError",
+    "build_model",
+    "initialize",
+    "join",
+    "leave",
+    "reduce_loss",
+    "report_errors",
+    "shift_labels",
+    "split_batch",
+]

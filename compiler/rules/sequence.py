@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.resolve import Resolution
 
 from .arithmetic import listed, nearest_multiples
@@ -68,4 +68,21 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
         yield _finding(
             spec,
             f"(sequence_length {length} / cp {cp}) % tp {tp} = {(length // cp) % tp}: sequence_parallel splits it over tp",
+        )
+
+
+@rule(
+    "C003",
+    "the context-parallel layout has no effect",
+    """With cp 1 each rank holds whole sequences in their order: there is nothing to deal out.""",
+    severity=Severity.INFO,
+)
+def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
+    """Fires when cp_layout is given at cp 1."""
+    path = ("parallelism", "cp_layout")
+    if spec.given(*path) and spec.axis("cp") == 1:
+        yield Finding(
+            f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
+            path,
+            fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(path, remove=True),)),),
         )

@@ -28,7 +28,6 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "gradient_clipping": training.gradient_clipping,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
-        "sparse_gradients": False,
         "bf16": {"enabled": training.precision is Precision.BF16},
         "fp16": _fp16(spec),
         "data_types": {"grad_accum_dtype": training.gradient_accumulation_dtype.value},

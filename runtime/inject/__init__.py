@@ -1,1 +1,5 @@
-"""Puts tensor-parallel layers, ring attention and the parallel loss into a model."""
+"""Puts tensor-parallel layers, ring attention and the parallel loss into a Hugging Face model."""
+
+from .model import inject
+
+__all__ = ["inject"]

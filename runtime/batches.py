@@ -1,0 +1,115 @@
+"""Batches: every rank gets its sequences (dp) and its tokens of them (cp), with positions, shifted labels and the loss divisor.
+
+The order of the data does not depend on the layout: step s trains on samples s·B … (s+1)·B − 1 whatever dp is, so that any two layouts
+see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Mesh
+from .loss import IGNORED
+from .ring_attention import local_positions, split_sequence
+
+Batch = dict[str, Tensor]
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels [B, S] moved one token to the left: position i predicts token i + 1; the last position predicts nothing."""
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted
+
+
+def split_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """This cp rank's part of a batch of whole sequences, ready for the model.
+
+    Args:
+        batch: `input_ids` [B, S] and `labels` [B, S] (−100 where nothing is predicted), or `shift_labels` in their place; `position_ids`
+            [B, S] if they are not 0 … S − 1. Other per-token tensors [B, S, …] are split with them.
+        mesh: this rank's place.
+
+    Raises:
+        ValueError: the sequences are not as long as the plan says, or there are no labels.
+    """
+    ids, planned = batch["input_ids"], mesh.plan.spec.training.sequence_length
+    if ids.dim() != 2 or ids.shape[1] != planned:
+        raise ValueError(f"input_ids have shape {tuple(ids.shape)}, the plan says [B, sequence_length {planned}]")
+    whole = dict(batch)
+    if "shift_labels" not in whole:
+        if "labels" not in whole:
+            raise ValueError("the batch has neither labels nor shift_labels")
+        whole["shift_labels"] = shift_labels(whole["labels"])
+    layout, cp, rank = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp")
+    if "position_ids" not in whole:
+        positions = local_positions(layout, cp, rank, planned).expand(ids.shape[0], -1)
+    else:
+        positions = split_sequence(whole.pop("position_ids"), 1, layout, cp, rank)
+    local = {
+        name: split_sequence(tensor, 1, layout, cp, rank) if tensor.dim() >= 2 and tensor.shape[1] == planned else tensor
+        for name, tensor in whole.items()
+    }
+    local["position_ids"] = positions
+    # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
+    local["labels"] = local["shift_labels"]
+    return {name: tensor.to(mesh.device, non_blocking=True).contiguous() for name, tensor in local.items()}
+
+
+class PlanLoader:
+    """Yields this rank's micro-batches of a data set, step after step, without end: the data set is walked round and round.
+
+    Args:
+        dataset: a sequence of samples, each a dict of tensors [S] (`input_ids`, `labels`) or one tensor of token ids [S], which are their
+            own labels.
+        mesh: this rank's place.
+        first_step: the step to begin with, after a resume.
+    """
+
+    def __init__(self, dataset: Sequence[Any], mesh: Mesh, first_step: int = 0) -> None:
+        if len(dataset) == 0:
+            raise ValueError("the data set is empty")
+        self._dataset = dataset
+        self._mesh = mesh
+        self.step = first_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Micro-batches; the first of a step counts the step's tokens over dp."""
+        while True:
+            micro_batches = [self._whole(micro) for micro in range(self._steps)]
+            divisor = self._divisor(micro_batches)
+            for batch in micro_batches:
+                yield {**split_batch(batch, self._mesh), "num_items_in_batch": divisor}
+            self.step += 1
+
+    @property
+    def _steps(self) -> int:
+        return self._mesh.plan.spec.training.gradient_accumulation_steps
+
+    def _whole(self, micro: int) -> Batch:
+        """The whole sequences of this dp rank's micro-batch."""
+        training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
+        size = training.micro_batch_size
+        first = self.step * training.global_batch_size + (micro * dp + self._mesh.index("dp")) * size
+        samples = [_sample(self._dataset[index % len(self._dataset)]) for index in range(first, first + size)]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        batch["shift_labels"] = shift_labels(batch.pop("labels")) if "labels" in batch else batch["shift_labels"]
+        return batch
+
+    def _divisor(self, micro_batches: list[Batch]) -> Tensor:
+        """Predicted tokens of the global batch / (steps · dp); see `parcompile.runtime.loss`."""
+        count = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in micro_batches]).sum().float()
+        count = count.to(self._mesh.device)
+        dp = self._mesh.size("dp")
+        if dp > 1:
+            dist.all_reduce(count, group=self._mesh.group("dp"))
+        return count.clamp(min=1) / (self._steps * dp)
+
+
+def _sample(sample: Any) -> Batch:
+    return {"input_ids": sample, "labels": sample} if isinstance(sample, Tensor) else dict(sample)

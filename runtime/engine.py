@@ -1,0 +1,103 @@
+"""One call from a plan to a DeepSpeed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from parcompile.plan import Plan
+from parcompile.targets.deepspeed import ds_config
+
+from .batches import PlanLoader
+from .errors import RunError
+from .groups import Mesh, join
+from .inject import inject
+from .model import build_model
+from .mpu import Mpu
+
+
+def initialize(
+    *,
+    plan: Plan | str,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Sequence[Any] | None = None,
+    lr_scheduler: Any = None,
+    first_step: int = 0,
+) -> tuple[Any, Any, PlanLoader | None, Any]:
+    """A DeepSpeed engine that trains exactly as the plan says; the shape follows `deepspeed.initialize`.
+
+    Joins the other ranks, injects the model (tensor-parallel layers, ring attention, the parallel loss), and hands it to DeepSpeed with
+    the plan's groups and configuration. Without a launcher, a plan for one rank runs as it is.
+
+    Args:
+        plan: the plan, or the path of `plan.json` or of its folder.
+        model: a whole Hugging Face causal language model on the CPU, the same on every rank; None builds the plan's own from its seed.
+        optimizer: an optimizer or a function from parameters to one, in place of the plan's.
+        model_parameters: parameters or parameter groups to optimise; default: all that require gradients.
+        training_data: samples for `PlanLoader`.
+        lr_scheduler: as in `deepspeed.initialize`.
+        first_step: the step at which the loader starts, after a resume.
+
+    Returns:
+        engine, optimizer, loader (None without `training_data`), lr_scheduler.
+
+    Raises:
+        PlanError: the plan cannot be read.
+        RunError: it cannot be executed here; every rank raises.
+    """
+    import deepspeed
+
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    mesh = join(plan)
+    model = inject(build_model(plan) if model is None else model, mesh)
+    if plan.spec.training.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.to(mesh.device)
+    model.train()
+    _make_replicated_parameters_equal(model, mesh)
+    if model_parameters is None:
+        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, optimizer, _, lr_scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        mpu=Mpu(mesh),
+        config=ds_config(plan),
+        dist_init_required=False,
+    )
+    _check_engine(engine, mesh)
+    engine.mesh = mesh
+    loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
+    return engine, optimizer, loader, lr_scheduler
+
+
+def _make_replicated_parameters_equal(model: nn.Module, mesh: Mesh) -> None:
+    """DeepSpeed broadcasts over dp × cp only: what the tp ranks share has to be made equal here."""
+    group = mesh.parallel_group("tp")
+    if group is None:
+        return
+    source = mesh.plan.groups.of_rank("tp", mesh.rank)[0]
+    for parameter in model.parameters():
+        if not hasattr(parameter, "tensor_model_parallel"):
+            dist.broadcast(parameter.data, source, group=group)
+
+
+def _check_engine(engine: Any, mesh: Mesh) -> None:
+    """What DeepSpeed made of the configuration is what the plan says."""
+    training = mesh.plan.spec.training
+    for name, planned in (
+        ("train_batch_size", training.global_batch_size),
+        ("train_micro_batch_size_per_gpu", training.micro_batch_size),
+        ("gradient_accumulation_steps", training.gradient_accumulation_steps),
+        ("zero_optimization_stage", mesh.plan.spec.zero_stage),
+        ("gradient_clipping", training.gradient_clipping),
+    ):
+        live = getattr(engine, name)()
+        if live != planned:
+            raise RunError(f"DeepSpeed's {name} is {live}, the plan says {planned}", everywhere=True)

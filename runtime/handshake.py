@@ -1,0 +1,74 @@
+"""Before the first collective: do all ranks run the same plan with the same versions?
+
+A collective between ranks that disagree hangs or computes nonsense. So every rank says through the rendezvous store what it runs, rank 0
+compares, and all ranks read its verdict. Nothing here waits longer than the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .errors import RunError
+
+_PREFIX = "parcompile/handshake"
+
+
+def statement(plan_hash: str) -> dict[str, str]:
+    """What this rank runs: the plan's hash and the versions that have to agree."""
+    import deepspeed
+
+    from parcompile import __version__
+
+    return {
+        "plan": plan_hash,
+        "parcompile": __version__,
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+    }
+
+
+def agree(store: dist.Store, rank: int, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> None:
+    """Returns when every rank has made the same statement.
+
+    Raises:
+        RunError: on every rank alike, when statements differ (who differs, and in what) or a rank is missing (which).
+    """
+    store.set(f"{_PREFIX}/{rank}", json.dumps(dict(mine)))
+    if rank == 0:
+        store.set(f"{_PREFIX}/verdict", _verdict(store, world_size, mine, timeout))
+    try:
+        # Rank 0 itself waits for the others that long; its verdict comes after.
+        store.wait([f"{_PREFIX}/verdict"], timeout * 2)
+        verdict = store.get(f"{_PREFIX}/verdict").decode()
+    except (RuntimeError, dist.DistError) as error:
+        raise RunError(f"rank {rank} heard nothing from rank 0 within {(timeout * 2).total_seconds():.0f} s") from error
+    if verdict:
+        raise RunError(verdict, everywhere=True)
+
+
+def _verdict(store: dist.Store, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
+    """Empty when all agree."""
+    keys = [f"{_PREFIX}/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except (RuntimeError, dist.DistError):
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        return f"rank {', '.join(missing)} of {world_size} did not report within {timeout.total_seconds():.0f} s"
+    differing: dict[tuple[str, str], list[int]] = {}
+    for rank, key in enumerate(keys):
+        theirs = json.loads(store.get(key))
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                differing.setdefault((name, str(theirs.get(name))), []).append(rank)
+    if not differing:
+        return ""
+    parts = [
+        f"rank {', '.join(map(str, ranks))} has {name} {value}, rank 0 has {mine[name]}"
+        for (name, value), ranks in differing.items()
+    ]
+    return "the ranks do not run the same: " + "; ".join(parts)

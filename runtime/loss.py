@@ -1,0 +1,67 @@
+"""The loss of a plan: a sum over this rank's tokens, divided by what makes DeepSpeed's reduction give the mean over all tokens.
+
+DeepSpeed sums gradients over cp and averages them over dp and over accumulation steps. A rank therefore divides the sum of its token
+losses by *tokens of the global batch / (steps · dp)*; every token of the global batch then weighs the same, wherever masked labels fall.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Mesh
+from .tensor_parallel import vocab_parallel_cross_entropy
+
+IGNORED = -100
+"""The label of a token that is not predicted."""
+
+
+class ParallelCausalLoss:
+    """Takes the place of a Hugging Face model's `loss_function`.
+
+    Called with this rank's logits [B, S, V/tp] and `shift_labels` [B, S]: labels that were shifted before the sequence was split.
+    """
+
+    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,  # noqa: ARG002 -- transformers passes it
+        vocab_size: int | None = None,  # noqa: ARG002 -- transformers passes it
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """The loss of this rank (a scalar); `reduce_loss` gives the loss of the batch.
+
+        Raises:
+            ValueError: `shift_labels` is missing: labels cannot be shifted after the sequence was split.
+        """
+        if shift_labels is None:
+            raise ValueError("call the model with shift_labels: a split sequence cannot be shifted (see split_batch)")
+        losses = vocab_parallel_cross_entropy(
+            logits, shift_labels, group=self._mesh.parallel_group("tp"), vocab_size=self._vocab_size, ignore_index=IGNORED
+        )
+        if num_items_in_batch is None:
+            num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
+        return losses.sum() / num_items_in_batch
+
+    def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:
+        """Predicted tokens of this micro-batch over all cp ranks; at least one, so that an empty batch gives 0, not NaN."""
+        count = (labels != IGNORED).sum().float()
+        if (group := self._mesh.parallel_group("cp")) is not None:
+            dist.all_reduce(count, group=group)
+        return count.clamp(min=1)
+
+
+def reduce_loss(loss: Tensor, mesh: Mesh) -> float:
+    """The loss over all ranks from each rank's own: a sum over cp, a mean over dp."""
+    total = loss.detach().float().clone()
+    dist.all_reduce(total, group=mesh.group("dp-cp"))
+    return float(total) / mesh.size("dp")

@@ -1,0 +1,161 @@
+"""Training runs that tests compare: plans under the engine, and the same training in one plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcompile.plan import Plan, compile_plan
+from parcompile.resolve import Resolution
+from parcompile.rules import check
+
+STEPS = 5
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def make_plan(
+    world_size: int,
+    parallelism: dict[str, Any],
+    *,
+    model: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan of a tiny byte-sized model; the vocabulary (61) needs padding at every tp."""
+    tree = {
+        "version": 1,
+        "name": "tiny",
+        "model": {**MODEL, **(model or {})},
+        "cluster": {"gpus_per_node": world_size, "accelerator": "cpu"},
+        "parallelism": {"make_vocab_size_divisible_by": 8, **parallelism},
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "gradient_clipping": 0.5,
+            "optimizer": {"lr": 1e-2},
+            **(training or {}),
+        },
+    }
+    resolution = Resolution(tree)
+    diagnostics = check(resolution)
+    assert not [found for found in diagnostics if found.is_error], diagnostics
+    return compile_plan(resolution.spec(), tree, diagnostics)
+
+
+def samples(plan: Plan, *, masked: bool = False) -> list[dict[str, Tensor]]:
+    """Whole sequences for `STEPS` steps. Masked ones leave out most labels of the first half, and a different number in each sample."""
+    generator = torch.Generator().manual_seed(7)
+    length, count = plan.spec.training.sequence_length, STEPS * plan.spec.training.global_batch_size
+    found = []
+    for index in range(count):
+        ids = torch.randint(0, plan.spec.model.shape.vocab_size, (length,), generator=generator)
+        labels = ids.clone()
+        if masked:
+            labels[: length // 2 - 1] = -100
+            labels[length - 1 - index % 5 :] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """Losses, gradient norms and this rank's parameters after training under the engine."""
+    from parcompile.runtime import initialize, reduce_loss
+
+    engine, _, loader, _ = initialize(plan=plan, training_data=samples(plan, masked=masked))
+    losses, norms = [], []
+    batches = iter(loader)
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(plan.spec.training.gradient_accumulation_steps):
+            loss = engine(**next(batches)).loss
+            engine.backward(loss)
+            total += reduce_loss(loss, engine.mesh)
+            engine.step()
+        losses.append(total / plan.spec.training.gradient_accumulation_steps)
+        norms.append(float(engine.get_global_grad_norm()))
+    parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters, "optimizer": _shard(engine)}
+
+
+def _shard(engine: Any) -> dict[str, int]:
+    """Elements of this rank's optimizer shard, as the live engine holds it."""
+    masters = engine.optimizer.single_partition_of_fp32_groups
+    states = engine.optimizer.optimizer.state
+    moments = sum(value.numel() for state in states.values() for value in state.values() if value.dim() > 0)
+    flat = sum(tensor.numel() for tensor in engine.optimizer.bit16_groups_flat)
+    return {
+        "shard_numel": sum(tensor.numel() for tensor in masters),
+        "master_bytes": sum(tensor.numel() * tensor.element_size() for tensor in masters),
+        "moments": moments,
+        "flat_numel": flat,
+        "flat_bytes": sum(tensor.numel() * tensor.element_size() for tensor in engine.optimizer.bit16_groups_flat),
+    }
+
+
+def train_in_one_process(plan: Plan, *, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: F401 -- the auto class needs the config registered
+
+    from parcompile.runtime import build_model
+
+    training = plan.spec.training
+    model = build_model(plan)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=training.optimizer.lr,
+        betas=training.optimizer.betas,
+        eps=training.optimizer.eps,
+        weight_decay=training.optimizer.weight_decay,
+    )
+    data = samples(plan, masked=masked)
+    losses, norms = [], []
+    for step in range(steps):
+        batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
+        ids = torch.stack([sample["input_ids"] for sample in batch])
+        labels = torch.stack([sample["labels"] for sample in batch])
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
+        optimizer.step()
+        losses.append(float(loss))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "parameters": parameters}
+
+
+def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The whole model from every rank's part, put together by the plan; replicas have to be equal to the bit."""
+    rows = plan.tensors()
+    whole: dict[str, Tensor] = {}
+    for name, parameter in plan.parameters.expanded():
+        layout = rows[parameter.name][1]
+        full = torch.full(layout.full_shape, float("nan"))
+        for result in ranks:
+            local = result["parameters"][name]
+            assert tuple(local.shape) == layout.local_shape, name
+            tp_rank = plan.groups.grid.coordinates(result["rank"])["tp"]
+            pieces = [(0, full.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
+            dim, offset = layout.dim or 0, 0
+            for start, stop in pieces:
+                place = full.narrow(dim, start, stop - start)
+                piece = local.narrow(dim, offset, stop - start)
+                assert torch.equal(place, piece) or bool(place.isnan().all()), f"replicas of {name} differ"
+                place.copy_(piece)
+                offset += stop - start
+        assert not full.isnan().any(), f"{name} is not covered"
+        whole[name] = full[tuple(slice(size) for size in parameter.shape)]
+    return whole
+
