@@ -1,0 +1,194 @@
+"""Cross entropy of logits that are spread over the ranks of a tensor-parallel group along the vocabulary.
+
+Shapes: T tokens, V vocabulary, v = (padded V)/tp columns of a rank. No rank ever holds [T, V]; and of its own [T, v] it
+holds, in float32, only a chunk of tokens at a time. The ranks exchange three numbers per token (the largest logit, the
+sum of the exponentials, the label's logit; a fourth with label smoothing), in one all-gather; backward needs no
+exchange. Kept for backward are the logits themselves, which the caller has anyway, and one number per token.
+
+With x the logits (after the soft-cap), ℓ = log Σⱼ exp xⱼ, y the label, ε the label smoothing and z the weight of the
+z-loss, a token costs  ℓ − (1−ε)·x_y − ε·mean(x) + z·ℓ²,  so that  d/dxⱼ = softmax(x)ⱼ·(1 + 2zℓ) − (1−ε)·[j = y] − ε/V.
+
+Sources: Megatron-LM (arXiv 1909.08053, section 3); label smoothing as in torch.nn.functional.cross_entropy; z-loss,
+PaLM (arXiv 2204.02311, section 5); soft-cap cap·tanh(x/cap), Gemma 2 (arXiv 2408.00118, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..collectives import Group, group_rank, group_size, start_all_gather
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Group = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    chunk_tokens: int | None = None,
+    inplace_backward: bool = False,
+    check_labels: bool | None = None,
+) -> Tensor:
+    """The loss of every token, [..] in float32 (float64 for float64 logits), the same on every rank.
+
+    Args:
+        logits: [.., v], this rank's columns `rank · v ..` of the (padded) vocabulary.
+        labels: [..], ids of the whole vocabulary, the same on every rank.
+        group: The ranks that the vocabulary is spread over; None for this rank alone.
+        vocab_size: V without padding: columns from V on count as −∞ and get no gradient. None: there is no padding.
+        ignore_index: Tokens with this label cost 0 and give no gradient.
+        label_smoothing: ε in the equation above.
+        z_loss: z in the equation above.
+        logit_softcap: Use cap·tanh(x/cap) in place of x.
+        chunk_tokens: Tokens that are in float32 at a time; None chooses a chunk of a few megabytes.
+        inplace_backward: Write the gradient over the logits. Saves [.., v], and asks that nothing else reads the logits
+            afterwards; a second backward through the same graph then raises.
+        check_labels: Whether to look for labels outside the vocabulary. None looks on the CPU only: on a GPU the answer
+            costs a synchronisation.
+
+    Raises:
+        ValueError: Shapes do not match, or a label is outside the vocabulary (where that is checked).
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}: one label per token")
+    columns, ranks = logits.shape[-1], group_size(group)
+    vocab_size = columns * ranks if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= columns * ranks:
+        raise ValueError(f"vocab_size = {vocab_size}, but {ranks} ranks hold {columns} columns each: {columns * ranks}")
+    if labels.is_cpu if check_labels is None else check_labels:
+        _check(labels, vocab_size, ignore_index)
+    start = group_rank(group) * columns
+    held = min(max(vocab_size - start, 0), columns)
+    chunk_tokens = chunk_tokens or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // columns)
+    shard = _Shard(
+        group,
+        start,
+        held,
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        logit_softcap,
+        chunk_tokens,
+        inplace_backward,
+    )
+    function = cast(Any, _CrossEntropy)
+    losses: Tensor = function.apply(logits.reshape(-1, columns), labels.reshape(-1), shard)
+    return losses.view(labels.shape)
+
+
+# A chunk that stays in a core's cache on the CPU; on a GPU one that is worth its kernel launches.
+_CHUNK_ELEMENTS_CPU = 2**19
+_CHUNK_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """This rank's columns `start .. start + held` of the vocabulary, without padding, and the terms of the loss."""
+
+    group: Group
+    start: int
+    held: int
+    vocab_size: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    chunk_tokens: int
+    inplace_backward: bool
+
+    def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of tokens, with one buffer [tokens, held] for all, filled with their logits in float32."""
+        tokens = logits.shape[0]
+        buffer = torch.empty(
+            min(self.chunk_tokens, tokens), self.held, dtype=_exact(logits.dtype), device=logits.device
+        )
+        for first in range(0, tokens, self.chunk_tokens):
+            rows = slice(first, min(first + self.chunk_tokens, tokens))
+            x = buffer[: rows.stop - rows.start].copy_(logits[rows, : self.held])
+            if self.softcap is not None:
+                x.div_(self.softcap).tanh_().mul_(self.softcap)
+            yield rows, x
+
+    def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Which labels are among the columns held, and in which column (0 for the others)."""
+        columns = labels - self.start
+        held = (columns >= 0) & (columns < self.held)
+        return held, columns.masked_fill(~held, 0).unsqueeze(-1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: _Shard) -> Tensor:
+        # Rows: largest logit, Σ exp(x − largest), the label's logit, and with label smoothing Σ x.
+        smooth = shard.label_smoothing > 0
+        local = torch.zeros(4 if smooth else 3, len(labels), dtype=_exact(logits.dtype), device=logits.device)
+        local[0] = -torch.inf
+        if shard.held:
+            for rows, x in shard.chunks(logits):
+                held, column = shard.locate(labels[rows])
+                local[2, rows] = x.gather(1, column).squeeze(1).masked_fill_(~held, 0.0)
+                if smooth:
+                    local[3, rows] = x.sum(1)
+                largest = x.amax(1)
+                local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
+        ranks = local.unsqueeze(0)
+        if shard.group is not None and group_size(shard.group) > 1:
+            ranks = start_all_gather(ranks, 0, shard.group).wait()
+        largest = ranks[:, 0].amax(0)
+        log_sum = (ranks[:, 1] * (ranks[:, 0] - largest).exp()).sum(0).log_().add_(largest)
+        epsilon = shard.label_smoothing
+        losses = log_sum - (1 - epsilon) * ranks[:, 2].sum(0)
+        if smooth:
+            losses -= (epsilon / shard.vocab_size) * ranks[:, 3].sum(0)
+        if shard.z_loss:
+            losses += shard.z_loss * log_sum.square()
+        ctx.shard = shard
+        ctx.save_for_backward(logits, labels, log_sum)
+        return losses.masked_fill_(labels == shard.ignore_index, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (logits, labels, log_sum), shard = ctx.saved_tensors, cast(_Shard, ctx.shard)
+        grad = grads[0].masked_fill(labels == shard.ignore_index, 0.0)
+        softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
+        out = logits if shard.inplace_backward else torch.empty_like(logits)
+        for rows, x in shard.chunks(logits):
+            slope = None if shard.softcap is None else 1 - (x / shard.softcap).square_()
+            x.sub_(log_sum[rows].unsqueeze(1)).exp_().mul_(softmax_scale[rows].unsqueeze(1))
+            if shard.label_smoothing:
+                x.sub_((shard.label_smoothing / shard.vocab_size) * grad[rows].unsqueeze(1))
+            held, column = shard.locate(labels[rows])
+            if shard.held:
+                x.scatter_add_(1, column, ((shard.label_smoothing - 1) * grad[rows] * held).unsqueeze(1))
+            if slope is not None:
+                x.mul_(slope)
+            out[rows, : shard.held] = x
+        out[:, shard.held :] = 0.0
+        return out, None, None
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"label {int(wrong[0])} is outside the vocabulary of {vocab_size}: ids are 0..{vocab_size - 1}, "
+            f"and {ignore_index} for tokens that do not count"
+        )

@@ -1,0 +1,289 @@
+"""Linear layers whose weight is spread over the ranks of a tensor-parallel group.
+
+Shapes: `…` any leading dims (batch, sequence), I input and O output features, tp ranks in the group.
+
+| layer | weight of a rank | input | output |
+|---|---|---|---|
+| `ColumnParallelLinear` | [O/tp, I] | […, I], the same on every rank | […, O/tp] |
+| `RowParallelLinear` | [O, I/tp] | […, I/tp] | […, O], the same on every rank |
+
+A column layer followed by a row layer computes the product of both with one all-reduce in each direction (Megatron-LM,
+arXiv 1909.08053, section 3). With `sequence_parallel` the replicated side is split along the sequence instead, and the
+all-reduce becomes a reduce-scatter on one side and an all-gather on the other (arXiv 2205.05198, section 4.2.2).
+
+Which slice a rank holds is decided by the plan and given as `ranges`; without it every rank holds an equal slice in
+rank order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ..collectives import (
+    Group,
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    scatter_to_group,
+)
+from .initialization import draw_slice, master_seed, uniform
+from .marking import mark_shard
+from .weights import Ranges, even_range, slice_parameter
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class _ParallelLinear(nn.Module):
+    """What both layers share: a slice of a full [O, I] weight, cut along `split_dim`."""
+
+    split_dim: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        group: Group,
+        ranges: Ranges | None,
+        replica_group: Group,
+        skip_bias_add: bool,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group, self.replica_group = group, replica_group
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and group_size(group) > 1, sequence_dim
+        self.skip_bias_add = skip_bias_add
+        size, what = ((out_features, "out_features"), (in_features, "in_features"))[self.split_dim]
+        if ranges is None:
+            ranges = (even_range(size, group_rank(group), group_size(group), what),)
+        self.ranges = tuple((start, stop) for start, stop in ranges)
+        shape = (self.local_size, in_features) if self.split_dim == 0 else (out_features, self.local_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self._mark()
+        self.reset_parameters()
+
+    @property
+    def local_size(self) -> int:
+        """Features of this rank's slice: of the output of a column layer, of the input of a row layer."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, padded_out_features: int | None = None, **options: Any) -> Self:
+        """Take this rank's part of a full layer.
+
+        Device, dtype and `requires_grad` stay as they are unless `options` say otherwise.
+
+        Args:
+            linear: The full layer.
+            padded_out_features: Continue a column layer with zero rows up to this O (a vocabulary that the ranks do not
+                divide).
+            options: Those of the constructor.
+        """
+        device, dtype = options.pop("device", None), options.pop("dtype", None)
+        if padded_out_features is not None and cls.split_dim != 0:
+            raise ValueError("only the output features of a column layer can be padded")
+        out_features = padded_out_features or linear.out_features
+        layer = cls(linear.in_features, out_features, linear.bias is not None, device="meta", **options)
+        layer.weight = slice_parameter(linear.weight, layer.split_dim, layer.ranges, padded_out_features, device, dtype)
+        if linear.bias is not None:
+            bias_ranges = layer.ranges if layer.split_dim == 0 else ((0, out_features),)
+            layer.bias = slice_parameter(linear.bias, 0, bias_ranges, padded_out_features, device, dtype)
+        layer._mark()
+        return layer.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """Draw the full layer as `nn.Linear` does, alike on every rank, and keep the slice; meta tensors stay."""
+        if self.weight.is_meta:
+            return
+        draw = uniform(self.in_features**-0.5)
+        full_shape = (self.out_features, self.in_features)
+        draw_slice(self.weight, full_shape, self.split_dim, self.ranges, draw, master_seed())
+        if self.bias is not None:
+            bias_ranges = self.ranges if self.split_dim == 0 else ((0, self.out_features),)
+            draw_slice(self.bias, (self.out_features,), 0, bias_ranges, draw, master_seed())
+
+    def _mark(self) -> None:
+        mark_shard(self.weight, self.replica_group)
+        if self.split_dim == 0:
+            mark_shard(self.bias, self.replica_group)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # `to_empty` and the like make new parameters, which know nothing of the old ones' marks.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def extra_repr(self) -> str:
+        """The full layer, and the slice of it that this rank holds."""
+        dim = ("out", "in")[self.split_dim]
+        held = ", ".join(f"{start}..{stop}" for start, stop in self.ranges)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{dim}[{held}], tp={group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x · Wᵀ + b with the *output* features spread over the ranks.
+
+    Args:
+        in_features: I of the full layer.
+        out_features: O of the full layer.
+        bias: Whether there is a bias; it is split like the output.
+        group: The tensor-parallel ranks; None for this rank alone.
+        ranges: The output features that this rank holds; without it an equal slice.
+        replica_group: The ranks that hold the same slice (replicated kv heads): their weight gradients are summed.
+            Needs `ranges`.
+        gather_output: Return the full […, O] on every rank. Needs equal slices.
+        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
+        sequence_parallel: The input is split along `sequence_dim` and is gathered first.
+        sequence_dim: The dim of the input that is the sequence.
+        input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
+            block, so that several layers (q, k and v; gate and up) share one collective.
+        device: Where the weight is made.
+        dtype: The weight's type.
+
+    Raises:
+        ValueError: O is not divisible by the number of ranks, or the arguments contradict each other.
+    """
+
+    split_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        ranges: Ranges | None = None,
+        replica_group: Group = None,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        input_is_ready: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if replica_group is not None and ranges is None:
+            raise ValueError("replica_group needs ranges: ranks that hold the same slice must be told which one it is")
+        if gather_output and ranges is not None:
+            raise ValueError("gather_output needs equal slices in rank order: leave ranges and replica_group out")
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            group=group,
+            ranges=ranges,
+            replica_group=replica_group,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output, self.input_is_ready = gather_output, input_is_ready
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[…, I] to […, O/tp], or […, O] with `gather_output`."""
+        if not self.input_is_ready:
+            if self.sequence_parallel:
+                x = gather_from_sequence(x, self.sequence_dim, self.group)
+            else:
+                x = copy_to_group(x, self.group)
+        weight = copy_to_group(self.weight, self.replica_group)
+        bias = None if self.bias is None else copy_to_group(self.bias, self.replica_group)
+        y = F.linear(x, weight, None if self.skip_bias_add else bias)
+        if self.gather_output:
+            y = gather_from_group(y, -1, self.group)
+        return (y, bias) if self.skip_bias_add else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = x · Wᵀ + b with the *input* features spread over the ranks; the bias is added once, after the sum.
+
+    Args:
+        in_features: I of the full layer.
+        out_features: O of the full layer.
+        bias: Whether there is a bias; every rank holds all of it.
+        group: The tensor-parallel ranks; None for this rank alone.
+        ranges: The input features that this rank holds; without it an equal slice.
+        input_is_parallel: The input is this rank's slice already; otherwise the full input is cut first (needs equal
+            slices).
+        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
+        sequence_parallel: Return the output split along `sequence_dim`.
+        sequence_dim: The dim of the output that is the sequence.
+        device: Where the weight is made.
+        dtype: The weight's type.
+
+    Raises:
+        ValueError: I is not divisible by the number of ranks, or the arguments contradict each other.
+    """
+
+    split_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        ranges: Ranges | None = None,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not input_is_parallel and ranges is not None:
+            raise ValueError("input_is_parallel=False cuts equal slices in rank order: leave ranges out")
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            group=group,
+            ranges=ranges,
+            replica_group=None,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`."""
+        if group_size(self.group) == 1:
+            return (F.linear(x, self.weight), self.bias) if self.skip_bias_add else F.linear(x, self.weight, self.bias)
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, -1, self.group)
+        y = F.linear(x, self.weight)
+        bias: Tensor | None = self.bias
+        if self.sequence_parallel:
+            y = reduce_scatter_to_sequence(y, self.sequence_dim, self.group)
+            # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
+            bias = None if bias is None else copy_to_group(bias, self.group)
+        else:
+            y = reduce_from_group(y, self.group)
+        if self.skip_bias_add:
+            return y, bias
+        return y if bias is None else y + bias

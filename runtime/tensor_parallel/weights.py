@@ -1,0 +1,121 @@
+"""Cuts full weights into the slices that ranks hold, and puts them together again.
+
+Every function checks what it is given and names the numbers; nothing is truncated or rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Ranges", "even_range", "merge_shards", "shard_weight", "slice_parameter", "take_ranges"]
+
+Ranges = Sequence[tuple[int, int]]
+"""Half-open index ranges `(start, stop)` along one dim, in the order in which a rank holds them."""
+
+
+def even_range(size: int, rank: int, world: int, what: str = "size") -> tuple[int, int]:
+    """The range of `rank` when `size` is cut into `world` equal slices.
+
+    Raises:
+        ValueError: The slices would not be equal, or there is no such rank.
+    """
+    if world < 1:
+        raise ValueError(f"world = {world}: there must be at least one rank")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not in 0..{world - 1} (world = {world})")
+    if size % world:
+        padded = -(-size // world) * world
+        raise ValueError(
+            f"{what} = {size} is not divisible by {world} ranks: {size} % {world} = {size % world}; pad to {padded}"
+        )
+    local = size // world
+    return rank * local, (rank + 1) * local
+
+
+def shard_weight(tensor: Tensor, dim: int, rank: int, world: int) -> Tensor:
+    """The slice of `rank` along `dim`, as contiguous storage of its own; any strides are accepted.
+
+    Raises:
+        ValueError: `dim` or `rank` is out of range, or the size along `dim` is not divisible by `world`.
+    """
+    dim = _check_dim(tensor, dim)
+    return take_ranges(tensor, dim, [even_range(tensor.shape[dim], rank, world, f"size along dim {dim}")])
+
+
+def take_ranges(tensor: Tensor, dim: int, ranges: Ranges, *, padded_size: int | None = None) -> Tensor:
+    """The concatenation of `ranges` along `dim`, as contiguous storage of its own.
+
+    Ranges may repeat, interleave or overlap those of other ranks (fused and replicated weights). With `padded_size` the
+    tensor counts as continued with zeros up to that size, without ever being copied to it.
+
+    Raises:
+        ValueError: `dim` is out of range, or a range is not within the (padded) size.
+    """
+    dim = _check_dim(tensor, dim)
+    size = tensor.shape[dim]
+    limit = size if padded_size is None else padded_size
+    if limit < size:
+        raise ValueError(f"padded size {limit} is smaller than the size {size} along dim {dim}")
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= limit:
+            raise ValueError(
+                f"range {start}..{stop} is not within 0..{limit} along dim {dim} of shape {tuple(tensor.shape)}"
+            )
+    shape = list(tensor.shape)
+    shape[dim] = sum(stop - start for start, stop in ranges)
+    taken = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    offset = 0
+    for start, stop in ranges:
+        real = max(min(stop, size) - start, 0)
+        taken.narrow(dim, offset, real).copy_(tensor.narrow(dim, min(start, size), real))
+        taken.narrow(dim, offset + real, stop - start - real).zero_()
+        offset += stop - start
+    return taken
+
+
+def slice_parameter(
+    full: Tensor,
+    dim: int,
+    ranges: Ranges,
+    padded_size: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """`take_ranges` of a parameter, as a parameter that is trained if the full one is."""
+    local = take_ranges(full.detach(), dim, ranges, padded_size=padded_size)
+    return nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=full.requires_grad)
+
+
+def merge_shards(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate the ranks' slices along `dim`: the inverse of `shard_weight`. Sizes along `dim` may differ.
+
+    Raises:
+        ValueError: There is no shard, `dim` is out of range, or the shards differ in dtype, number of dims, or size
+            along another dim.
+    """
+    if not shards:
+        raise ValueError("no shards to merge")
+    first = shards[0]
+    dim = _check_dim(first, dim)
+    for rank, shard in enumerate(shards):
+        if shard.dtype != first.dtype:
+            raise ValueError(
+                f"shard {rank} is {shard.dtype}, shard 0 is {first.dtype}: shards of one weight have one dtype"
+            )
+        if shard.ndim != first.ndim:
+            raise ValueError(f"shard {rank} has {shard.ndim} dims, shard 0 has {first.ndim}")
+        for other, (size, expected) in enumerate(zip(shard.shape, first.shape, strict=True)):
+            if other != dim and size != expected:
+                raise ValueError(
+                    f"shard {rank} has size {size} along dim {other}, shard 0 has {expected}; only dim {dim} may differ"
+                )
+    return torch.cat(list(shards), dim)
+
+
+def _check_dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim {dim} is out of range for shape {tuple(tensor.shape)}")
+    return dim % tensor.ndim
