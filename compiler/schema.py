@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .diagnostics import Diagnostic, Path, in_file_order
-from .schema_messages import Translator
+from .schema_findings import Findings
+from .schema_messages import explain
+from .schema_view import SchemaView
 from .source import Document
 
 if TYPE_CHECKING:
@@ -95,17 +97,22 @@ def _validator(name: str) -> Validator:
     return Draft202012Validator(load(name), registry=_registry())
 
 
+@functools.cache
+def _view(name: str) -> SchemaView:
+    return SchemaView(name, load(name), _registry())
+
+
 def validate(document: Document | object, name: str) -> Validation:
     """Everything in a document, or a plain tree, that the schema `name` does not allow: one diagnostic per mistake."""
     placed = document if isinstance(document, Document) else None
-    tree = placed.tree if placed else document
-    skipped = placed.invalid if placed else frozenset()
+    tree: Any = placed.tree if placed else document
     errors = list(_validator(name).iter_errors(tree))
+    read_wrong = placed.invalid | placed.duplicates if placed else frozenset()
     if not errors:
-        return Validation((), skipped | placed.duplicates if placed else frozenset())
-    translator = Translator(load(name), name, tree, skipped, _registry())
-    found = translator.translate(errors)
+        return Validation((), read_wrong)
+    findings = Findings(tree, placed.invalid if placed else frozenset())
+    explain(errors, findings, _view(name))
+    found = findings.diagnostics()
     if placed:
-        found = [placed.locate(one, key=(one.code, one.path) in translator.at_key) for one in found]
-    invalid = translator.poisoned | (skipped | placed.duplicates if placed else frozenset())
-    return Validation(tuple(in_file_order(found)), frozenset(invalid))
+        found = [placed.locate(one, key=(one.code, one.path) in findings.at_key) for one in found]
+    return Validation(tuple(in_file_order(found)), read_wrong | findings.poisoned)

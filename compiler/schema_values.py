@@ -41,8 +41,8 @@ def describe_found(value: object) -> str:
     if isinstance(value, (int, float)):
         return f"the number {quoted(value)}"
     if isinstance(value, list):
-        return f"a list {quoted(value)}" if value else "an empty list"
-    return f"an object {quoted(value)}" if value else "an empty object"
+        return f"the list {quoted(value)}" if value else "an empty list"
+    return f"the object {quoted(value)}" if value else "an empty object"
 
 
 def describe_expected(schema: dict[str, Any]) -> str:

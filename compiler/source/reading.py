@@ -128,17 +128,17 @@ def _wide(file: str, encoding: str) -> Result:
 
 
 def _not_utf8(body: bytes, file: str, error: UnicodeDecodeError) -> Result:
-    for mark, encoding in _WIDE:
-        if body.startswith(mark):
-            return _wide(file, encoding)
-    if wide := _looks_wide(body):
-        return _wide(file, wide)
     for mark, tool in _PACKED:
         if body.startswith(mark):
             source = SourceText(file, "")
             return Result(
                 source, None, (source.problem("J001", f"the file is compressed ({tool})", 0, advice="unpack it first"),)
             )
+    for mark, encoding in _WIDE:
+        if body.startswith(mark):
+            return _wide(file, encoding)
+    if wide := _looks_wide(body):
+        return _wide(file, wide)
     source = SourceText(file, body.decode("utf-8", errors="replace"))
     offset = len(body[: error.start].decode("utf-8", errors="replace"))
     byte = body[error.start]

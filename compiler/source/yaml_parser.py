@@ -277,6 +277,9 @@ def parse_yaml(source: SourceText) -> Result:
         node = composer.compose(yaml.parse(source.text, Loader=loader))
     except Fatal as fatal:
         return Result(source, None, (*composer.problems, fatal.diagnostic))
+    except UnicodeEncodeError as error:
+        problem = source.problem("J005", "half of a surrogate pair is no character", error.start, advice="remove it")
+        return Result(source, None, (*composer.problems, problem))
     except yaml.YAMLError as error:
         return Result(source, None, (*composer.problems, explain(source, error)))
     document = Document(
