@@ -1,0 +1,132 @@
+"""Vocabulary-parallel cross entropy on live ranks, against torch.nn.functional.cross_entropy on the full logits.
+
+Tolerances are relative L2: 1e-12 in float64 and 1e-6 in float32 for another order of summation; bf16 gradients are
+rounded once, to 8 bits: 4e-3.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from parcompile.runtime.collectives import gather_from_group
+from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
+
+from .world import World, relative_error
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+
+
+def reference(logits: Tensor, labels: Tensor, label_smoothing=0.0, z_loss=0.0, logit_softcap=None) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=label_smoothing)
+    return flat.view(labels.shape) + z_loss * logits.logsumexp(-1).square() * (labels != -100)
+
+
+def check_loss(dtype: torch.dtype, vocab_size: int, options: dict, keywords: dict) -> None:
+    torch.manual_seed(0)
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    padded = -(-vocab_size // ranks) * ranks
+    padded = max(padded, 4 * ranks)
+    full = (5 * torch.randn(3, 7, padded)).to(dtype)
+    full[0, 0, 0] = 300.0  # the largest logit must be subtracted before the exponential
+    labels = torch.randint(vocab_size, (3, 7))
+    labels[0, 1:4] = -100
+    labels[2] = -100
+    weights = torch.rand(3, 7, dtype=torch.promote_types(dtype, torch.float32))
+
+    expected_logits = full[..., :vocab_size].clone().requires_grad_()
+    expected = reference(expected_logits, labels, **options)
+    expected.backward(weights)
+    leaf = full.chunk(ranks, -1)[rank].clone().requires_grad_()
+    # Not the leaf itself: autograd refuses to overwrite the storage of one.
+    losses = vocab_parallel_cross_entropy(leaf * 1, labels, group=group, vocab_size=vocab_size, **options, **keywords)
+    losses.backward(weights)
+
+    assert losses.dtype == expected.dtype and losses.shape == labels.shape
+    assert not losses[labels == -100].any()
+    exact = TOLERANCE[torch.promote_types(dtype, torch.float32)]
+    assert relative_error(losses, expected) <= exact
+    others = gather_from_group(losses.detach().unsqueeze(0), 0, group)
+    assert all(torch.equal(other, losses) for other in others), "the ranks disagree on the loss"
+    grad = F.pad(expected_logits.grad, (0, padded - vocab_size)).chunk(ranks, -1)[rank]
+    if grad.any():
+        assert relative_error(leaf.grad, grad) <= TOLERANCE[dtype]
+    assert not leaf.grad[labels == -100].any()
+    assert not leaf.grad[..., max(vocab_size - rank * padded // ranks, 0) :].any()
+
+
+def check_refusals() -> None:
+    logits, group = torch.zeros(2, 4), dist.group.WORLD
+    with pytest.raises(ValueError, match=r"label 7 is outside the vocabulary of 7: ids are 0\.\.6, and -100"):
+        vocab_parallel_cross_entropy(logits, torch.tensor([0, 7]), group=group, vocab_size=7)
+    with pytest.raises(ValueError, match="vocab_size = 9, but 2 ranks hold 4 columns each: 8"):
+        vocab_parallel_cross_entropy(logits, torch.tensor([0, 7]), group=group, vocab_size=9)
+    with pytest.raises(ValueError, match="one label per token"):
+        vocab_parallel_cross_entropy(logits, torch.tensor([0]), group=group)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("vocab_size", [32, 29, 5], ids=["even", "padded", "a rank of padding only"])
+def test_loss_and_gradient_equal_those_of_the_full_logits(ranks: World, dtype: torch.dtype, vocab_size: int) -> None:
+    ranks.run(check_loss, dtype, vocab_size, {}, {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 1e-2},
+        {"logit_softcap": 30.0},
+        {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 30.0},
+    ],
+    ids=["label smoothing", "z-loss", "soft-cap", "all"],
+)
+def test_every_term_of_the_loss_equals_its_definition(ranks: World, options: dict) -> None:
+    ranks.run(check_loss, torch.float64, 29, options, {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("keywords", [{"chunk_tokens": 4}, {"chunk_tokens": 1}, {"inplace_backward": True}], ids=str)
+def test_chunks_and_the_inplace_backward_change_nothing(two_ranks: World, keywords: dict) -> None:
+    two_ranks.run(check_loss, torch.float64, 29, {"label_smoothing": 0.1, "logit_softcap": 30.0}, keywords)
+
+
+@pytest.mark.ranks
+def test_labels_and_shapes_that_do_not_fit_are_refused(two_ranks: World) -> None:
+    two_ranks.run(check_refusals)
+
+
+def test_a_second_inplace_backward_raises() -> None:
+    logits = torch.randn(4, 8, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits * 1, torch.arange(4), inplace_backward=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_rank_holds_a_chunk_in_float32_at_a_time() -> None:
+    """The largest float32 tensor that forward and backward allocate is one chunk, not [T, V]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float32:
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    logits = torch.randn(512, 1000, dtype=torch.bfloat16, requires_grad=True)
+    with Watch():
+        vocab_parallel_cross_entropy(logits, torch.arange(512), chunk_tokens=16).sum().backward()
+    assert largest <= 16 * 1000 * 4
