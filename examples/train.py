@@ -1,0 +1,123 @@
+"""Trains a byte-level language model on the Python standard library's source text, as a compiled plan says.
+
+    parcompile examples/byte_llama.json -o out/byte-llama
+    DS_ACCELERATOR=cpu deepspeed --num_gpus 4 examples/train.py --plan out/byte-llama
+
+The same script runs on GPUs (compile the spec for their number) and, for a plan of one rank, with plain `python`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from corpus import StandardLibrary
+from deepspeed.utils import logger
+from tqdm import tqdm
+
+from parcompile.runtime import Plan, RunError, initialize, reduce_loss, report_errors
+from parcompile.runtime.checkpoint import load, save
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", required=True, type=Path, help="plan.json, or the folder that holds it")
+    parser.add_argument("--steps", type=int, help="optimizer steps in all (default: the plan's train_steps)")
+    parser.add_argument("--output", type=Path, help="folder for metrics, curve and checkpoints (default: the plan's)")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints; 0: none")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    return parser.parse_args()
+
+
+class Metrics:
+    """metrics.jsonl, one line per step; a resumed run goes on behind the step it resumes from."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.file = folder / "metrics.jsonl"
+        kept = self.rows()[:first_step] if first_step else []
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+
+    def rows(self) -> list[dict[str, float]]:
+        if not self.file.exists():
+            return []
+        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+
+    def add(self, **row: float) -> None:
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+    def draw(self) -> Path | None:
+        """The loss curve; None without matplotlib."""
+        try:
+            import matplotlib
+        except ImportError:
+            return None
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        rows = self.rows()
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        axes.plot([row["step"] for row in rows], [row["loss"] for row in rows])
+        axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
+        axes.grid(alpha=0.3)
+        picture = self.file.with_name("loss.png")
+        figure.savefig(picture, dpi=120)
+        plt.close(figure)
+        return picture
+
+
+def train(options: argparse.Namespace) -> None:
+    logger.setLevel("WARNING")
+    plan = Plan.load(options.plan)
+    training = plan.spec.training
+    output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
+    checkpoints = output / "checkpoints"
+    steps = options.steps or training.train_steps
+    if not steps:
+        raise RunError("the plan has no train_steps: say how many with --steps", everywhere=True)
+
+    text = StandardLibrary(training.sequence_length, training.seed)
+    engine, _, loader, _ = initialize(plan=plan, training_data=text)
+    first_step = load(engine, checkpoints) if options.resume else 0
+    loader.step = first_step
+
+    speaker = engine.mesh.rank == 0
+    metrics = Metrics(output, first_step) if speaker else None
+    progress = tqdm(total=steps, initial=first_step, unit="step", disable=not speaker, mininterval=1.0)
+    tokens = training.global_batch_size * training.sequence_length
+    batches = iter(loader)
+    for step in range(first_step + 1, steps + 1):
+        started, loss = time.perf_counter(), 0.0
+        for _ in range(training.gradient_accumulation_steps):
+            micro_loss = engine(**next(batches)).loss
+            engine.backward(micro_loss)
+            engine.step()
+            loss += reduce_loss(micro_loss, engine.mesh) / training.gradient_accumulation_steps
+        norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
+        if metrics:
+            metrics.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
+            progress.set_postfix_str(f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s")
+            progress.update()
+        if options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps):
+            save(engine, checkpoints, step)
+    progress.close()
+    if metrics:
+        report(metrics, options, checkpoints)
+
+
+def report(metrics: Metrics, options: argparse.Namespace, checkpoints: Path) -> None:
+    rows = metrics.rows()
+    picture = metrics.draw()
+    print(f"\nloss {rows[0]['loss']:.3f} → {rows[-1]['loss']:.3f} nats per byte in {len(rows)} steps")
+    print(f"metrics      {metrics.file}")
+    print(f"loss curve   {picture or 'not drawn: pip install matplotlib'}")
+    if options.checkpoint_every:
+        print(f"checkpoints  {checkpoints}")
+
+
+if __name__ == "__main__":
+    with report_errors():
+        train(arguments())
