@@ -1,0 +1,130 @@
+"""Ring attention on live ranks against attention in float64 on one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import Case, Errors, errors, ring_results
+from ranks import run_ranks
+
+from parcompile.runtime.ring_attention import gather_sequence, local_positions, split_sequence
+
+pytestmark = pytest.mark.ranks
+
+WORLDS = (2, 3, 4)
+TIMEOUT_SECONDS = 120
+
+# Sums of a few hundred terms in another order; fp32 has 1.2e-7, bf16 8e-3 and fp16 1e-3 between neighbouring numbers, and inputs,
+# block outputs and results are each rounded to that.
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
+CASES = [
+    *(
+        Case(layout=layout, causal=causal, heads=heads, kv_heads=kv_heads)
+        for layout, causal, (heads, kv_heads) in itertools.product(
+            ("zigzag", "contiguous"), (True, False), ((4, 4), (4, 2), (4, 1))
+        )
+    ),
+    *(Case(layout=layout, dtype=dtype) for layout in ("zigzag", "contiguous") for dtype in list(TOLERANCES)[1:]),
+    Case(chunk=1),
+    Case(layout="contiguous", chunk=1, batch=1),
+    Case(chunk=37, head_dim=7, batch=1),
+    Case(layout="contiguous", chunk=53, head_dim=24, batch=3),
+    Case(chunk=31, head_dim=5, dtype=torch.float32),
+    Case(scale=0.3),
+    *(
+        Case(heads=4, kv_heads=kv_heads, heads_at_once=at_once, dtype=dtype)
+        for kv_heads, at_once in ((4, 1), (4, 2), (2, 1))
+        for dtype in (torch.float64, torch.bfloat16)
+    ),
+]
+
+# The CPU kernel's gradients are summed over slices of query rows in 16 bit: more than one slice on each rank.
+LONG_CASES = [
+    Case(layout=layout, causal=causal, heads=2, kv_heads=1, chunk=chunk, batch=1, dtype=torch.bfloat16)
+    for layout, causal, chunk in (("zigzag", True, 600), ("contiguous", False, 1100))
+]
+
+
+def _join_world() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+
+def _world(rank: int, cases: list[Case]) -> list[Errors]:
+    _join_world()
+    return [errors(case, dist.group.WORLD, dist.get_world_size(), rank) for case in cases]
+
+
+def _cases(world_size: int) -> list[Case]:
+    return CASES + LONG_CASES if world_size == 2 else CASES
+
+
+@functools.lru_cache
+def _measured(world_size: int) -> dict[Case, list[Errors]]:
+    """Errors of each case on each rank; the ranks are started once for all cases."""
+    cases = _cases(world_size)
+    by_rank = run_ranks(world_size, _world, cases, timeout=TIMEOUT_SECONDS)
+    return {case: [rank[index] for rank in by_rank] for index, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [pytest.param(size, case, id=f"{size}-{case}") for size in WORLDS for case in _cases(size)],
+)
+def test_output_and_gradients_equal_those_of_one_process(world_size: int, case: Case) -> None:
+    for rank, measured in enumerate(_measured(world_size)[case]):
+        worst = max(measured.values())
+        assert worst <= TOLERANCES[case.dtype], f"rank {rank}: {measured}"
+
+
+def _subgroups(rank: int) -> tuple[list[Errors], str]:
+    _join_world()
+    # Every rank creates every group; ring order is not the order of the global ranks' numbers from 0.
+    groups = [dist.new_group(ranks) for ranks in ([1, 2, 3], [0, 3])]
+    inside = groups[0] if rank else None
+    measured = [] if inside is None else [errors(case, inside, 3, dist.get_rank(inside)) for case in (Case(), Case(chunk=9))]
+    if rank in (0, 3):
+        measured.append(errors(Case(), groups[1], 2, dist.get_rank(groups[1])))
+    message = ""
+    if rank == 0:
+        try:
+            ring_results(Case(), groups[0], 3, 0)
+        except ValueError as error:
+            message = str(error)
+    return measured, message
+
+
+def test_any_part_of_the_world_can_be_the_ring() -> None:
+    results = run_ranks(4, _subgroups, timeout=TIMEOUT_SECONDS)
+    assert [len(measured) for measured, _ in results] == [1, 2, 2, 3]
+    for measured, _ in results:
+        assert all(max(case.values()) <= TOLERANCES[torch.float64] for case in measured)
+    assert "global rank 0 is not in the group" in results[0][1]
+
+
+def _properties(rank: int) -> dict[str, bool]:
+    _join_world()
+    group, cp = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    case = Case(dtype=torch.float32, chunk=200)
+    first, second = (ring_results(case, group, cp, rank) for _ in range(2))
+    full = torch.arange(2 * 24 * 3).view(2, 24, 3)
+    facts = {
+        "repeats bit by bit": all(torch.equal(first[name], second[name]) for name in first),
+        "tokens of a head lie together": first["out"].transpose(1, 2).is_contiguous(),
+    }
+    for layout in ("zigzag", "contiguous"):
+        local = split_sequence(full, 1, layout, cp, rank)
+        facts[f"{layout} gathers"] = torch.equal(gather_sequence(local, 1, layout, group), full)
+        facts[f"{layout} positions"] = torch.equal(full[:, local_positions(layout, cp, rank, 24)], local)
+    return facts
+
+
+def test_results_repeat_and_sequences_are_put_together_again() -> None:
+    for rank, facts in enumerate(run_ranks(3, _properties, timeout=TIMEOUT_SECONDS)):
+        assert all(facts.values()), f"rank {rank}: {facts}"
