@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+import warnings
 from pathlib import Path
 
 from corpus import StandardLibrary
@@ -71,6 +73,8 @@ class Metrics:
 
 def train(options: argparse.Namespace) -> None:
     logger.setLevel("WARNING")
+    # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     plan = Plan.load(options.plan)
     training = plan.spec.training
     output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
@@ -86,7 +90,9 @@ def train(options: argparse.Namespace) -> None:
 
     speaker = engine.mesh.rank == 0
     metrics = Metrics(output, first_step) if speaker else None
-    progress = tqdm(total=steps, initial=first_step, unit="step", disable=not speaker, mininterval=1.0)
+    # A log file gets a line now and then, a terminal a moving bar.
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    progress = tqdm(total=steps, initial=first_step, unit="step", disable=not speaker, mininterval=interval)
     tokens = training.global_batch_size * training.sequence_length
     batches = iter(loader)
     for step in range(first_step + 1, steps + 1):
@@ -99,7 +105,7 @@ def train(options: argparse.Namespace) -> None:
         norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
         if metrics:
             metrics.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
-            progress.set_postfix_str(f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s")
+            progress.set_postfix_str(f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
             progress.update()
         if options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps):
             save(engine, checkpoints, step)

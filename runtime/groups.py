@@ -122,14 +122,25 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
 
 
 def _store(environment: Environment) -> dist.Store:
+    """The launcher's rendezvous, without waiting for all ranks: the handshake does that, and can name who is missing."""
     if not environment.launched:
         return dist.HashStore()
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=HANDSHAKE_TIMEOUT))
-    except (RuntimeError, ValueError, dist.DistError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(f"rank {environment.rank} cannot reach the other ranks through {where}: {error}") from error
-    return store
+        store = dist.TCPStore(
+            host,
+            port,
+            environment.world_size,
+            is_master=environment.rank == 0 and not agent,
+            timeout=HANDSHAKE_TIMEOUT,
+            wait_for_workers=False,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}") from error
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _create(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:

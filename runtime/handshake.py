@@ -6,6 +6,7 @@ compares, and all ranks read its verdict. Nothing here waits longer than the tim
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
@@ -48,7 +49,16 @@ def agree(store: dist.Store, rank: int, world_size: int, mine: Mapping[str, str]
     except (RuntimeError, dist.DistError) as error:
         raise RunError(f"rank {rank} heard nothing from rank 0 within {(timeout * 2).total_seconds():.0f} s") from error
     if verdict:
+        _let_all_read(store, rank, world_size)
         raise RunError(verdict, everywhere=True)
+
+
+def _let_all_read(store: dist.Store, rank: int, world_size: int) -> None:
+    """Keeps rank 0, in whose process the store may live, until the others have read why the run ends."""
+    store.set(f"{_PREFIX}/read/{rank}", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            store.wait([f"{_PREFIX}/read/{other}" for other in range(world_size)], timedelta(seconds=10))
 
 
 def _verdict(store: dist.Store, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:

@@ -71,11 +71,25 @@ def samples(plan: Plan, *, masked: bool = False) -> list[dict[str, Tensor]]:
     return found
 
 
+def initial_model(plan: Plan) -> torch.nn.Module:
+    """The plan's model; biases, which start at zero, are drawn too, so that a relative comparison of them means something."""
+    from parcompile.runtime import build_model
+
+    model = build_model(plan)
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_(std=0.2, generator=generator)
+    return model
+
+
 def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """Losses, gradient norms and this rank's parameters after training under the engine."""
     from parcompile.runtime import initialize, reduce_loss
 
-    engine, _, loader, _ = initialize(plan=plan, training_data=samples(plan, masked=masked))
+    engine, _, loader, _ = initialize(
+        plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked)
+    )
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(steps):
@@ -108,12 +122,8 @@ def _shard(engine: Any) -> dict[str, int]:
 
 def train_in_one_process(plan: Plan, *, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
-    from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: F401 -- the auto class needs the config registered
-
-    from parcompile.runtime import build_model
-
     training = plan.spec.training
-    model = build_model(plan)
+    model = initial_model(plan)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=training.optimizer.lr,

@@ -1,0 +1,57 @@
+# The two commands of the README are `make demo` and `make test`. Both create .venv when there is none.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Deepspeed's CPU accelerator, one thread a rank: what the demo and the tests run on everywhere.
+RANKS := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
+SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache__/*')
+DEMO := out/byte-llama
+
+.PHONY: demo test lint bench clean install help
+
+help:
+	@echo "make demo   compile an example spec and train it on 4 CPU processes"
+	@echo "make test   install, lint, type checks, the whole test suite"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  the benchmarks (minutes; see benchmarks/README.md)"
+	@echo "make clean  remove .venv and everything that was built"
+
+# The dependencies; made anew when their list changes.
+$(VENV)/.dependencies: pyproject.toml constraints.txt
+	@echo "creating $(VENV) and installing the dependencies (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch ".[runtime,hf,dev]"
+	@touch $@
+
+# The project itself, as users get it: not editable, and from a clean build folder, so that no removed file stays.
+$(VENV)/.project: $(VENV)/.dependencies $(SOURCES)
+	@rm -rf build
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+install: $(VENV)/.project
+
+demo: install
+	$(BIN)/parcompile examples/byte_llama.json -o $(DEMO)
+	$(RANKS) $(BIN)/deepspeed --num_gpus 4 --master_port $$($(BIN)/python examples/free_port.py) -q \
+		examples/train.py --plan $(DEMO)
+	@echo
+	@echo "Next: look at $(DEMO)/loss.png, go on training with"
+	@echo "  DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 4 examples/train.py --plan $(DEMO) --resume --steps 200"
+	@echo "or change parallelism in examples/byte_llama.json (tp 1, cp 4, say) and run make demo again."
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p parcompile
+
+test: lint
+	$(RANKS) $(BIN)/python -m pytest
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

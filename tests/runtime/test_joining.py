@@ -1,0 +1,121 @@
+"""Contract: ranks that do not fit together say so, each of them, before any collective, and none waits for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from training_runs import make_plan
+
+from parcompile.plan import Plan, PlanError
+from parcompile.runtime import RunError, join
+
+pytestmark = pytest.mark.ranks
+
+
+def join_and_report(rank: int, plans: list[Plan]) -> dict[str, object]:
+    """What joining says on this rank."""
+    try:
+        mesh = join(plans[rank % len(plans)])
+    except RunError as error:
+        return {"error": str(error), "everywhere": error.everywhere, "initialized": dist.is_initialized()}
+    return {
+        "groups": {name: dist.get_process_group_ranks(group) for name, group in mesh.groups.items()},
+        "device": str(mesh.device),
+    }
+
+
+def test_live_groups_are_the_planned_ones() -> None:
+    plan = make_plan(8, {"tp": 4, "cp": 2})
+    for rank, found in enumerate(run_ranks(8, join_and_report, [plan])):
+        planned = {name: list(plan.groups.of_rank(name, rank)) for name in plan.groups.names}
+        assert found["groups"] == planned
+        assert planned["kv-replica"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def test_a_plan_for_another_world_size_is_refused_on_every_rank_before_anything_is_initialised() -> None:
+    for found in run_ranks(2, join_and_report, [make_plan(4, {"tp": 2})]):
+        assert "plan 'tiny' is for 4 ranks, this job has 2" in str(found["error"])
+        assert "--num_gpus 4" in str(found["error"])
+        assert found["everywhere"]
+        assert not found["initialized"]
+
+
+def test_different_plans_are_named_on_every_rank() -> None:
+    plans = [make_plan(2, {"tp": 2}), make_plan(2, {"cp": 2})]
+    first, second = run_ranks(2, join_and_report, plans)
+    assert first == second
+    assert first["error"] == (
+        f"the ranks do not run the same: rank 1 has plan {plans[1].plan_hash}, rank 0 has {plans[0].plan_hash}"
+    )
+    assert not first["initialized"]
+
+
+def test_a_plan_that_the_runtime_does_not_execute_is_refused_with_its_rule() -> None:
+    plan = make_plan(2, {"pp": 2})
+    for found in run_ranks(2, join_and_report, [plan]):
+        assert "[X001] pp 2: parcompile.runtime runs pp 1 only" in str(found["error"])
+
+
+LATE = """
+import os, sys
+os.environ.update(RANK=sys.argv[2], WORLD_SIZE="2", LOCAL_RANK=sys.argv[2], MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
+from parcompile.runtime import Plan, join, report_errors
+with report_errors():
+    join(Plan.load(sys.argv[1]))
+"""
+
+
+def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) -> None:
+    from ranks import free_port
+
+    from parcompile.targets.files import to_text
+
+    file = tmp_path / "plan.json"
+    file.write_text(to_text(make_plan(2, {"tp": 2}).to_json()), encoding="utf-8")
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(file), "0", str(free_port())],
+        env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "PARCOMPILE_HANDSHAKE_TIMEOUT": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "rank 1 of 2 did not report within 2 s" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_a_plan_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
+    from parcompile.targets.files import to_text
+
+    file = tmp_path / "plan.json"
+    text = to_text(make_plan(2, {"tp": 2}).to_json())
+    file.write_text(text.replace('"sequence_length": 16', '"sequence_length": 32'), encoding="utf-8")
+    with pytest.raises(PlanError, match="changed after it was compiled"):
+        Plan.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "is not a plan"),
+        ('{"plan_version": 99}', "plan_version is 99"),
+    ],
+)
+def test_what_is_not_a_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path)
+
+
+def test_a_missing_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        Plan.load(tmp_path / "nowhere")

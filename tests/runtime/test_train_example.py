@@ -1,0 +1,92 @@
+"""`examples/train.py`, started as users start it: with the deepspeed launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+from parcompile.pipeline import compile_file
+from parcompile.targets.files import artefacts, to_text, write
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCHER = Path(sys.executable).with_name("deepspeed")
+
+
+def launch(ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Runs the example in a session of its own, so that no rank outlives the test."""
+    command = [str(LAUNCHER), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(EXAMPLES / "train.py")]
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{LAUNCHER.parent}:{os.environ['PATH']}",
+    }
+    process = subprocess.Popen(
+        [*command, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def compiled(folder: Path) -> Path:
+    """The example's plan."""
+    plan, _ = compile_file(EXAMPLES / "byte_llama.json")
+    assert plan is not None
+    write({name: to_text(tree) for name, tree in artefacts(plan).items()}, folder)
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    plan = compiled(tmp_path / "plan")
+    common = ("--plan", str(plan), "--checkpoint-every", "3")
+    whole = launch(4, *common, "--steps", "6", "--output", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stdout
+    first = launch(4, *common, "--steps", "3", "--output", str(tmp_path / "parts"))
+    assert first.returncode == 0, first.stdout
+    second = launch(4, *common, "--steps", "6", "--output", str(tmp_path / "parts"), "--resume")
+    assert second.returncode == 0, second.stdout
+
+    uninterrupted, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "gradient_norm"):
+        assert [row[name] for row in resumed] == [row[name] for row in uninterrupted]
+    assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"] - 1
+    assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_number_of_ranks_is_one_clear_message(tmp_path: Path) -> None:
+    done = launch(2, "--plan", str(compiled(tmp_path)), "--steps", "1")
+    assert done.returncode != 0
+    assert done.stdout.count("parcompile: error: plan 'byte-llama' is for 4 ranks, this job has 2") == 1
+    assert "Traceback" not in done.stdout
+
+
+def test_a_missing_checkpoint_is_one_clear_message(tmp_path: Path) -> None:
+    done = launch(4, "--plan", str(compiled(tmp_path)), "--steps", "1", "--resume")
+    assert done.returncode != 0
+    assert done.stdout.count("there is no checkpoint to resume in") == 1
+    assert "Traceback" not in done.stdout
