@@ -87,9 +87,7 @@ def errors(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int) -> E
     wanted, got = reference_results(case, cp), ring_results(case, group, cp, rank)
     for name, tensor in got.items():
         assert tensor.dtype == case.dtype, f"{name} is {tensor.dtype}"
-    return {
-        name: relative_error(got[name], split_sequence(wanted[name], 2, case.layout, cp, rank)) for name in wanted
-    }
+    return {name: relative_error(got[name], split_sequence(wanted[name], 2, case.layout, cp, rank)) for name in wanted}
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

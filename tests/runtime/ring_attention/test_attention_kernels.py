@@ -1,0 +1,230 @@
+"""Local attention: each kernel, the merging of blocks, and the ring of one rank, against attention in float64."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from attention_cases import Case, errors, reference, relative_error
+from torch import Tensor
+
+from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.ring_attention import ring_attention
+from parcompile.runtime.ring_attention.fused import CpuFlashKernel
+from parcompile.runtime.ring_attention.kernels import (
+    Gradients,
+    Kernel,
+    Queries,
+    Tile,
+    add_gradients,
+    attend,
+    select_kernel,
+)
+from parcompile.runtime.ring_attention.merge import RunningAttention, unseen_rows_to_infinity
+from parcompile.runtime.ring_attention.plain import PlainKernel
+
+KERNELS = [CpuFlashKernel(), CpuFlashKernel(backward_rows=64), PlainKernel()]
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _inputs(
+    length: int, value_dim: int = 16, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key = _draw(2, 6, length, 16, dtype=dtype), _draw(2, 2, length, 16, dtype=dtype, seed=1)
+    value, grad = (
+        _draw(2, 2, length, value_dim, dtype=dtype, seed=2),
+        _draw(2, 6, length, value_dim, dtype=dtype, seed=3),
+    )
+    return query, key, value, grad
+
+
+def _by_tiles(
+    kernel: Kernel, tiles: list[Tile], query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Gradients]:
+    scale = query.shape[3] ** -0.5
+    out = query.new_full((*query.shape[:3], value.shape[3]), math.nan, dtype=torch.float64)
+    running = RunningAttention(out, query.new_full(query.shape[:3], math.nan, dtype=torch.float64))
+    for tile in tiles:
+        attend(kernel, tile, query, key, value, running, scale)
+    out, lse = running.finish()
+    queries = Queries(query, grad, out.to(query.dtype), unseen_rows_to_infinity(lse).to(query.dtype), scale)
+    sums = Gradients(*(torch.zeros_like(tensor, dtype=torch.float64) for tensor in (query, key, value)))
+    for tile in tiles:
+        add_gradients(kernel, tile, queries, key, value, sums)
+    return out, lse, sums
+
+
+def _full(queries: slice, keys: slice) -> Tile:
+    return Tile(queries, keys, causal=False)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
+@pytest.mark.parametrize("length", [2, 3, 130, 1200])
+def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int) -> None:
+    half = length // 2
+    # As in a zigzag ring: the second half sees the first in another step than itself.
+    tiles = [
+        Tile(slice(0, half), slice(0, half), causal=True),
+        Tile(slice(half, length), slice(half, length), causal=True),
+        _full(slice(half, length), slice(0, half)),
+    ]
+    query, key, value, grad = _inputs(length)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    wanted = reference(*leaves, causal=True)
+    wanted.backward(grad)
+    out, _, sums = _by_tiles(kernel, tiles, query, key, value, grad)
+    assert relative_error(out, wanted.detach()) < 1e-14
+    for got, leaf in zip((sums.query, sums.key, sums.value), leaves, strict=True):
+        assert relative_error(got, leaf.grad) < 1e-14
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
+def test_queries_without_keys_give_zeros_and_no_gradient(kernel: Kernel) -> None:
+    query, key, value, grad = _inputs(100)
+    tiles = [_full(slice(40, 60), slice(10, 30)), _full(slice(0, 100), slice(5, 5)), _full(slice(7, 7), slice(0, 100))]
+    out, lse, sums = _by_tiles(kernel, tiles, query, key, value, grad)
+    unseen = [*range(40), *range(60, 100)]
+    assert not out[:, :, unseen].any()
+    assert (lse[:, :, unseen] == -math.inf).all()
+    assert not sums.query[:, :, unseen].any()
+    assert torch.isfinite(torch.cat([sums.query, sums.key, sums.value], 1)).all()
+    assert (
+        relative_error(
+            out[:, :, 40:60], reference(query[:, :, 40:60], key[:, :, 10:30], value[:, :, 10:30], causal=False)
+        )
+        < 1e-14
+    )
+
+
+def test_merging_many_blocks_does_not_drift() -> None:
+    blocks = 512
+    query, key, value, _ = _inputs(4 * blocks, dtype=torch.float32)
+    out, lse = torch.empty(2, 6, 8, 16), torch.empty(2, 6, 8)
+    running = RunningAttention(out, lse)
+    for start in range(0, 4 * blocks, 4):
+        attend(
+            CpuFlashKernel(), _full(slice(0, 8), slice(start, start + 4)), query[:, :, :8], key, value, running, 0.25
+        )
+    # 512 roundings that cancel partly; one fp32 kernel call over all keys has about 3e-7.
+    assert relative_error(out, reference(query[:, :, :8], key, value, causal=False)) < 2e-6
+
+
+def test_merging_keeps_nan_and_huge_scores() -> None:
+    out, lse = torch.empty(1, 1, 2, 1), torch.empty(1, 1, 2)
+    running = RunningAttention(out, lse)
+    running.add(slice(None), torch.tensor([[[[1.0], [1.0]]]]), torch.tensor([[[1e30, 0.0]]]))
+    running.add(slice(None), torch.tensor([[[[5.0], [math.nan]]]]), torch.tensor([[[-1e30, math.nan]]]))
+    assert out[0, 0, 0, 0] == 1.0
+    assert torch.isnan(out[0, 0, 1, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_plain_kernel_computes_in_high_precision(dtype: torch.dtype) -> None:
+    query, key, value, _ = _inputs(300, value_dim=24, dtype=dtype)
+    out, lse = PlainKernel().forward(query, key, value, causal=True, scale=0.25)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    rounding = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    assert relative_error(out, reference(query, key, value, causal=True)) < rounding
+
+
+def test_fused_kernel_serves_equal_head_dims_and_the_plain_one_the_rest() -> None:
+    query, _, value, _ = _inputs(10)
+    assert select_kernel(query, value).name == "cpu-flash"
+    assert select_kernel(query, value).backward_rows is None
+    assert select_kernel(query.bfloat16(), value.bfloat16()).backward_rows == 1024
+    assert select_kernel(query, _inputs(10, value_dim=8)[2]).name == "plain"
+    assert select_kernel(query.to("meta"), value.to("meta")).name == "plain"
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_group_it_is_plain_local_attention(layout: str, causal: bool) -> None:
+    measured = errors(Case(layout=layout, causal=causal, chunk=51), None, 1, 0)
+    assert max(measured.values()) < 1e-14, measured
+
+
+def test_one_rank_takes_any_number_of_tokens() -> None:
+    query, key, value, _ = _inputs(7)
+    assert relative_error(ring_attention(query, key, value), reference(query, key, value, causal=True)) < 1e-15
+
+
+def test_values_may_have_another_head_dim() -> None:
+    query, key, value, grad = _inputs(90, value_dim=40)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    wanted = torch.autograd.grad(reference(*leaves, causal=True), leaves, grad)
+    got = torch.autograd.grad(ring_attention(*leaves), leaves, grad)
+    assert max(relative_error(*pair) for pair in zip(got, wanted, strict=True)) < 1e-14
+
+
+def test_inputs_may_have_any_strides() -> None:
+    query, key, value, grad = _inputs(64)
+    wanted = ring_attention(query, key, value)
+    last_dim_apart = (tensor.mT.contiguous().mT for tensor in (query, key, value))
+    token_major = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
+    assert torch.equal(ring_attention(*last_dim_apart), wanted)
+    assert torch.equal(ring_attention(*token_major), wanted)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    grads = torch.autograd.grad(ring_attention(*leaves), leaves, grad)
+    strided = torch.autograd.grad(ring_attention(*leaves), leaves, grad.mT.contiguous().mT)
+    assert all(torch.equal(*pair) for pair in zip(grads, strided, strict=True))
+
+
+def test_empty_batches_and_sequences_do_not_crash() -> None:
+    for shape in ((0, 2, 8, 16), (1, 2, 0, 16)):
+        leaves = [torch.empty(shape, requires_grad=True) for _ in range(3)]
+        out = ring_attention(*leaves)
+        out.sum().backward()
+        assert out.shape == shape
+        assert all(leaf.grad is not None and leaf.grad.shape == shape for leaf in leaves)
+
+
+def test_autocast_casts_as_it_does_for_torch_attention() -> None:
+    query, key, value, _ = (tensor.float() for tensor in _inputs(32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ring_attention(query, key.bfloat16(), value.bfloat16()).dtype == torch.bfloat16
+        assert ring_attention(query.double(), key.double(), value.double()).dtype == torch.float64
+
+
+def test_second_derivatives_are_refused() -> None:
+    query = _draw(1, 1, 4, 8).requires_grad_()
+    (grad,) = torch.autograd.grad(ring_attention(query, query, query).square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((1, 3, 8, 4), (1, 2, 8, 4), (1, 2, 8, 4)), "3 query heads are no multiple of 2 key/value heads"),
+        (
+            ((1, 2, 8, 4), (1, 2, 6, 4), (1, 2, 6, 4)),
+            r"local tokens must be equal, got query \[1, 2, 8, 4\], key \[1, 2, 6, 4\]",
+        ),
+        (((1, 2, 8, 4), (1, 2, 8, 6), (1, 2, 8, 6)), "query and key must have one head dim"),
+        (((2, 8, 4), (2, 8, 4), (2, 8, 4)), r"expected \[batch, heads, local tokens, head dim\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ring_attention(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_dtypes_and_layouts_that_do_not_fit_are_named() -> None:
+    query, key, value, _ = _inputs(8)
+    with pytest.raises(
+        ValueError, match=r"one dtype and one device, got query torch\.float64 on cpu, key torch\.float32"
+    ):
+        ring_attention(query, key.float(), value)
+    with pytest.raises(ValueError, match=r"floating-point dtype, got torch\.int64"):
+        ring_attention(query.long(), key.long(), value.long())
+    with pytest.raises(ValueError, match="'zigzig'"):
+        ring_attention(query, key, value, layout="zigzig")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ring_attention(query, key, value, layout=CpLayout.CONTIGUOUS)
