@@ -15,14 +15,14 @@ The six functions are three such pairs; the backward of each is its partner.
 Reductions are sums. `group` is any process group that holds the calling rank; None, or a group of one, makes every
 function the identity (None does *not* mean the default group). Slices lie in group-rank order along `dim`.
 
-Below the differentiable functions stand the plain ones, `start_…`, which return a `Pending` result, so that the caller
-can compute while the bytes travel. Operator names follow Megatron-LM (arXiv 1909.08053, section 3; arXiv 2205.05198,
-section 4).
+Below the differentiable functions stand the plain ones, `start_…`: they return a collective under way, so that the
+caller can compute while the bytes travel. Operator names follow Megatron-LM (arXiv 1909.08053, section 3; arXiv
+2205.05198, section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
+    "Gathering",
     "Group",
     "Pending",
     "copy_to_group",
@@ -42,9 +43,12 @@ __all__ = [
     "reduce_scatter_to_sequence",
     "scatter_to_group",
     "scatter_to_sequence",
+    "slice_size",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
+    "start_sum_of_pieces",
+    "travels_in_pieces",
 ]
 
 Group = dist.ProcessGroup | None
@@ -137,7 +141,7 @@ class _GatherSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, dim, group).wait()
+        return start_all_gather(x, group).wait(dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,7 +163,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        size = _slice_size(x, dim, group)
+        size = slice_size(x.shape, dim, group_size(group))
         return x.narrow(dim, group_rank(group) * size, size).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -171,7 +175,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, dim, group).wait()
+        return start_all_gather(x, group).wait(dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,7 +184,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective under way. Buffers stay alive and must not be written until `wait` has returned."""
+    """A collective under way. Its buffers stay alive, and must not be written, until `wait` has returned."""
 
     works: tuple[Any, ...]
     finish: Callable[[], Tensor]
@@ -192,61 +196,113 @@ class Pending:
         return self.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """An all-gather under way, whose pieces can be used as they arrive."""
+
+    buffer: Tensor
+    """[ranks, *piece]; this rank's own piece is there from the start."""
+    rank: int
+    receives: list[tuple[int, Any]]
+    others: list[Any]
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+        """Every rank's piece, with its rank: the own one first, the others as they come."""
+        yield self.rank, self.buffer[self.rank]
+        while self.receives:
+            rank, work = self.receives.pop(0)
+            work.wait()
+            yield rank, self.buffer[rank]
+        while self.others:
+            self.others.pop().wait()
+
+    def wait(self, dim: int) -> Tensor:
+        """Wait for all pieces and join them along `dim`."""
+        for _ in self.arrivals():
+            pass
+        dim = dim % (self.buffer.ndim - 1)
+        return self.buffer.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def travels_in_pieces(x: Tensor) -> bool:
+    """Whether gathers and reductions of `x` are one exchange per peer, so that work on the pieces can overlap.
+
+    So it is on the CPU, where gloo's own all-gather and reduce-scatter take 3 to 4 times as long as the same bytes in
+    direct exchanges (16 MB per rank on two ranks: 46 and 54 ms against 13.5 ms). Elsewhere the backend's own are used.
+    """
+    return x.is_cpu
+
+
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum the contiguous tensor `x` over the ranks, in place."""
     return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
 
 
-def start_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
-    """Collect the ranks' equally shaped slices along `dim`."""
-    x, ranks = x.contiguous(), group_size(group)
-    gathered = x.new_empty(ranks, *x.shape)
-    if _by_exchange(x):
-        rank = group_rank(group)
-        gathered[rank].copy_(x)
-        works = start_exchange(((peer, x, gathered[peer]) for peer in range(ranks) if peer != rank), group)
-    else:
-        works = (dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True),)
-    dim = dim % x.ndim
-    return Pending(works, lambda: gathered.movedim(0, dim).flatten(dim, dim + 1))
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Gathering:
+    """Collect the ranks' equally shaped tensors."""
+    x, ranks, rank = x.contiguous(), group_size(group), group_rank(group)
+    buffer = x.new_empty(ranks, *x.shape)
+    if not travels_in_pieces(x):
+        work = dist.all_gather_into_tensor(buffer.view(-1), x.view(-1), group=group, async_op=True)
+        return Gathering(buffer, rank, [], [work])
+    peers = _peers(rank, ranks)
+    receives = [(peer, dist.irecv(buffer[peer], group=group, group_src=peer)) for peer in peers]
+    sends = [dist.isend(x, group=group, group_dst=peer) for peer in reversed(peers)]
+    buffer[rank].copy_(x)
+    return Gathering(buffer, rank, receives, sends)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
     """Sum `x` over the ranks; each keeps its slice along `dim`."""
+    ranks, dim = group_size(group), dim % x.ndim
+    size = slice_size(x.shape, dim, ranks)
+    slices = x.reshape(*x.shape[:dim], ranks, size, *x.shape[dim + 1 :]).movedim(dim, 0)
+    if travels_in_pieces(x):
+        return start_sum_of_pieces(lambda peer: slices[peer].contiguous(), group)
+    total = x.new_empty(slices.shape[1:])
+    flat = slices.contiguous().view(-1)
+    return Pending((dist.reduce_scatter_tensor(total.view(-1), flat, group=group, async_op=True),), lambda: total)
+
+
+def start_sum_of_pieces(piece_for: Callable[[int], Tensor], group: dist.ProcessGroup) -> Pending:
+    """Send each peer the contiguous `piece_for(peer)`; the result is the sum of what the ranks have for this one.
+
+    Each piece is computed just before it is sent, and the own one last: under the others' transfer.
+    """
     ranks, rank = group_size(group), group_rank(group)
-    size, dim = _slice_size(x, dim, group), dim % x.ndim
-    slices = x.reshape(*x.shape[:dim], ranks, size, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
-    if not _by_exchange(x):
-        total = torch.empty_like(slices[rank])
-        return Pending(
-            (dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=group, async_op=True),), lambda: total
-        )
-    received = [slices[rank] if peer == rank else torch.empty_like(slices[rank]) for peer in range(ranks)]
-    works = start_exchange(((peer, slices[peer], received[peer]) for peer in range(ranks) if peer != rank), group)
-    # In rank order, whatever the order of arrival; `sum` rounds half-precision only once.
-    return Pending(works, lambda: received[0] + received[1] if ranks == 2 else torch.stack(received).sum(0))
+    received: dict[int, Tensor] = {}
+    works = []
+    for peer in reversed(_peers(rank, ranks)):
+        piece = piece_for(peer)
+        received[peer] = torch.empty_like(piece)
+        works.append(dist.irecv(received[peer], group=group, group_src=peer))
+        works.append(dist.isend(piece, group=group, group_dst=peer))
+    received[rank] = piece_for(rank)
+
+    def add_up() -> Tensor:
+        # In rank order, whatever the order of arrival; `sum` rounds half precision only once.
+        if ranks == 2:
+            return received[0] + received[1]
+        return torch.stack([received[peer] for peer in range(ranks)]).sum(0)
+
+    return Pending(tuple(works), add_up)
 
 
-def start_exchange(parts: Iterable[tuple[int, Tensor, Tensor]], group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """Send and receive one contiguous tensor per (group rank of the peer, tensor to send, tensor to fill)."""
-    parts = tuple(parts)
-    receives = [dist.irecv(fill, group=group, group_src=peer) for peer, _, fill in parts]
-    sends = [dist.isend(send, group=group, group_dst=peer) for peer, send, _ in parts]
-    return (*receives, *sends)
+def slice_size(shape: Sequence[int], dim: int, ranks: int) -> int:
+    """The size of one of `ranks` equal slices along `dim`.
 
-
-def _by_exchange(x: Tensor) -> bool:
-    # Gloo carries CPU tensors. Its own all-gather and reduce-scatter take 3 to 4 times as long as the same bytes in
-    # direct exchanges (16 MB per rank on two ranks: 46 and 54 ms against 13.5 ms).
-    return x.is_cpu
-
-
-def _slice_size(x: Tensor, dim: int, group: dist.ProcessGroup) -> int:
-    ranks = group_size(group)
-    size, rest = divmod(x.shape[dim], ranks)
+    Raises:
+        ValueError: There are no equal slices.
+    """
+    size, rest = divmod(shape[dim], ranks)
     if rest:
         raise ValueError(
-            f"dim {dim} of shape {tuple(x.shape)} cannot be split over {ranks} ranks: "
-            f"{x.shape[dim]} % {ranks} = {rest}; pad it to {(size + 1) * ranks}"
+            f"dim {dim} of shape {tuple(shape)} cannot be split over {ranks} ranks: "
+            f"{shape[dim]} % {ranks} = {rest}; pad it to {(size + 1) * ranks}"
         )
     return size
+
+
+def _peers(rank: int, ranks: int) -> list[int]:
+    # Nearest first, so that no rank is everyone's first choice.
+    return [(rank - step) % ranks for step in range(1, ranks)]

@@ -7,7 +7,7 @@ layer is its plain counterpart.
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
 from .initialization import draw_slice, master_seed
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .marking import is_sharded, mark_shard
 from .weights import even_range, merge_shards, shard_weight, take_ranges
 
@@ -15,6 +15,7 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "column_parallel",
     "draw_slice",
     "even_range",
     "is_sharded",

@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
                 local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
         ranks = local.unsqueeze(0)
         if shard.group is not None and group_size(shard.group) > 1:
-            ranks = start_all_gather(ranks, 0, shard.group).wait()
+            ranks = start_all_gather(ranks, shard.group).wait(0)
         largest = ranks[:, 0].amax(0)
         log_sum = (ranks[:, 1] * (ranks[:, 0] - largest).exp()).sum(0).log_().add_(largest)
         epsilon = shard.label_smoothing

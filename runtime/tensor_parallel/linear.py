@@ -17,6 +17,7 @@ rank order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,18 +29,16 @@ from ..collectives import (
     Group,
     copy_to_group,
     gather_from_group,
-    gather_from_sequence,
     group_rank,
     group_size,
-    reduce_from_group,
-    reduce_scatter_to_sequence,
     scatter_to_group,
 )
 from .initialization import draw_slice, master_seed, uniform
 from .marking import mark_shard
+from .matmul import column_matmul, row_matmul
 from .weights import Ranges, even_range, slice_parameter
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_parallel"]
 
 
 class _ParallelLinear(nn.Module):
@@ -64,8 +63,10 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.group, self.replica_group = group, replica_group
-        self.sequence_parallel, self.sequence_dim = sequence_parallel and group_size(group) > 1, sequence_dim
+        # A group of one is no group: its layers are plain linears.
+        self.group = group if group_size(group) > 1 else None
+        self.replica_group = replica_group if group_size(replica_group) > 1 else None
+        self.sequence_parallel, self.sequence_dim = sequence_parallel and self.group is not None, sequence_dim
         self.skip_bias_add = skip_bias_add
         size, what = ((out_features, "out_features"), (in_features, "in_features"))[self.split_dim]
         if ranges is None:
@@ -155,6 +156,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: The dim of the input that is the sequence.
         input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
             block, so that several layers (q, k and v; gate and up) share one collective.
+        keep_gathered: With `sequence_parallel`, keep the gathered input for backward rather than gather it again there.
         device: Where the weight is made.
         dtype: The weight's type.
 
@@ -178,6 +180,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         input_is_ready: bool = False,
+        keep_gathered: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -199,20 +202,14 @@ class ColumnParallelLinear(_ParallelLinear):
             dtype=dtype,
         )
         self.gather_output, self.input_is_ready = gather_output, input_is_ready
+        self.keep_gathered = keep_gathered
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[…, I] to […, O/tp], or […, O] with `gather_output`."""
-        if not self.input_is_ready:
-            if self.sequence_parallel:
-                x = gather_from_sequence(x, self.sequence_dim, self.group)
-            else:
-                x = copy_to_group(x, self.group)
-        weight = copy_to_group(self.weight, self.replica_group)
-        bias = None if self.bias is None else copy_to_group(self.bias, self.replica_group)
-        y = F.linear(x, weight, None if self.skip_bias_add else bias)
-        if self.gather_output:
-            y = gather_from_group(y, -1, self.group)
-        return (y, bias) if self.skip_bias_add else y
+        if self.group is None and not self.skip_bias_add:
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor | tuple[Tensor, Tensor | None] = _outputs(x, (self,))[0]
+        return out
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -272,18 +269,50 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`."""
-        if group_size(self.group) == 1:
+        if self.group is None:
             return (F.linear(x, self.weight), self.bias) if self.skip_bias_add else F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to_group(x, -1, self.group)
-        y = F.linear(x, self.weight)
         bias: Tensor | None = self.bias
+        y = row_matmul(x, self.weight, self.group, self.sequence_dim if self.sequence_parallel else None)
         if self.sequence_parallel:
-            y = reduce_scatter_to_sequence(y, self.sequence_dim, self.group)
             # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
             bias = None if bias is None else copy_to_group(bias, self.group)
-        else:
-            y = reduce_from_group(y, self.group)
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
+
+
+def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
+    """What each of the column layers returns for one input: q, k and v, or gate and up, with one collective for all.
+
+    Every layer keeps its own weight, ranges and replicas; they agree on the group, on sequence parallelism and on
+    `keep_gathered`.
+
+    Raises:
+        ValueError: The layers do not agree.
+    """
+    entries = {
+        (layer.group, layer.sequence_parallel, layer.sequence_dim, layer.input_is_ready, layer.keep_gathered)
+        for layer in layers
+    }
+    if len(entries) != 1:
+        raise ValueError("layers that share an input agree on group, sequence_parallel, sequence_dim and keep_gathered")
+    return _outputs(x, layers)
+
+
+def _outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
+    first = layers[0]
+    weights = [copy_to_group(layer.weight, layer.replica_group) for layer in layers]
+    biases = [None if layer.bias is None else copy_to_group(layer.bias, layer.replica_group) for layer in layers]
+    added = [None if layer.skip_bias_add else bias for layer, bias in zip(layers, biases, strict=True)]
+    if first.input_is_ready or first.group is None:
+        outs = tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True))
+    else:
+        dim = first.sequence_dim if first.sequence_parallel else None
+        outs = column_matmul(x, weights, added, first.group, dim, first.keep_gathered)
+    outs = tuple(
+        gather_from_group(y, -1, layer.group) if layer.gather_output else y
+        for y, layer in zip(outs, layers, strict=True)
+    )
+    return tuple((y, bias) if layer.skip_bias_add else y for y, bias, layer in zip(outs, biases, layers, strict=True))
