@@ -33,8 +33,8 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
 
 def _ascii(stream: TextIO) -> bool:
     """Whether the stream cannot be trusted to write the UTF-8 that the document promises."""
-    encoding = getattr(stream, "encoding", None)
-    return bool(encoding) and encoding.lower().replace("-", "") != "utf8"
+    encoding = str(getattr(stream, "encoding", None) or "utf-8")
+    return encoding.lower().replace("-", "") != "utf8"
 
 
 def _suite(file: str, found: Sequence[Diagnostic]) -> list[str]:
