@@ -38,6 +38,7 @@ class Metrics:
     """metrics.jsonl, one line per step; a resumed run goes on behind the step it resumes from."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "metrics.jsonl"
         kept = self.rows()[:first_step] if first_step else []
         self.file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")

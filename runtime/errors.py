@@ -25,15 +25,27 @@ class RunError(RuntimeError):
 def report_errors() -> Iterator[None]:
     """Turns a `RunError` or `PlanError` into one message on standard error and exit code 1, without a traceback.
 
-    What every rank finds is printed by rank 0 alone; what one rank finds is printed by that rank. Other exceptions are not touched: they
-    are faults of the program, and their traceback is wanted.
+    What every rank finds is printed by rank 0 alone; what one rank finds is printed by that rank. Other exceptions are faults of the
+    program: the rank that raised shows its traceback, and ranks that only lose their connection to it say so in one line.
     """
+    rank = int(os.environ.get("RANK", "0"))
     try:
         yield
     except (RunError, PlanError) as error:
-        rank = int(os.environ.get("RANK", "0"))
         everywhere = getattr(error, "everywhere", isinstance(error, PlanError))
         if rank == 0 or not everywhere:
-            who = "" if everywhere else f" (rank {rank})"
-            print(f"parcompile: error{who}: {error}", file=sys.stderr, flush=True)  # noqa: T201 -- the message is for the user
+            _say(f"error{'' if everywhere else f' (rank {rank})'}: {error}")
         sys.exit(1)
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _LOST_PEER):
+            raise
+        _say(f"rank {rank} lost its connection to a rank that ended")
+        sys.exit(1)
+
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""What gloo and NCCL say when the other side is gone."""
+
+
+def _say(text: str) -> None:
+    print(f"parcompile: {text}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
