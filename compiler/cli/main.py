@@ -49,10 +49,8 @@ def cli() -> None:
 def main() -> NoReturn:
     """The console script. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
     try:
-        cli.main(standalone_mode=False, prog_name="parcompile")
-        code = OK
-    except click.exceptions.Exit as request:
-        code = request.exit_code
+        # Commands return nothing; what comes back is the code of a command that asked to exit.
+        code = int(cli.main(standalone_mode=False, prog_name="parcompile") or OK)
     except click.ClickException as error:
         error.show()
         code = USAGE

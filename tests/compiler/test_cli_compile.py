@@ -96,6 +96,7 @@ def test_a_hugging_face_config_beside_the_spec_is_read(run: Any, tmp_path: Path)
         (changed("training", "global_batch_size", value=0), "K005", "global_batch_size"),
         (changed("deepspeed", value={"train_batch_size": 4}), "D003", "training.global_batch_size"),
     ],
+    ids=lambda value: value if len(value) < 40 else "",
 )
 def test_a_mistake_is_named_and_nothing_is_written(run: Any, text: str, code: str, place: str) -> None:
     Path("spec.json").write_text(text, encoding="utf-8")
