@@ -58,7 +58,6 @@ class World:
         for _, connection in self._ranks:
             connection.close()
         for process, _ in self._ranks:
-            process.join(0.2)
             process.kill()
             process.join()
         self._ranks = []
@@ -82,12 +81,16 @@ def _serve(connection: multiprocessing.connection.Connection, rank: int, size: i
     while True:
         try:
             check, args = connection.recv()
-        except EOFError:
+            connection.send(_answer(check, args))
+        except (EOFError, BrokenPipeError):  # the test has ended this world
             return
-        try:
-            connection.send((False, check(*args)))
-        except Exception:
-            connection.send((True, traceback.format_exc()))
+
+
+def _answer(check, args) -> tuple[bool, object]:
+    try:
+        return False, check(*args)
+    except Exception:
+        return True, traceback.format_exc()
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
