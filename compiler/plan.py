@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from .cost.memory import static_memory
 from .diagnostics import Diagnostic
-from .layout.groups import GROUP_AXES, Groups
-from .layout.optimizer import padded_numel
-from .layout.sequence import CpLayout, balance, ring_schedule, token_ranges
-from .layout.stages import even_stages
+from .layout.groups import Groups
 from .layout.tensor import TensorLayout, tensor_layout
-from .model.hf_config import shape_from_config
 from .model.parameters import Parameter, ParameterTable, parameter_table
-from .spec import Cluster, Model, Optimizer, Origin, Parallelism, Precision, Provenance, Spec, Training
+from .plan_tree import PLAN_VERSION, digest, plan_tree, spec_from_tree
+from .spec import Spec
 from .version import __version__
-
-PLAN_VERSION = 1
 
 REFUSAL_PREFIX = "X"
 """Codes of the rules that say what the runtime cannot execute."""
@@ -43,7 +36,8 @@ class Refusal:
 class Plan:
     """A resolved spec with its identity.
 
-    `spec_hash` is that of the spec the plan was compiled from, `plan_hash` that of the plan itself: ranks compare it before they start.
+    `spec_hash` is that of the spec the plan was compiled from, `plan_hash` that of the plan itself: ranks compare it
+    before they start.
     """
 
     spec: Spec
@@ -65,7 +59,7 @@ class Plan:
     @property
     def groups(self) -> Groups:
         """The process groups."""
-        return Groups(self.spec.parallelism.grid, self.kv_replicas)
+        return Groups(self.spec.parallelism.grid, self.kv_replicas, self.spec.parallelism.ep)
 
     @property
     def parameters(self) -> ParameterTable:
@@ -83,13 +77,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as it is written; `plan_hash` covers everything else."""
-        body = _body(self)
-        return {**body, "plan_hash": _digest(body)}
+        body = plan_tree(self)
+        return {**body, "plan_hash": digest(body)}
 
     @property
     def plan_hash(self) -> str:
         """The plan's own identity."""
-        return _digest(_body(self))
+        return digest(plan_tree(self))
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Plan:
@@ -106,7 +100,9 @@ class Plan:
         if compiler != __version__:
             raise PlanError(f"the plan was compiled by parcompile {compiler}, this is {__version__}: compile it again")
         try:
-            plan = cls(_spec(tree), tree["spec_hash"], tuple(Refusal(**one) for one in tree["runtime"]["refusals"]))
+            plan = cls(
+                spec_from_tree(tree), tree["spec_hash"], tuple(Refusal(**one) for one in tree["runtime"]["refusals"])
+            )
             same = plan.to_json() == dict(tree)
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the plan is incomplete or damaged ({error!r}): compile it again") from None
@@ -144,134 +140,4 @@ def compile_plan(spec: Spec, tree: object, diagnostics: list[Diagnostic]) -> Pla
         Refusal(found.code, found.message) for found in diagnostics if found.code.startswith(REFUSAL_PREFIX)
     )
     # The model's configuration may stand in a file beside the spec, so it is part of the spec's identity.
-    return Plan(spec, _digest({"spec": tree, "model": dict(spec.model.hf_config)}), refusals)
-
-
-def _digest(tree: object) -> str:
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def _body(plan: Plan) -> dict[str, Any]:
-    spec = plan.spec
-    body = {
-        "plan_version": PLAN_VERSION,
-        "compiler_version": plan.compiler_version,
-        "spec_hash": plan.spec_hash,
-        "name": spec.name,
-        "cluster": {**asdict(spec.cluster), "world_size": plan.world_size},
-        "parallelism": {
-            **asdict(spec.parallelism),
-            "order": "-".join(spec.parallelism.order),
-            "cp_layout": spec.parallelism.cp_layout.value,
-        },
-        "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
-        "training": _training(spec),
-        "zero": {"stage": spec.zero_stage},
-        "deepspeed": dict(spec.deepspeed),
-        "runtime": {"executable": not plan.refusals, "refusals": [asdict(refusal) for refusal in plan.refusals]},
-        "groups": _groups(plan),
-        "tensors": [_tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()],
-        "sequence": _sequence(spec),
-        "optimizer_shards": _optimizer_shards(spec),
-        "stages": [
-            {
-                "layers": [stage.layers.start, stage.layers.stop],
-                "has_embedding": stage.has_embedding,
-                "has_head": stage.has_head,
-            }
-            for stage in even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
-        ],
-        "static_memory": asdict(static_memory(spec)),
-        "provenance": {
-            path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}
-            for path, found in spec.provenance.items()
-        },
-    }
-    # As a reader will get it: tuples become lists, enums their values.
-    return dict(json.loads(json.dumps(body)))
-
-
-def _training(spec: Spec) -> dict[str, Any]:
-    training = asdict(spec.training)
-    training["precision"] = spec.training.precision.value
-    training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
-    training["optimizer"]["betas"] = list(spec.training.optimizer.betas)
-    return training
-
-
-def _groups(plan: Plan) -> dict[str, Any]:
-    grid = plan.spec.parallelism.grid
-    strides = {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in grid.order if axis != "ep"}
-    groups: dict[str, Any] = {name: {"axes": list(axes), "size": grid.size(axes)} for name, axes in GROUP_AXES.items()}
-    if plan.kv_replicas > 1:
-        groups["kv-replica"] = {"axes": ["tp"], "size": plan.kv_replicas}
-    return {"axes": strides, "groups": groups}
-
-
-def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "layers": None if parameter.layers is None else [parameter.layers.start, parameter.layers.stop],
-        "shape": list(parameter.shape),
-        "padded_shape": list(layout.full_shape),
-        "local_shape": list(layout.local_shape),
-        "split_dim": layout.dim,
-        "ranges": None if layout.ranges is None else [[list(piece) for piece in pieces] for pieces in layout.ranges],
-        "replicas": layout.replicas,
-        "expert_dim": parameter.expert_dim,
-    }
-
-
-def _sequence(spec: Spec) -> dict[str, Any]:
-    parallelism, length = spec.parallelism, spec.training.sequence_length
-    layout = parallelism.cp_layout
-    return {
-        "layout": layout.value,
-        "balance": float(balance(layout, parallelism.cp)),
-        "ranks": [
-            {
-                "tokens": [[piece.start, piece.stop] for piece in token_ranges(layout, parallelism.cp, rank, length)],
-                "ring": [asdict(step) for step in ring_schedule(layout, parallelism.cp, rank)],
-            }
-            for rank in range(parallelism.cp)
-        ],
-    }
-
-
-def _optimizer_shards(spec: Spec) -> dict[str, Any]:
-    shards = spec.parallelism.zero_shards
-    memory = static_memory(spec)
-    padded = padded_numel(memory.numel, shards)
-    return {
-        "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly",
-        "shards": shards,
-        "numel": memory.numel,
-        "padded_numel": padded,
-        "shard_numel": padded // shards,
-    }
-
-
-def _spec(tree: Mapping[str, Any]) -> Spec:
-    cluster, parallelism, training = dict(tree["cluster"]), dict(tree["parallelism"]), dict(tree["training"])
-    cluster.pop("world_size")
-    parallelism["order"] = tuple(parallelism["order"].split("-"))
-    parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
-    optimizer = dict(training.pop("optimizer"))
-    optimizer["betas"] = tuple(optimizer["betas"])
-    for name in ("precision", "gradient_accumulation_dtype"):
-        training[name] = Precision(training[name])
-    config = tree["model"]["hf_config"]
-    return Spec(
-        name=tree["name"],
-        model=Model(tree["model"]["source"], shape_from_config(config), config),
-        cluster=Cluster(**cluster),
-        parallelism=Parallelism(**parallelism),
-        training=Training(**training, optimizer=Optimizer(**optimizer)),
-        zero_stage=tree["zero"]["stage"],
-        deepspeed=tree["deepspeed"],
-        provenance={
-            path: Provenance(found["value"], Origin(found["origin"]), found["detail"])
-            for path, found in tree["provenance"].items()
-        },
-    )
+    return Plan(spec, digest({"spec": tree, "model": dict(spec.model.hf_config)}), refusals)

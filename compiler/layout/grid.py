@@ -1,13 +1,14 @@
 """The grid of ranks: one arithmetic explains every group.
 
-Axes are listed innermost first, as in Megatron-Core: in the order `tp-cp-ep-dp-pp` neighbouring ranks differ in tp. A rank is the sum of
-its coordinates times the strides of their axes, so coordinates and groups are computed, never stored.
+Axes are listed innermost first, as in Megatron-Core: in the order `tp-cp-ep-dp-pp` neighbouring ranks differ in tp. A
+rank is the sum of its coordinates times the strides of their axes, so coordinates and groups are computed, never
+stored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -65,19 +66,42 @@ class Grid:
     def group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in ascending order; `rank` is one of them."""
         here = self.coordinates(rank)
-        members = [self.rank({axis: 0 if axis in axes else here[axis] for axis in self.order})]
-        for axis, size in zip(self.order, self.sizes, strict=True):
-            if axis in axes:
-                stride = self.stride(axis)
-                members = [member + step * stride for step in range(size) for member in members]
-        return tuple(members)
+        first = self.rank({axis: 0 if axis in axes else here[axis] for axis in self.order})
+        return tuple(first + offset for offset in offsets_of(self.steps(axes)))
+
+    def steps(self, axes: Collection[str]) -> tuple[tuple[int, int], ...]:
+        """Size and stride of each of `axes` larger than 1, innermost first: what the members of a group differ by."""
+        return tuple(
+            (size, self.stride(axis))
+            for axis, size in zip(self.order, self.sizes, strict=True)
+            if axis in axes and size > 1
+        )
 
     def groups(self, axes: Collection[str]) -> Iterator[tuple[int, ...]]:
         """All groups over `axes`, ordered by their first rank: each rank is in exactly one."""
         others = [axis for axis in self.order if axis not in axes]
-        first = [0]
-        for axis in others:
-            stride, size = self.stride(axis), self.sizes[self.order.index(axis)]
-            first = [rank + step * stride for step in range(size) for rank in first]
-        for rank in sorted(first):
-            yield self.group(rank, axes)
+        offsets = offsets_of(self.steps(axes))
+        # Outer axes have the larger strides, so that the first ranks come out in ascending order.
+        for first in offsets_of(self.steps(others)):
+            yield tuple(first + offset for offset in offsets)
+
+    def factored(self, axis: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> Grid:
+        """The same ranks with `axis` written as several axes, innermost first: sub-groups are then slices too.
+
+        Raises:
+            ValueError: the sizes do not multiply to the size of the axis.
+        """
+        place = self.order.index(axis)
+        if math.prod(sizes) != self.sizes[place]:
+            product = " · ".join(map(str, sizes))
+            raise ValueError(f"{product} = {math.prod(sizes)} ≠ {axis} {self.sizes[place]}")
+        order = (*self.order[:place], *names, *self.order[place + 1 :])
+        return Grid(order, (*self.sizes[:place], *sizes, *self.sizes[place + 1 :]))
+
+
+def offsets_of(steps: Sequence[tuple[int, int]]) -> list[int]:
+    """All sums of one multiple of each stride, ascending when the steps (size, stride) are listed innermost first."""
+    found = [0]
+    for size, stride in steps:
+        found = [inner + step * stride for step in range(size) for inner in found]
+    return found

@@ -6,6 +6,11 @@
 | dp-cp | dp and cp | gradients and ZeRO: DeepSpeed's "sequence data parallel" group |
 | tp-pp | tp and pp | one whole copy of the model: DeepSpeed's "model parallel" group |
 | kv-replica | tp, inside one kv head | gradients of kv heads that several ranks hold |
+| tp-cp, tp-dp, tp-dp-cp | those axes | Megatron-Core: amax reduction, activations, embeddings |
+| embedding, position-embedding | pp, first and last stage, first stage | tied embeddings, learned positions |
+| expert-tp, ep, expert-dp, expert-tp-ep, expert-tp-ep-pp | those axes of the expert grid | routed experts |
+
+The runtime creates the groups of `Groups.names`; all others are computed when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .families import Ends, Family, Slice, kv_replica_family
 from .grid import Grid
 
 GROUP_AXES: dict[str, tuple[str, ...]] = {
@@ -23,40 +29,95 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "dp-cp": ("cp", "dp"),
     "tp-pp": ("tp", "pp"),
 }
-"""Every group that is a slice of the grid, and the axes along which its members differ."""
+"""Every group that the runtime creates as a slice of the grid, and the axes along which its members differ."""
 
 KV_REPLICA = "kv-replica"
+
+MEGATRON_AXES: dict[str, tuple[str, ...]] = {
+    "tp-cp": ("tp", "cp"),
+    "tp-dp": ("tp", "dp"),
+    "tp-dp-cp": ("tp", "cp", "dp"),
+}
+"""Further slices of the dense grid that Megatron-Core makes groups of."""
+
+EMBEDDING_GROUPS = {"embedding": True, "position-embedding": False}
+"""Groups of the ends of the pipeline, and whether the last stage belongs to them."""
+
+EXPERT_AXES: dict[str, tuple[str, ...]] = {
+    "expert-tp": ("tp",),
+    "ep": ("ep",),
+    "expert-dp": ("dp",),
+    "expert-tp-ep": ("tp", "ep"),
+    "expert-tp-ep-pp": ("tp", "ep", "pp"),
+}
+"""Slices of the expert grid."""
+
+
+def expert_grid(dense: Grid, ep: int, expert_tp: int | None = None) -> Grid:
+    """The grid on which routed experts are laid: the same ranks in the same order, without cp.
+
+    Experts take ep (and their data parallelism) out of the ranks that tp and pp leave: expert-dp = world / (expert-tp ·
+    ep · pp), as Megatron-Core's second `RankGenerator`. `expert_tp` is tp unless it is given.
+
+    Raises:
+        ValueError: the sizes do not divide the world.
+    """
+    tp, pp, world = dense.size(("tp",)) if expert_tp is None else expert_tp, dense.size(("pp",)), dense.world_size
+    if world % (tp * ep * pp):
+        raise ValueError(
+            f"expert-tp {tp} · ep {ep} · pp {pp} = {tp * ep * pp} does not divide the world of {world} ranks"
+        )
+    return Grid.of(dense.order, {"tp": tp, "ep": ep, "dp": world // (tp * ep * pp), "pp": pp})
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups of a world. `kv_replicas` consecutive ranks of each tp group hold the same kv heads."""
+    """All groups of a world.
+
+    `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts.
+    """
 
     grid: Grid
     kv_replicas: int = 1
+    ep: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Group names in the order in which every rank creates them."""
+        """Names of the groups that every rank of the runtime creates, in the order in which it does."""
         return (*GROUP_AXES, KV_REPLICA) if self.kv_replicas > 1 else tuple(GROUP_AXES)
 
-    def of_rank(self, name: str, rank: int) -> tuple[int, ...]:
-        """The members of the group `name` to which `rank` belongs, ascending.
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of all groups that can be asked for, those of the runtime first."""
+        return (*self.names, *MEGATRON_AXES, *EMBEDDING_GROUPS, *(EXPERT_AXES if self.ep > 1 else ()))
+
+    @property
+    def expert_grid(self) -> Grid:
+        """The grid of the routed experts."""
+        return expert_grid(self.grid, self.ep)
+
+    def family(self, name: str) -> Family:
+        """All groups of one name.
 
         Raises:
             KeyError: there is no such group.
         """
         if name == KV_REPLICA:
-            tp_group = self.grid.group(rank, GROUP_AXES["tp"])
-            start = tp_group.index(rank) // self.kv_replicas * self.kv_replicas
-            return tp_group[start : start + self.kv_replicas]
-        return self.grid.group(rank, GROUP_AXES[name])
+            return kv_replica_family(self.grid, self.kv_replicas)
+        if name in EMBEDDING_GROUPS:
+            return Ends(Slice(self.grid, ("pp",)), last=EMBEDDING_GROUPS[name])
+        if name in EXPERT_AXES:
+            return Slice(self.expert_grid, EXPERT_AXES[name])
+        return Slice(self.grid, GROUP_AXES[name] if name in GROUP_AXES else MEGATRON_AXES[name])
+
+    def of_rank(self, name: str, rank: int) -> tuple[int, ...]:
+        """The members of the group `name` to which `rank` belongs, ascending; none when it is in no embedding group.
+
+        Raises:
+            KeyError: there is no such group.
+        """
+        return self.family(name).of_rank(rank)
 
     def all(self, name: str) -> Iterator[tuple[int, ...]]:
-        """Every group of this name; each rank is in exactly one."""
-        if name == KV_REPLICA:
-            for tp_group in self.grid.groups(GROUP_AXES["tp"]):
-                for start in range(0, len(tp_group), self.kv_replicas):
-                    yield tp_group[start : start + self.kv_replicas]
-        else:
-            yield from self.grid.groups(GROUP_AXES[name])
+        """Every group of this name; each rank is in exactly one (in at most one embedding group)."""
+        yield from self.family(name).all()

@@ -1,7 +1,8 @@
 """Which part of the optimizer state each rank of the dp × cp group holds under ZeRO-1.
 
-Two rules are in use. DeepSpeed flattens a parameter group, pads it and cuts it into equal pieces; the even rule (as in entrenar's
-`OptimizerShard`) gives the first ranks one element more. The runtime executes DeepSpeed's; both are reported.
+Two rules are in use. DeepSpeed flattens a parameter group, pads it and cuts it into equal pieces; the even rule (as in
+entrenar's `OptimizerShard`) gives the first ranks one element more. The runtime executes DeepSpeed's; both are
+reported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ADAM_STATE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShard:
-    """Elements `[start, stop)` of the flattened parameter group; `padding` of them, at the end, belong to no parameter."""
+    """Elements `[start, stop)` of the flattened parameter group; the last `padding` of them belong to no parameter."""
 
     start: int
     stop: int
@@ -38,7 +39,7 @@ class OptimizerShard:
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """The flattened group as DeepSpeed pads it: to a multiple of 2 · shards (NCCL wants each shard on a 4-byte boundary)."""
+    """The flattened group as DeepSpeed pads it: to a multiple of 2 · shards (NCCL wants 4-byte boundaries)."""
     multiple = 2 * shards
     return -(-numel // multiple) * multiple
 

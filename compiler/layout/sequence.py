@@ -1,8 +1,8 @@
 """Which tokens each context-parallel rank holds, and what it computes in each step of the ring.
 
-The sequence is cut into equal *chunks*; a rank holds one chunk (contiguous) or two (zigzag). In step i of the ring a rank works on
-the keys and values of rank `rank - i`; what it computes is described by *blocks*, rectangles in units of its local chunks. The
-runtime executes these blocks as they are.
+The sequence is cut into equal *chunks*; a rank holds one chunk (contiguous) or two (zigzag). In step i of the ring a
+rank works on the keys and values of rank `rank - i`; what it computes is described by *blocks*, rectangles in units of
+its local chunks. The runtime executes these blocks as they are.
 
 Sources: zigzag assignment as in Llama 3 (arXiv 2407.21783, section 3.3.2); ring attention, arXiv 2310.01889.
 """
@@ -37,7 +37,8 @@ class Mask(str, enum.Enum):
 class Block:
     """Local query chunks `[q_start, q_stop)` against the source's key chunks `[kv_start, kv_stop)`.
 
-    A causal block covers the same chunks on both sides (queries and keys of one rank), so its diagonal is the causal diagonal.
+    A causal block covers the same chunks on both sides (queries and keys of one rank), so its diagonal is the causal
+    diagonal.
     """
 
     q_start: int
@@ -55,10 +56,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """One step of the ring: the keys and values of rank `source` are at hand; `blocks` is empty when nothing is to compute.
+    """One step of the ring: the keys and values of rank `source` are at hand; `blocks` may be empty.
 
-    `send_to` and `receive_from` are the neighbours with which keys and values are exchanged *during* this step, for the next one;
-    both are None in the last step. All ranks are indices within the context-parallel group.
+    `send_to` and `receive_from` are the neighbours with which keys and values are exchanged *during* this step, for the
+    next one; both are None in the last step. All ranks are indices within the context-parallel group.
     """
 
     step: int
@@ -69,7 +70,7 @@ class RingStep:
 
 
 def chunk_ids(layout: CpLayout, cp: int, rank: int) -> tuple[int, ...]:
-    """The chunks of the sequence that `rank` holds, in ascending order; there are `chunks_per_rank · cp` chunks in all."""
+    """The chunks of the sequence that `rank` holds, ascending; there are `chunks_per_rank · cp` chunks in all."""
     _check_rank(cp, rank)
     if layout is CpLayout.ZIGZAG:
         return (rank, 2 * cp - 1 - rank)
@@ -79,7 +80,8 @@ def chunk_ids(layout: CpLayout, cp: int, rank: int) -> tuple[int, ...]:
 def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> tuple[range, ...]:
     """The positions of the sequence that `rank` holds, in the order in which it holds them.
 
-    Adjacent chunks are joined, so that a rank with neighbouring chunks (cp 1, or the middle of a zigzag) holds one range.
+    Adjacent chunks are joined, so that a rank with neighbouring chunks (cp 1, or the middle of a zigzag) holds one
+    range.
 
     Raises:
         ValueError: the sequence length is not a multiple of the number of chunks.
@@ -119,17 +121,47 @@ def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) 
     )
 
 
+class Source(str, enum.Enum):
+    """Whose keys and values a rank works on: what it computes depends on nothing else."""
+
+    OWN = "own"
+    EARLIER = "earlier"
+    """Those of a rank before it in the context-parallel group."""
+    LATER = "later"
+
+    @classmethod
+    def of(cls, rank: int, source: int) -> Source:
+        """How `source` stands to `rank`."""
+        return cls.OWN if source == rank else cls.EARLIER if source < rank else cls.LATER
+
+
+def source_blocks(layout: CpLayout, cp: int, *, causal: bool = True) -> dict[Source, tuple[Block, ...]]:
+    """The blocks for each kind of source: the whole ring schedule of every rank in three entries."""
+    first, last = 0, cp - 1
+    return {
+        Source.OWN: _blocks(layout, cp, first, first, causal=causal),
+        Source.EARLIER: _blocks(layout, cp, last, first, causal=causal) if cp > 1 else (),
+        Source.LATER: _blocks(layout, cp, first, last, causal=causal) if cp > 1 else (),
+    }
+
+
 def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fraction:
     """The share of the whole sequence × sequence square that `rank` computes."""
+    _check_rank(cp, rank)
     chunks = layout.chunks_per_rank * cp
-    steps = ring_schedule(layout, cp, rank, causal=causal)
-    return sum((block.area for step in steps for block in step.blocks), Fraction(0)) / chunks**2
+    areas = {
+        kind: sum((block.area for block in blocks), Fraction(0))
+        for kind, blocks in source_blocks(layout, cp, causal=causal).items()
+    }
+    sources = {Source.OWN: 1, Source.EARLIER: rank, Source.LATER: cp - 1 - rank}
+    return sum((areas[kind] * count for kind, count in sources.items()), Fraction(0)) / chunks**2
 
 
 def balance(layout: CpLayout, cp: int, *, causal: bool = True) -> Fraction:
     """Mean work of a rank divided by the work of the busiest one: 1 is perfect."""
-    shares = [work(layout, cp, rank, causal=causal) for rank in range(cp)]
-    return sum(shares, Fraction(0)) / cp / max(shares)
+    # Work grows or falls evenly from the first rank to the last.
+    ends = (work(layout, cp, 0, causal=causal), work(layout, cp, cp - 1, causal=causal))
+    return sum(ends, Fraction(0)) / 2 / max(ends)
 
 
 def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) -> tuple[Block, ...]:
@@ -138,7 +170,8 @@ def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) 
         return (Block(0, len(queries), 0, len(keys), Mask.FULL),)
     if rank == source:
         return (Block(0, len(queries), 0, len(keys), Mask.CAUSAL),)
-    # Chunks are in ascending order on both sides: each query chunk sees a prefix of the key chunks, which grows with it.
+    # Chunks are in ascending order on both sides: each query chunk sees a prefix of the key chunks, which grows with
+    # it.
     blocks: list[Block] = []
     for index, query in enumerate(queries):
         seen = sum(key < query for key in keys)

@@ -1,8 +1,14 @@
-"""Which layers each pipeline stage holds. No layer is ever dropped: their number has to be divisible."""
+"""Which layers each pipeline stage holds. No layer is ever dropped: what cannot be divided is an error.
+
+Global stages follow each other through the layers. With virtual stages a pp rank holds several of them: rank r has the
+global stages r, r + pp, r + 2 · pp, … (interleaved schedule, arXiv 2104.04473, section 2.2).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +20,95 @@ class Stage:
     has_head: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How layers are counted out to `pp · virtual` global stages.
+
+    `embedding` and `loss` let the embedding or the head with its loss take the place of one layer; `first` and `last`
+    are the layers of the first and the last pp rank, all its virtual stages together. The two ways exclude each other.
+    """
+
+    pp: int
+    virtual: int = 1
+    embedding: bool = False
+    loss: bool = False
+    first: int | None = None
+    last: int | None = None
+
+    def counts(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each global stage; they add up to `num_layers`.
+
+        Raises:
+            ValueError: they do not divide; the message has the equation.
+        """
+        if self.pp < 1 or self.virtual < 1:
+            raise ValueError(f"pp {self.pp} with {self.virtual} virtual stages: both have to be 1 or more")
+        if self.first is None and self.last is None:
+            return self._with_slots(num_layers)
+        if self.embedding or self.loss:
+            raise ValueError(
+                "layers of the first or last stage are given: embedding and loss cannot take slots as well"
+            )
+        return self._with_ends(num_layers)
+
+    def _with_slots(self, num_layers: int) -> tuple[int, ...]:
+        stages = self.pp * self.virtual
+        total = num_layers + self.embedding + self.loss
+        terms = f"{num_layers} layers" + " + 1 for the embedding" * self.embedding + " + 1 for the loss" * self.loss
+        terms = f"({terms})" if total != num_layers else terms
+        virtual = f" · {self.virtual} virtual" if self.virtual > 1 else ""
+        if total % stages:
+            raise ValueError(f"{terms} on {self.pp} stages{virtual}: {total} / {stages} is not whole")
+        counts = [total // stages] * stages
+        counts[0] -= self.embedding
+        counts[-1] -= self.loss
+        if min(counts) < 0:
+            raise ValueError(f"{terms} on {self.pp} stages{virtual}: a stage would have {min(counts)} layers")
+        return tuple(counts)
+
+    def _with_ends(self, num_layers: int) -> tuple[int, ...]:
+        ends = {0: self.first, self.pp - 1: self.last}
+        given = {rank: layers for rank, layers in ends.items() if layers is not None}
+        if self.first is not None and self.last is not None and self.pp == 1:
+            raise ValueError(f"first {self.first} and last {self.last} layers are given, but pp 1 has one stage")
+        rest, others = num_layers - sum(given.values()), self.pp - len(given)
+        equation = f"({num_layers} layers − {' − '.join(map(str, given.values()))} given) on {others} other stages"
+        if rest < 0 or (others == 0 and rest) or (others and rest % others):
+            raise ValueError(f"{equation}: {rest} / {others} is not whole")
+        per_rank = [given.get(rank, rest // max(others, 1)) for rank in range(self.pp)]
+        for rank, layers in enumerate(per_rank):
+            if layers % self.virtual:
+                raise ValueError(
+                    f"{layers} layers of stage {rank} in {self.virtual} virtual stages: "
+                    f"{layers} / {self.virtual} is not whole"
+                )
+        return tuple(layers // self.virtual for _ in range(self.virtual) for layers in per_rank)
+
+
+def stages_from_counts(counts: Sequence[int]) -> tuple[Stage, ...]:
+    """Global stages with these many layers, in order."""
+    bounds = [0, *accumulate(counts)]
+    last = len(counts) - 1
+    return tuple(
+        Stage(range(bounds[index], bounds[index + 1]), has_embedding=index == 0, has_head=index == last)
+        for index in range(len(counts))
+    )
+
+
 def even_stages(num_layers: int, pp: int) -> tuple[Stage, ...]:
     """`num_layers / pp` layers on each of `pp` stages.
 
     Raises:
         ValueError: the layers do not divide evenly.
     """
-    if pp < 1 or num_layers % pp:
-        raise ValueError(f"{num_layers} layers on {pp} stages: {num_layers} / {pp} is not whole")
-    share = num_layers // pp
-    return tuple(Stage(range(index * share, (index + 1) * share), index == 0, index == pp - 1) for index in range(pp))
+    return stages_from_counts(Slots(pp).counts(num_layers))
+
+
+def rank_stages(num_layers: int, slots: Slots) -> tuple[tuple[Stage, ...], ...]:
+    """For each pp rank its (virtual) stages, in the order of the layers.
+
+    Raises:
+        ValueError: the layers do not divide.
+    """
+    stages = stages_from_counts(slots.counts(num_layers))
+    return tuple(stages[rank :: slots.pp] for rank in range(slots.pp))

@@ -20,8 +20,8 @@ class SplitError(ValueError):
 class TensorLayout:
     """A parameter as a tp rank holds it.
 
-    `full_shape` includes padding. `ranges[rank]` are the pieces `[start, stop)` along `dim` that the rank holds, in order; None when
-    every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice.
+    `full_shape` includes padding. `ranges[rank]` are the pieces `[start, stop)` along `dim` that the rank holds, in
+    order; None when every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice.
     """
 
     full_shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """ds_config.json: every DeepSpeed key that affects numerics, none left to a default, none "auto".
 
-Why a key is written although DeepSpeed has a default for it: defaults change between versions (gradient_clipping went from 0.0 to 1.0 in
-DeepSpeed#8068), and a run must not change with them. The values follow DeepSpeed 0.19.8.
+Why a key is written although DeepSpeed has a default for it: defaults change between versions (gradient_clipping went
+from 0.0 to 1.0 in DeepSpeed#8068), and a run must not change with them. The values follow DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""Which order of the axes keeps traffic inside the nodes, and what the other orders would send between them.
+
+Traffic is counted per rank and optimizer step. What a family of groups sends counts as leaving the node for the share
+of its groups that lie on more than one: the slowest link of a ring sets its pace, whatever the others do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .cost.communication import ring_traffic, tensor_parallel_traffic
+from .layout.families import Slice
+from .layout.grid import AXES, Grid
+from .layout.groups import GROUP_AXES
+from .layout.topology import Reach, reach
+from .model.shape import ModelShape
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one optimizer step, by the groups that carry them."""
+
+    tp: int
+    cp: int
+    dp_cp: int
+    pp: int
+
+    def by_group(self) -> dict[str, int]:
+        """The bytes under the names of the groups."""
+        return {"tp": self.tp, "cp": self.cp, "dp-cp": self.dp_cp, "pp": self.pp}
+
+
+def step_traffic(
+    shape: ModelShape,
+    sizes: Mapping[str, int],
+    *,
+    rank_numel: int,
+    sequence_length: int,
+    micro_batch_size: int,
+    micro_batches: int,
+    element_bytes: int,
+    gradient_bytes: int,
+) -> Traffic:
+    """What a rank of the first stage sends in a step.
+
+    `rank_numel` counts its parameters, `element_bytes` are those of weights and activations, `gradient_bytes` those of
+    a reduced gradient. Gradients are reduce-scattered and weights gathered over dp · cp, (N − 1) / N of them each (ZeRO
+    stage 1).
+    """
+    tp, cp, dp, pp = (sizes.get(axis, 1) for axis in DENSE_AXES)
+    local_length, layers = sequence_length // cp, shape.num_hidden_layers // pp
+    common = {"num_layers": layers, "micro_batch_size": micro_batch_size, "element_bytes": element_bytes}
+    tensor = tensor_parallel_traffic(sequence_length=local_length, hidden_size=shape.hidden_size, tp=tp, **common)
+    ring = ring_traffic(
+        local_sequence_length=local_length,
+        head_dim=shape.head_dim,
+        num_key_value_heads=max(1, shape.num_key_value_heads // tp),
+        cp=cp,
+        **common,
+    )
+    shards = dp * cp
+    boundary = local_length * micro_batch_size * shape.hidden_size * element_bytes
+    return Traffic(
+        tp=tensor.wire_bytes * micro_batches,
+        cp=ring.wire_bytes * micro_batches,
+        dp_cp=int(rank_numel * (gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
+        pp=boundary * micro_batches if pp > 1 else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One order of the axes: how far its groups reach, and the bytes that leave the node."""
+
+    order: tuple[str, ...]
+    reaches: Mapping[str, Reach]
+    leaving_bytes: int
+
+    def keeps(self, name: str) -> bool:
+        """Whether every group of this name lies on one node."""
+        return self.reaches[name].leaving_node == 0
+
+
+def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
+    """How a grid lies on the machines."""
+    reaches = {name: reach(Slice(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
+    leaving = sum(
+        (Fraction(size * reaches[name].leaving_node, reaches[name].count) for name, size in traffic.by_group().items()),
+        Fraction(0),
+    )
+    return Placement(grid.order, reaches, int(leaving))
+
+
+def alternatives(grid: Grid, per_node: int, traffic: Traffic) -> list[Placement]:
+    """Every other order of the axes that puts ranks elsewhere, the one that sends least between nodes first.
+
+    Axes of size 1 keep the end of the default order, so that no two of the orders are the same grid.
+    """
+    sizes = {axis: grid.size((axis,)) for axis in DENSE_AXES}
+    large = [axis for axis in AXES if sizes.get(axis, 1) > 1]
+    small = [axis for axis in AXES if axis not in large]
+    here = tuple(axis for axis in grid.order if axis in large)
+    found = [
+        placement(Grid.of((*order, *small), sizes), per_node, traffic)
+        for order in itertools.permutations(large)
+        if order != here
+    ]
+    return sorted(found, key=lambda one: (one.leaving_bytes, one.order))

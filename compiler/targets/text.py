@@ -1,0 +1,40 @@
+"""JSON as it is written: the same bytes on every machine, short things on one line."""
+
+from __future__ import annotations
+
+import json
+
+WIDTH = 120
+"""Columns up to which a list or a small object stays on one line."""
+
+
+def to_text(tree: object) -> str:
+    """JSON with two spaces of indentation, keys in the order of the tree.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    return _render(tree, 0) + "\n"
+
+
+def _render(node: object, indent: int) -> str:
+    if isinstance(node, dict) and node:
+        parts = [f"{_scalar(str(key))}: {_render(value, indent + 2)}" for key, value in node.items()]
+        return _joined(parts, "{", "}", indent, one_line=indent > 0)
+    if isinstance(node, (list, tuple)) and node:
+        if all(type(item) is int for item in node):
+            return json.dumps(node)
+        return _joined([_render(item, indent + 2) for item in node], "[", "]", indent, one_line=True)
+    return _scalar(node)
+
+
+def _joined(parts: list[str], start: str, stop: str, indent: int, *, one_line: bool) -> str:
+    line = ", ".join(parts)
+    if one_line and len(line) + indent + 2 <= WIDTH and "\n" not in line:
+        return start + line + stop
+    space = " " * (indent + 2)
+    return f"{start}\n" + ",\n".join(space + part for part in parts) + f"\n{' ' * indent}{stop}"
+
+
+def _scalar(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
