@@ -68,6 +68,10 @@ def alternatives(violation: Violation, findings: Findings, view: SchemaView, fol
         _Branch(index, view.resolved(schema), [one for one in violation.context if one.alternative == index], value)
         for index, schema in enumerate(violation.limit)
     ]
+    if all(one.keyword == "required" and one.depth == 0 for one in violation.context):
+        starts = list(dict.fromkeys(key for one in branches for key in one.required if key not in value))
+        findings.say("K002", path, f"{named(path)} needs one of the keys {listed(starts)}", "add one of them")
+        return
     branch = _meant(branches, value, view)
     if branch is None and isinstance(value, dict) and any(not one.refused for one in branches):
         _no_start(violation, branches, findings, view)
@@ -178,4 +182,10 @@ def forbidden(violation: Violation, findings: Findings, view: SchemaView) -> Non
         message = f"{quoted(keys[0])} may not stand here"
         findings.say("K008", (*path, keys[0]), message, about(violation.schema), at_key=True)
         return
-    findings.say("K008", path, f"{named(path)}: {quoted(violation.instance)} is not allowed", about(violation.schema))
+    if violation.limit == {}:
+        # The schema names a key only to say what became of it.
+        message = f"{quoted(path[-1]) if path else 'this'} may not stand here"
+        findings.say("K008", path, message, about(violation.schema), at_key=True)
+        return
+    message = f"{named(path)}: {quoted(violation.instance)} is not allowed"
+    findings.say("K008", path, message, about(violation.schema))

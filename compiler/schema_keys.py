@@ -21,11 +21,17 @@ FEW = 12
 def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key of an object that its schema does not know."""
     parts = view.parts(violation.schema) if violation.keyword == "unevaluatedProperties" else [violation.schema]
-    known = [key for part in parts for key in part.get("properties", {})]
+    known = [key for part in parts for key in usable(part.get("properties", {}))]
+    named = {key for part in parts for key in part.get("properties", {})}
     patterns = [pattern for part in parts for pattern in part.get("patternProperties", {})]
     for key in violation.instance:
-        if key not in known and not any(re.search(pattern, key) for pattern in patterns):
+        if key not in named and not any(re.search(pattern, key) for pattern in patterns):
             unknown_key((*violation.path, key), known, violation.instance, findings, view)
+
+
+def usable(properties: Mapping[str, Any]) -> list[str]:
+    """The keys worth suggesting: a schema also names removed ones, to say what replaced them."""
+    return [key for key, entry in properties.items() if not (isinstance(entry, dict) and entry.get("not") == {})]
 
 
 def unknown_key(
