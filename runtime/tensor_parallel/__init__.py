@@ -5,24 +5,35 @@ layer is its plain counterpart.
 """
 
 from .cross_entropy import vocab_parallel_cross_entropy
+from .dropout import ParallelDropout, rank_random
 from .embedding import VocabParallelEmbedding
 from .initialization import draw_slice, master_seed
 from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .marking import is_sharded, mark_shard
-from .weights import even_range, merge_shards, shard_weight, take_ranges
+from .norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from .replicas import ReplicasDifferError, check_replicated, watch_replicas
+from .weights import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
 
 __all__ = [
     "ColumnParallelLinear",
+    "ParallelDropout",
+    "ReplicasDifferError",
     "RowParallelLinear",
+    "SequenceParallelLayerNorm",
+    "SequenceParallelRMSNorm",
     "VocabParallelEmbedding",
+    "check_replicated",
     "column_parallel",
     "draw_slice",
     "even_range",
     "is_sharded",
     "mark_shard",
     "master_seed",
+    "merge_ranges",
     "merge_shards",
+    "rank_random",
     "shard_weight",
     "take_ranges",
     "vocab_parallel_cross_entropy",
+    "watch_replicas",
 ]

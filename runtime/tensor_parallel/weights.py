@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Ranges", "even_range", "merge_shards", "shard_weight", "slice_parameter", "take_ranges"]
+__all__ = ["Ranges", "even_range", "merge_ranges", "merge_shards", "shard_weight", "slice_parameter", "take_ranges"]
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open index ranges `(start, stop)` along one dim, in the order in which a rank holds them."""
@@ -113,6 +113,46 @@ def merge_shards(shards: Sequence[Tensor], dim: int) -> Tensor:
                     f"shard {rank} has size {size} along dim {other}, shard 0 has {expected}; only dim {dim} may differ"
                 )
     return torch.cat(list(shards), dim)
+
+
+def merge_ranges(shards: Sequence[Tensor], dim: int, ranges: Sequence[Ranges], size: int) -> Tensor:
+    """Put slices that were taken with `take_ranges` back where they came from: its inverse, padding dropped.
+
+    Args:
+        shards: One per rank.
+        dim: The dim along which they were cut.
+        ranges: The ranges of each rank.
+        size: The full size along `dim`, without padding.
+
+    Raises:
+        ValueError: Shards and ranges do not match, an index is missing, or replicas of an index differ.
+    """
+    if len(shards) != len(ranges) or not shards:
+        raise ValueError(f"{len(shards)} shards, but ranges for {len(ranges)} ranks")
+    dim = _check_dim(shards[0], dim)
+    shape = list(shards[0].shape)
+    shape[dim] = size
+    full = torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device)
+    seen = torch.zeros(size, dtype=torch.bool)
+    for rank, (shard, held) in enumerate(zip(shards, ranges, strict=True)):
+        length = sum(stop - start for start, stop in held)
+        if shard.shape[dim] != length:
+            raise ValueError(f"shard {rank} has size {shard.shape[dim]} along dim {dim}, its ranges have {length}")
+        offset = 0
+        for start, stop in held:
+            count = max(min(stop, size) - start, 0)
+            piece, place = shard.narrow(dim, offset, count), full.narrow(dim, min(start, size), count)
+            again = seen[start : start + count].nonzero().flatten().to(full.device)
+            if len(again) and not torch.equal(piece.index_select(dim, again), place.index_select(dim, again)):
+                raise ValueError(
+                    f"rank {rank} and a rank before it hold different values in {start}..{stop} of dim {dim}"
+                )
+            place.copy_(piece)
+            seen[start : start + count] = True
+            offset += stop - start
+    if not bool(seen.all()):
+        raise ValueError(f"no rank holds index {int((~seen).nonzero()[0])} of dim {dim}, whose size is {size}")
+    return full
 
 
 def _check_dim(tensor: Tensor, dim: int) -> int:

@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.runtime.collectives import gather_from_group
-from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
+from parcompile.runtime.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 from .world import World, relative_error
 
@@ -61,6 +65,25 @@ def check_loss(dtype: torch.dtype, vocab_size: int, options: dict, keywords: dic
     assert not leaf.grad[..., max(vocab_size - rank * padded // ranks, 0) :].any()
 
 
+def check_tied_head(padded: int) -> None:
+    """Embedding, head and loss on one table [vocabulary 29, 8] that is padded and cut."""
+    torch.manual_seed(0)
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    full = torch.nn.Embedding(29, 8, dtype=torch.float64)
+    tokens, labels = torch.randint(29, (2, 2, 5))
+    expected = F.cross_entropy(F.linear(full(tokens).sin(), full.weight).flatten(0, 1), labels.flatten())
+    expected.backward()
+    table = VocabParallelEmbedding.from_embedding(full, group=group, padded_num_embeddings=padded)
+    linear = torch.nn.Linear(8, 29, bias=False, dtype=torch.float64)
+    head = ColumnParallelLinear.from_linear(linear, padded_out_features=padded, group=group)
+    head.weight = table.weight
+    loss = vocab_parallel_cross_entropy(head(table(tokens).sin()), labels, group=group, vocab_size=29).mean()
+    loss.backward()
+    assert relative_error(loss, expected) < 1e-12
+    grad = F.pad(full.weight.grad, (0, 0, 0, padded - 29)).chunk(ranks)[rank]
+    assert relative_error(table.weight.grad, grad) < 1e-12
+
+
 def check_refusals() -> None:
     logits, group = torch.zeros(2, 4), dist.group.WORLD
     with pytest.raises(ValueError, match=r"label 7 is outside the vocabulary of 7: ids are 0\.\.6, and -100"):
@@ -91,6 +114,11 @@ def test_loss_and_gradient_equal_those_of_the_full_logits(ranks: World, dtype: t
 )
 def test_every_term_of_the_loss_equals_its_definition(ranks: World, options: dict) -> None:
     ranks.run(check_loss, torch.float64, 29, options, {})
+
+
+@pytest.mark.ranks
+def test_a_tied_and_padded_head_gets_both_gradients(ranks: World) -> None:
+    ranks.run(check_tied_head, 32)
 
 
 @pytest.mark.ranks

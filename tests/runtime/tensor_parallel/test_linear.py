@@ -227,6 +227,15 @@ def test_any_layout_starts_from_the_same_weights(ranks: World) -> None:
         assert torch.equal(pieces[0] if dim is None else torch.cat(pieces, dim), parameter)
 
 
+def test_a_meta_layer_is_materialised_with_the_same_weights_slice_by_slice() -> None:
+    torch.manual_seed(7)
+    expected = RowParallelLinear(600, 300, ranges=[(10, 20)]).weight
+    torch.manual_seed(7)
+    layer = RowParallelLinear(600, 300, ranges=[(10, 20)], device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, expected) and layer.weight.tensor_model_parallel is True
+
+
 @pytest.mark.ranks
 def test_frozen_and_half_precision_weights_stay_so(two_ranks: World) -> None:
     two_ranks.run(check_frozen_and_half)

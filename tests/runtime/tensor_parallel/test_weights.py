@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.runtime.tensor_parallel import even_range, merge_shards, shard_weight, take_ranges
+from parcompile.runtime.tensor_parallel import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
 
 
 def test_rows_of_8_by_4_are_halved_into_0_to_15_and_16_to_31() -> None:
@@ -96,3 +96,26 @@ def test_a_range_outside_the_weight_is_refused() -> None:
 def test_shards_that_do_not_fit_are_refused(shards: list[torch.Tensor], dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge_shards(shards, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_packed_replicated_and_padded_slices_go_back_where_they_came_from(dtype: torch.dtype, dim: int) -> None:
+    full = torch.arange(7 * 7).view(7, 7).to(dtype)
+    # Two packed parts, an index that both ranks hold, and one row of padding.
+    ranges = [[(0, 2), (3, 5)], [(2, 4), (5, 8)]]
+    shards = [take_ranges(full, dim, held, padded_size=8) for held in ranges]
+    assert torch.equal(merge_ranges(shards, dim, ranges, 7), full)
+
+
+def test_slices_that_do_not_make_a_whole_are_refused() -> None:
+    full = torch.arange(8.0)
+    first, second = take_ranges(full, 0, [(0, 5)]), take_ranges(full, 0, [(4, 8)])
+    with pytest.raises(ValueError, match="no rank holds index 5 of dim 0"):
+        merge_ranges([first], 0, [[(0, 5)]], 8)
+    with pytest.raises(ValueError, match="its ranges have 4"):
+        merge_ranges([first], 0, [[(0, 4)]], 4)
+    with pytest.raises(ValueError, match=r"rank 1 and a rank before it hold different values in 4\.\.8"):
+        merge_ranges([first, second + 1], 0, [[(0, 5)], [(4, 8)]], 8)
+    with pytest.raises(ValueError, match="1 shards, but ranges for 2 ranks"):
+        merge_ranges([first], 0, [[(0, 5)], [(4, 8)]], 8)

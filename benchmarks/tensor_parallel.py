@@ -1,0 +1,297 @@
+"""A Llama block, forward and backward, tensor-parallel on two ranks of one thread: this project's layers against
+torch's DTensor.
+
+    python benchmarks/tensor_parallel.py [--rounds 15] [--json FILE]
+
+Every number is from one run in which the methods take turns, step by step. "limit" is the same block with each rank's
+slices and without any communication: nobody can be faster. Bytes on the wire are what a rank sends per step (for
+all-reduce 2(tp−1)/tp of the tensor); "kept" is what autograd keeps for backward, without the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as dtensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parcompile.runtime.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SequenceParallelRMSNorm,
+    column_parallel,
+)
+
+RANKS = 2
+SIZES = {  # name: hidden, intermediate, heads, kv heads, sequence length, layers
+    "hidden 1024, S 1024": (1024, 2816, 16, 4, 1024, 1),
+    "hidden 256, S 128, 4 layers": (256, 704, 4, 2, 128, 4),
+}
+
+
+class Attention(nn.Module):
+    """Causal attention on [B, S, H]; each rank has as many heads as its projections give it."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.q = nn.Linear(hidden, hidden, bias=False)
+        self.k = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(hidden, hidden, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.q(x), self.k(x), self.v(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.project(x))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False)
+        self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.gate(x), self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.project(x)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, intermediate: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, 1e-5), nn.RMSNorm(hidden, 1e-5)
+        self.attention, self.mlp = Attention(hidden, heads, kv_heads), Mlp(hidden, intermediate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def ours(block: Block, sequence_parallel: bool) -> Block:
+    group = dist.group.WORLD
+    options = {"group": group, "sequence_parallel": sequence_parallel, "sequence_dim": 1}
+    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+        for name in columns:
+            setattr(module, name, ColumnParallelLinear.from_linear(getattr(module, name), **options))
+        setattr(module, row, RowParallelLinear.from_linear(getattr(module, row), **options))
+        layers = [getattr(module, name) for name in columns]
+        module.project = lambda x, layers=layers: column_parallel(x, layers)
+    if sequence_parallel:
+        block.attention_norm = SequenceParallelRMSNorm.from_norm(block.attention_norm, group)
+        block.mlp_norm = SequenceParallelRMSNorm.from_norm(block.mlp_norm, group)
+    return block
+
+
+def with_dtensor(block: Block, sequence_parallel: bool) -> Block:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    column, row = dtensor.ColwiseParallel, dtensor.RowwiseParallel
+    if not sequence_parallel:
+        plan = {f"attention.{name}": column() for name in "qkv"} | {f"mlp.{name}": column() for name in ("gate", "up")}
+        return dtensor.parallelize_module(block, mesh, plan | {"attention.o": row(), "mlp.down": row()})
+    gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    plan = {f"attention.{name}": column() for name in "qkv"} | {f"mlp.{name}": column() for name in ("gate", "up")}
+    plan |= {
+        "attention_norm": dtensor.SequenceParallel(),
+        "mlp_norm": dtensor.SequenceParallel(),
+        "attention": dtensor.PrepareModuleInput(**gathered),
+        "mlp": dtensor.PrepareModuleInput(**gathered),
+        "attention.o": row(output_layouts=Shard(1), use_local_output=True),
+        "mlp.down": row(output_layouts=Shard(1), use_local_output=True),
+    }
+    for norm in (block.attention_norm, block.mlp_norm):
+        norm.register_forward_hook(lambda _m, _i, out: out.to_local() if isinstance(out, DTensor) else out)
+    return dtensor.parallelize_module(block, mesh, plan)
+
+
+def limit(block: Block) -> Block:
+    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+        for name in columns:
+            full = getattr(module, name)
+            setattr(module, name, nn.Linear(full.in_features, full.out_features // RANKS, bias=False))
+        full = getattr(module, row)
+        setattr(module, row, nn.Linear(full.in_features // RANKS, full.out_features, bias=False))
+    return block
+
+
+class Wire(TorchDispatchMode):
+    """Counts the calls of collectives and the bytes that this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        namespace, name = function._schema.name.split("::")
+        share = (RANKS - 1) / RANKS
+        factor = {"allreduce": 2 * share, "all_reduce": 2 * share, "send": 1.0, "reduce_scatter": share}
+        factor |= {"all_gather": RANKS - 1, "allgather": RANKS - 1, "_reduce_scatter": share, "_allgather": RANKS - 1}
+        if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            for prefix, times in factor.items():
+                if name.startswith(prefix):
+                    tensors = [args[1] if name.startswith(("_allgather", "_reduce_scatter")) else args[0]]
+                    tensors = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+                    self.calls += 1
+                    self.bytes += times * sum(t.numel() * t.element_size() for t in tensors)
+        return out
+
+
+def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(storages.values())
+
+
+def run_rank(rank: int, store: str, rounds: int, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    report = []
+    for name, (hidden, intermediate, heads, kv_heads, length, layers) in SIZES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            shape = (hidden, intermediate, heads, kv_heads)
+            reference = nn.Sequential(*(Block(*shape) for _ in range(layers))).to(dtype)
+            x = torch.randn(1, length, hidden, dtype=dtype)
+
+            def build(convert: Callable[[Block], Block], shape=shape, layers=layers, dtype=dtype, reference=reference):
+                blocks = [Block(*shape) for _ in range(layers)]
+                for block, full in zip(blocks, reference, strict=True):
+                    block.load_state_dict(full.state_dict())
+                return nn.Sequential(*(convert(block.to(dtype)) for block in blocks)).to(dtype)
+
+            own = x.chunk(RANKS, 1)[rank].contiguous()
+            methods = {
+                "limit": (build(limit), x),
+                "ours": (build(lambda block: ours(block, False)), x),
+                "DTensor": (build(lambda block: with_dtensor(block, False)), x),
+                "ours + sp": (build(lambda block: ours(block, True)), own),
+                "DTensor + sp": (build(lambda block: with_dtensor(block, True)), own),
+            }
+            report += compare(name, dtype, methods, reference, x, rounds)
+    if rank == 0:
+        Path(results).write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, x: Tensor, rounds: int) -> list[dict]:
+    steps: dict[str, Callable[[], Tensor]] = {}
+    for method, (model, own) in methods.items():
+
+        def step(model=model, own=own) -> Tensor:
+            leaf = own.detach().requires_grad_()
+            out = model(leaf)
+            out.backward(out.detach())
+            model.zero_grad(set_to_none=True)
+            return out
+
+        steps[method] = step
+    expected = reference(x).detach()
+    rows = []
+    for method, step in steps.items():
+        out, model = step(), methods[method][0]
+        if method != "limit":
+            part = expected if out.shape == expected.shape else expected.chunk(RANKS, 1)[dist.get_rank()]
+            error = float((out - part).norm() / part.norm())
+            assert error < (1e-5 if dtype == torch.float32 else 3e-2), f"{method} is wrong by {error:.1e}"
+        with Wire() as wire:
+            step()
+        weights = {
+            (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in model.parameters()
+        }
+        kept = kept_bytes(step, weights)
+        rows.append(
+            {
+                "size": name,
+                "dtype": str(dtype),
+                "method": method,
+                "calls": wire.calls,
+                "sent_bytes": wire.bytes,
+                "kept_bytes": kept,
+            }
+        )
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    order = list(steps)
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        for method in order:
+            dist.barrier()
+            start = time.perf_counter()
+            steps[method]()
+            dist.barrier()
+            seconds[method].append(time.perf_counter() - start)
+    for row in rows:
+        row["seconds"] = seconds[row["method"]]
+    return rows
+
+
+def show(report: list[dict]) -> None:
+    ours_seconds = {}
+    for row in report:
+        if row["method"].startswith("ours"):
+            ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")] = row["seconds"]
+    print("| block | dtype | method | step ms (quartiles) | time / ours (quartiles) | calls | sent MB | kept MB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in report:
+        base = ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")]
+        ratios = quartiles([a / b for a, b in zip(row["seconds"], base, strict=True)])
+        low, middle, high = (1e3 * value for value in quartiles(row["seconds"]))
+        print(
+            f"| {row['size']} | {row['dtype'].removeprefix('torch.')} | {row['method']} "
+            f"| {middle:.1f} ({low:.1f}-{high:.1f}) | {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f}) "
+            f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} |"
+        )
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each method")
+    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory) / "results.json"
+        mp.spawn(run_rank, (str(Path(directory) / "store"), arguments.rounds, str(results)), nprocs=RANKS)
+        report = json.loads(results.read_text())
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report))
+    show(report)
+
+
+if __name__ == "__main__":
+    main()

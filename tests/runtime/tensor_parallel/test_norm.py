@@ -1,0 +1,49 @@
+"""Norms of a split sequence, against the norm of the whole one; 1e-12 relative in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parcompile.runtime.tensor_parallel import SequenceParallelLayerNorm, SequenceParallelRMSNorm, is_sharded
+
+from .world import World, relative_error
+
+
+def check_norms() -> None:
+    torch.manual_seed(0)
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x, upstream = torch.randn(2, 2, 8, 16, dtype=torch.float64)
+    for full, kind in (
+        (nn.RMSNorm(16, 1e-5, dtype=torch.float64), SequenceParallelRMSNorm),
+        (nn.LayerNorm(16, dtype=torch.float64), SequenceParallelLayerNorm),
+        (nn.LayerNorm(16, bias=False, dtype=torch.float64), SequenceParallelLayerNorm),
+    ):
+        nn.init.normal_(full.weight)
+        x_full = x.clone().requires_grad_()
+        y_full = full(x_full)
+        y_full.backward(upstream)
+        expected = {name: parameter.grad for name, parameter in full.named_parameters()}
+        full.zero_grad()
+        norm = kind.from_norm(full, group)
+        x_own = x.chunk(ranks, 1)[rank].clone().requires_grad_()
+        y = norm(x_own)
+        y.backward(upstream.chunk(ranks, 1)[rank])
+        assert relative_error(y, y_full.chunk(ranks, 1)[rank]) < 1e-12
+        assert relative_error(x_own.grad, x_full.grad.chunk(ranks, 1)[rank]) < 1e-12
+        for name, parameter in norm.named_parameters():
+            assert relative_error(parameter.grad, expected[name]) < 1e-12
+            assert not is_sharded(parameter)
+
+
+@pytest.mark.ranks
+def test_the_weight_gradient_of_a_split_sequence_is_that_of_the_whole(ranks: World) -> None:
+    ranks.run(check_norms)
+
+
+def test_one_rank_is_a_plain_norm() -> None:
+    norm, x = nn.RMSNorm(8), torch.randn(2, 8)
+    assert torch.equal(SequenceParallelRMSNorm.from_norm(norm, None)(x), norm(x))
+    assert torch.equal(SequenceParallelLayerNorm(8)(x), nn.LayerNorm(8)(x))
