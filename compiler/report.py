@@ -10,11 +10,11 @@ def summary(plan: Plan) -> str:
     """What the plan does and costs, for a terminal."""
     spec, memory = plan.spec, static_memory(plan.spec)
     axes = " × ".join(f"{axis} {getattr(spec.parallelism, axis)}" for axis in ("tp", "cp", "pp", "dp"))
-    training = spec.training
+    training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel
     rows = {
         "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
-        "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {'-'.join(spec.parallelism.order)}",
+        "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {order}",
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"

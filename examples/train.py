@@ -106,7 +106,9 @@ def train(options: argparse.Namespace) -> None:
         norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
         if metrics:
             metrics.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
-            progress.set_postfix_str(f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
+            progress.set_postfix_str(
+                f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s", refresh=False
+            )
             progress.update()
         if options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps):
             save(engine, checkpoints, step)

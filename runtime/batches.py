@@ -1,7 +1,7 @@
-"""Batches: every rank gets its sequences (dp) and its tokens of them (cp), with positions, shifted labels and the loss divisor.
+"""Batches: each rank gets its sequences (dp) and its tokens of them (cp), with positions and shifted labels.
 
-The order of the data does not depend on the layout: step s trains on samples s·B … (s+1)·B − 1 whatever dp is, so that any two layouts
-see the same batches.
+The order of the data does not depend on the layout: step s trains on samples s·B … (s+1)·B − 1 whatever dp is, so that
+any two layouts see the same batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Labels [B, S] moved one token to the left: position i predicts token i + 1; the last position predicts nothing."""
+    """Labels [B, S] moved one token to the left: position i predicts token i + 1, the last one nothing."""
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
@@ -31,8 +31,9 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     """This cp rank's part of a batch of whole sequences, ready for the model.
 
     Args:
-        batch: `input_ids` [B, S] and `labels` [B, S] (−100 where nothing is predicted), or `shift_labels` in their place; `position_ids`
-            [B, S] if they are not 0 … S − 1. Other per-token tensors [B, S, …] are split with them.
+        batch: `input_ids` [B, S] and `labels` [B, S] (−100 where nothing is predicted), or `shift_labels` in their
+            place; `position_ids` [B, S] if they are not 0 … S − 1. Other per-token tensors [B, S, …] are split with
+            them.
         mesh: this rank's place.
 
     Raises:
@@ -52,7 +53,9 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     else:
         positions = split_sequence(whole.pop("position_ids"), 1, layout, cp, rank)
     local = {
-        name: split_sequence(tensor, 1, layout, cp, rank) if tensor.dim() >= 2 and tensor.shape[1] == planned else tensor
+        name: split_sequence(tensor, 1, layout, cp, rank)
+        if tensor.dim() >= 2 and tensor.shape[1] == planned
+        else tensor
         for name, tensor in whole.items()
     }
     local["position_ids"] = positions
@@ -62,11 +65,11 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
 
 
 class PlanLoader:
-    """Yields this rank's micro-batches of a data set, step after step, without end: the data set is walked round and round.
+    """Yields this rank's micro-batches, step after step, without end: the data set is walked round and round.
 
     Args:
-        dataset: a sequence of samples, each a dict of tensors [S] (`input_ids`, `labels`) or one tensor of token ids [S], which are their
-            own labels.
+        dataset: a sequence of samples, each a dict of tensors [S] (`input_ids`, `labels`) or one tensor of token ids
+            [S], which are their own labels.
         mesh: this rank's place.
         first_step: the step to begin with, after a resume.
     """

@@ -31,12 +31,13 @@ def initialize(
 ) -> tuple[Any, Any, PlanLoader | None, Any]:
     """A DeepSpeed engine that trains exactly as the plan says; the shape follows `deepspeed.initialize`.
 
-    Joins the other ranks, injects the model (tensor-parallel layers, ring attention, the parallel loss), and hands it to DeepSpeed with
-    the plan's groups and configuration. Without a launcher, a plan for one rank runs as it is.
+    Joins the other ranks, injects the model (tensor-parallel layers, ring attention, the parallel loss), and hands it
+    to DeepSpeed with the plan's groups and configuration. Without a launcher, a plan for one rank runs as it is.
 
     Args:
         plan: the plan, or the path of `plan.json` or of its folder.
-        model: a whole Hugging Face causal language model on the CPU, the same on every rank; None builds the plan's own from its seed.
+        model: a whole Hugging Face causal language model on the CPU, the same on every rank; None builds the plan's own
+            from its seed.
         optimizer: an optimizer or a function from parameters to one, in place of the plan's.
         model_parameters: parameters or parameter groups to optimise; default: all that require gradients.
         training_data: samples for `PlanLoader`.

@@ -23,9 +23,7 @@ class Environment:
         if "RANK" not in os.environ:
             return cls(0, 1, 0, launched=False)
         rank = int(os.environ["RANK"])
-        return cls(
-            rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank)), launched=True
-        )
+        return cls(rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank)), launched=True)
 
 
 def device_of(environment: Environment) -> torch.device:
@@ -50,7 +48,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def forbid_jit_builds() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory op at start-up (about a minute, and an error without a compiler)."""
+    """Keeps DeepSpeed from compiling its shared-memory op at start-up: a minute, or an error without a compiler."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

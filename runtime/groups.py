@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from parcompile.plan import Plan
 from .environment import Environment, backend_of, device_of, forbid_jit_builds
 from .errors import RunError
 from .handshake import agree, statement
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 HANDSHAKE_TIMEOUT = timedelta(seconds=float(os.environ.get("PARCOMPILE_HANDSHAKE_TIMEOUT", "120")))
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -61,7 +65,8 @@ def join(plan: Plan) -> Mesh:
     Every rank creates all groups in the same order; then the groups it got are compared with the plan.
 
     Raises:
-        RunError: the plan is not executable, is for another world size, or the ranks do not agree. Every rank raises, none waits.
+        RunError: the plan is not executable, is for another world size, or the ranks do not agree. Every rank raises,
+        none waits.
     """
     global _MESH
     if _MESH is not None:
@@ -81,7 +86,7 @@ def join(plan: Plan) -> Mesh:
 
 
 def leave() -> None:
-    """Disconnects, so that another plan can be joined (DeepSpeed's own state stays: start a new process for another engine)."""
+    """Disconnects, so that another plan can be joined. DeepSpeed keeps its own state: an engine needs a new process."""
     global _MESH
     _MESH = None
     if dist.is_initialized():
@@ -114,22 +119,22 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
     agree(store, environment.rank, environment.world_size, mine, HANDSHAKE_TIMEOUT)
     dist.init_process_group(
         backend_of(device),
-        store=dist.PrefixStore("parcompile/world", store),
+        store=dist.PrefixStore("parcompile/world", store),  # type: ignore[attr-defined]
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
 
 
-def _store(environment: Environment) -> dist.Store:
-    """The launcher's rendezvous, without waiting for all ranks: the handshake does that, and can name who is missing."""
+def _store(environment: Environment) -> Store:
+    """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing."""
     if not environment.launched:
-        return dist.HashStore()
+        return dist.HashStore()  # type: ignore[attr-defined, no-any-return]
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             environment.world_size,
@@ -139,16 +144,21 @@ def _store(environment: Environment) -> dist.Store:
         )
     except (RuntimeError, dist.DistError) as error:
         reason = str(error).splitlines()[0]
-        raise RunError(f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}") from error
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        raise RunError(
+            f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}"
+        ) from error
+    prefix = f"attempt-{os.environ.get(\'TORCHELASTIC_RESTART_COUNT\', \'0\')}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined, no-any-return]
 
 
 def _create(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
+    created: dist.ProcessGroup | None = None
     mine = plan.groups.of_rank(name, rank)
     if len(mine) == 1:
         # Nobody else takes part: a world of n ranks need not create n groups of one.
-        return dist.new_group(list(mine), use_local_synchronization=True)
-    created = None
+        created = dist.new_group(list(mine), use_local_synchronization=True)
+        assert created is not None
+        return created
     for ranks in plan.groups.all(name):
         group = dist.new_group(list(ranks))
         if rank in ranks:

@@ -1,7 +1,7 @@
 """Before the first collective: do all ranks run the same plan with the same versions?
 
-A collective between ranks that disagree hangs or computes nonsense. So every rank says through the rendezvous store what it runs, rank 0
-compares, and all ranks read its verdict. Nothing here waits longer than the time-out.
+A collective between ranks that disagree hangs or computes nonsense. So every rank says through the rendezvous store
+what it runs, rank 0 compares, and all ranks read its verdict. Nothing here waits longer than the time-out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import contextlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .errors import RunError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _PREFIX = "parcompile/handshake"
 
@@ -33,7 +37,7 @@ def statement(plan_hash: str) -> dict[str, str]:
     }
 
 
-def agree(store: dist.Store, rank: int, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> None:
+def agree(store: Store, rank: int, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> None:
     """Returns when every rank has made the same statement.
 
     Raises:
@@ -53,7 +57,7 @@ def agree(store: dist.Store, rank: int, world_size: int, mine: Mapping[str, str]
         raise RunError(verdict, everywhere=True)
 
 
-def _let_all_read(store: dist.Store, rank: int, world_size: int) -> None:
+def _let_all_read(store: Store, rank: int, world_size: int) -> None:
     """Keeps rank 0, in whose process the store may live, until the others have read why the run ends."""
     store.set(f"{_PREFIX}/read/{rank}", "")
     if rank == 0:
@@ -61,7 +65,7 @@ def _let_all_read(store: dist.Store, rank: int, world_size: int) -> None:
             store.wait([f"{_PREFIX}/read/{other}" for other in range(world_size)], timedelta(seconds=10))
 
 
-def _verdict(store: dist.Store, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
+def _verdict(store: Store, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
     """Empty when all agree."""
     keys = [f"{_PREFIX}/{rank}" for rank in range(world_size)]
     try:

@@ -1,14 +1,14 @@
-"""The loss of a plan: a sum over this rank's tokens, divided by what makes DeepSpeed's reduction give the mean over all tokens.
+"""The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
 
-DeepSpeed sums gradients over cp and averages them over dp and over accumulation steps. A rank therefore divides the sum of its token
-losses by *tokens of the global batch / (steps · dp)*; every token of the global batch then weighs the same, wherever masked labels fall.
+DeepSpeed sums gradients over cp and averages them over dp and over accumulation steps. A rank therefore divides the sum
+of its token losses by *tokens of the global batch / (steps · dp)*; every token of the global batch then weighs the
+same, wherever masked labels fall.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +22,8 @@ IGNORED = -100
 class ParallelCausalLoss:
     """Takes the place of a Hugging Face model's `loss_function`.
 
-    Called with this rank's logits [B, S, V/tp] and `shift_labels` [B, S]: labels that were shifted before the sequence was split.
+    Called with this rank's logits [B, S, V/tp] and `shift_labels` [B, S]: labels that were shifted before the sequence
+    was split.
     """
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
@@ -46,14 +47,18 @@ class ParallelCausalLoss:
         if shift_labels is None:
             raise ValueError("call the model with shift_labels: a split sequence cannot be shifted (see split_batch)")
         losses = vocab_parallel_cross_entropy(
-            logits, shift_labels, group=self._mesh.parallel_group("tp"), vocab_size=self._vocab_size, ignore_index=IGNORED
+            logits,
+            shift_labels,
+            group=self._mesh.parallel_group("tp"),
+            vocab_size=self._vocab_size,
+            ignore_index=IGNORED,
         )
         if num_items_in_batch is None:
             num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
         return losses.sum() / num_items_in_batch
 
     def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:
-        """Predicted tokens of this micro-batch over all cp ranks; at least one, so that an empty batch gives 0, not NaN."""
+        """Predicted tokens of this micro-batch over all cp ranks; at least 1, so that an empty batch gives 0."""
         count = (labels != IGNORED).sum().float()
         if (group := self._mesh.parallel_group("cp")) is not None:
             dist.all_reduce(count, group=group)

@@ -1,8 +1,9 @@
 """The plan's groups under the names that DeepSpeed asks for (its "model parallel unit").
 
-Read off DeepSpeed 0.19.8 (utils/groups.py, runtime/engine.py, runtime/zero/stage_1_and_2.py): data parallel is dp alone (it decides the
-batch), sequence data parallel is dp × cp (it shards ZeRO and sums gradients), model parallel is tp × pp (one copy of the model).
-There is deliberately no `initialize_sequence_parallel`: with it DeepSpeed counts tensor parallelism as 1.
+Read off DeepSpeed 0.19.8 (utils/groups.py, runtime/engine.py, runtime/zero/stage_1_and_2.py): data parallel is dp alone
+(it decides the batch), sequence data parallel is dp × cp (it shards ZeRO and sums gradients), model parallel is tp × pp
+(one copy of the model). There is deliberately no `initialize_sequence_parallel`: with it DeepSpeed counts tensor
+parallelism as 1.
 """
 
 from __future__ import annotations

@@ -94,9 +94,15 @@ def test_files_that_the_guides_name_exist() -> None:
 
 def test_every_package_is_listed_for_the_build() -> None:
     """A folder that setuptools does not know is missing from the wheel."""
-    listed = set(re.findall(r'^    "(parcompile[\w.]*)",$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    listed = set(
+        re.findall(r'^    "(parcompile[\w.]*)",$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     found = set()
-    for folder, name in (("compiler", "parcompile"), ("runtime", "parcompile.runtime"), ("schemas", "parcompile.schemas")):
+    for folder, name in (
+        ("compiler", "parcompile"),
+        ("runtime", "parcompile.runtime"),
+        ("schemas", "parcompile.schemas"),
+    ):
         for init in (ROOT / folder).rglob("__init__.py"):
             parts = init.parent.relative_to(ROOT / folder).parts
             found.add(".".join([name, *parts]))

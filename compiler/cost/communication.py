@@ -1,7 +1,8 @@
 """Bytes that tensor and context parallelism put on the wire, per rank.
 
-A ring all-reduce of n bytes moves 2 (t − 1) / t · n per rank; all-gather and reduce-scatter half of that each, so sequence parallelism
-moves the same bytes. Sources: arXiv 1909.08053 (two all-reduces forward and two backward per layer), arXiv 2310.01889 (ring).
+A ring all-reduce of n bytes moves 2 (t − 1) / t · n per rank; all-gather and reduce-scatter half of that each, so
+sequence parallelism moves the same bytes. Sources: arXiv 1909.08053 (two all-reduces forward and two backward per
+layer), arXiv 2310.01889 (ring).
 """
 
 from __future__ import annotations

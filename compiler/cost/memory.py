@@ -19,8 +19,8 @@ LARGEST_BUCKET = 500_000_000
 class StaticMemory:
     """Bytes that a rank of one stage holds, as DeepSpeed's ZeRO-1 engine allocates them.
 
-    Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master weights and two fp32
-    moments of its shard of the padded group.
+    Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master
+    weights and two fp32 moments of its shard of the padded group.
     """
 
     numel: int

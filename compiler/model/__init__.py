@@ -1,1 +1,1 @@
-"""What a model is made of: its shape, its parameters, and where both come from (preset, Hugging Face config, dimensions)."""
+"""What a model is made of: its shape and its parameters, from a preset, a Hugging Face config or dimensions."""

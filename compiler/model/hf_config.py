@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .shape import MlaShape, MoeShape, ModelShape
+from .shape import MlaShape, ModelShape, MoeShape
 
 Config = Mapping[str, Any]
 

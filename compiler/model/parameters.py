@@ -1,8 +1,9 @@
 """Every parameter of a model in the order in which Hugging Face registers it, with how tensor parallelism cuts it.
 
-A parameter is cut along one dim. What lies along that dim is made of *parts* (query, key and value of a fused projection, say), each
-cut on its own, and a part is made of indivisible *units* (attention heads; single rows for an MLP). A part with fewer units than ranks
-is replicated: consecutive ranks share a unit. This one rule covers columns, rows, heads, kv heads and fused projections.
+A parameter is cut along one dim. What lies along that dim is made of *parts* (query, key and value of a fused
+projection, say), each cut on its own, and a part is made of indivisible *units* (attention heads; single rows for an
+MLP). A part with fewer units than ranks is replicated: consecutive ranks share a unit. This one rule covers columns,
+rows, heads, kv heads and fused projections.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Rows:
         )
 
     def linear(self, name: str, out_size: int, in_size: int, split: Split | None, *, bias: bool = False) -> None:
-        """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is not cut."""
+        """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is whole."""
         self.add(f"{name}.weight", (out_size, in_size), split)
         if bias:
             cut = split if split is not None and split.dim == 0 else None

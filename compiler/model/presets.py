@@ -1,6 +1,7 @@
 """Public models by short name: their Hugging Face configuration and exact parameter count.
 
-The figures are those of the models' own published configurations; the counts are checked against the closed form in the tests.
+The figures are those of the models' own published configurations; the counts are checked against the closed form in the
+tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Save and resume. DeepSpeed writes the files; a note beside them says what they belong to, so that a wrong resume is refused by name.
+"""Save and resume. DeepSpeed writes the files; a note beside them says what they belong to.
 
-A checkpoint can be resumed by a plan with the same model, precision, tp and number of optimizer shards (dp · cp): DeepSpeed keeps one
-file per tp rank and per shard.
+A checkpoint can be resumed by a plan with the same model, precision, tp and number of optimizer shards (dp · cp):
+DeepSpeed keeps one file per tp rank and per shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def layout(plan: Plan) -> dict[str, Any]:
 def save(engine: Any, folder: str | Path, step: int) -> Path:
     """Writes the checkpoint `step-N`: weights, optimizer shards, scheduler, and how many steps were made.
 
-    Every rank calls it. DeepSpeed's `latest` is set last, and the note is written before it: what `latest` names is complete.
+    Every rank calls it. DeepSpeed's `latest` is set last, and the note is written before it: what `latest` names is
+    complete.
     """
     mesh, tag = engine.mesh, f"step-{step}"
     place = Path(folder) / tag
@@ -57,19 +58,27 @@ def load(engine: Any, folder: str | Path) -> int:
     """Restores the last checkpoint in `folder` and returns the number of steps it had made.
 
     Raises:
-        RunError: there is no checkpoint, it is damaged, or it was saved in another layout (which values differ is said).
+        RunError: there is no checkpoint, it is damaged, or it was saved in another layout (which values differ is
+        said).
     """
     note = _note(Path(folder))
     ours = layout(engine.mesh.plan)
-    different = [f"{name} {note['layout'].get(name)} → {value}" for name, value in ours.items() if note["layout"].get(name) != value]
+    different = [
+        f"{name} {note['layout'].get(name)} → {value}"
+        for name, value in ours.items()
+        if note["layout"].get(name) != value
+    ]
     if different:
         raise RunError(
-            f"the checkpoint in {folder} was saved in another layout ({'; '.join(different)}): resume it with the plan that saved it",
+            f"the checkpoint in {folder} was saved in another layout ({'; '.join(different)}): "
+            "resume it with the plan that saved it",
             everywhere=True,
         )
     path, state = engine.load_checkpoint(str(folder), tag=f"step-{note['step']}")
     if path is None or state.get("step") != note["step"]:
-        raise RunError(f"the checkpoint step-{note['step']} in {folder} could not be read by DeepSpeed", everywhere=True)
+        raise RunError(
+            f"the checkpoint step-{note['step']} in {folder} could not be read by DeepSpeed", everywhere=True
+        )
     return int(note["step"])
 
 
@@ -79,7 +88,9 @@ def _note(folder: Path) -> dict[str, Any]:
         note = json.loads((folder / tag / NOTE).read_text(encoding="utf-8"))
         return {"step": int(note["step"]), "layout": dict(note["layout"])}
     except OSError as error:
-        raise RunError(f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True) from None
+        raise RunError(
+            f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise RunError(f"the note of the checkpoint in {folder} is damaged", everywhere=True) from None
 

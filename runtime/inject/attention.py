@@ -1,6 +1,7 @@
 """Ring attention behind Hugging Face's attention interface.
 
-transformers calls an attention function with query [B, H, S, D] and key, value [B, K, S, D] (not repeated) and wants [B, S, H, D].
+transformers calls an attention function with query [B, H, S, D] and key, value [B, K, S, D] (not repeated) and wants
+[B, S, H, D].
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _attention(
     place: RingPlace = getattr(module, _ATTRIBUTE)
     name = type(module).__name__
     if attention_mask is not None:
-        raise RunError(f"{name} passes an attention mask; the ring computes plain causal attention only", everywhere=True)
+        raise RunError(
+            f"{name} passes an attention mask; the ring computes plain causal attention only", everywhere=True
+        )
     if dropout:
         raise RunError(f"{name} uses attention dropout {dropout}; set attention_dropout to 0", everywhere=True)
     for argument, meaning in _UNSUPPORTED.items():

@@ -1,7 +1,7 @@
 """Injection: replaces, in place, what tensor and context parallelism change in a Hugging Face causal language model.
 
-The model's own `base_model_tp_plan` says which linear is column- and which is row-parallel; the compiled plan says which slice each rank
-holds. Both have to agree. What neither knows is refused.
+The model's own `base_model_tp_plan` says which linear is column- and which is row-parallel; the compiled plan says
+which slice each rank holds. Both have to agree. What neither knows is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Turns a whole model into this rank's part of it, in place, and returns it.
 
-    Weights are sliced from the model's own: whoever starts from the same whole weights starts the same run, whatever the layout.
+    Weights are sliced from the model's own: whoever starts from the same whole weights starts the same run, whatever
+    the layout.
 
     Raises:
         RunError: the model is not the plan's, or has something that cannot be injected; the message names the module.
@@ -107,7 +108,9 @@ class _Injection:
         model: Any = self.model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         shape = self.plan.spec.model.shape
-        layout = next(layout for parameter, layout in self.tensors.values() if parameter.split and parameter.split.pads_vocabulary)
+        layout = next(
+            layout for parameter, layout in self.tensors.values() if parameter.split and parameter.split.pads_vocabulary
+        )
         padded = layout.full_shape[0]
         if self.tp_group is None and padded == shape.vocab_size:
             return
@@ -139,7 +142,9 @@ class _Injection:
                     sum_gradient(parameter, self.tp_group)
                 continue
             if not isinstance(module, nn.Linear):
-                raise RunError(f"{name} is a {type(module).__name__}: only linears are injected as {style}", everywhere=True)
+                raise RunError(
+                    f"{name} is a {type(module).__name__}: only linears are injected as {style}", everywhere=True
+                )
             piece = self._slice(f"{name}.weight")
             wanted = 0 if style == COLUMN else 1
             if piece.layout.dim != wanted:
@@ -180,7 +185,9 @@ class _Injection:
             if style is None:
                 continue
             if style not in (COLUMN, ROW, PARTIAL):
-                raise RunError(f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True)
+                raise RunError(
+                    f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
+                )
             yield name, module, style
 
     def _partial_gradients(self) -> None:

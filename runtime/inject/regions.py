@@ -1,7 +1,7 @@
-"""The borders of the tensor-parallel region: where activations enter it, once per block, and which gradients are partial in it.
+"""The borders of the tensor-parallel region: where activations enter it, and which gradients are partial in it.
 
-Query, key and value (and gate and up) share one entry: their input is copied (or gathered from the sequence shards) once, and their input
-gradients are summed locally before the one all-reduce (or reduce-scatter) of the backward pass.
+Query, key and value (and gate and up) share one entry: their input is copied (or gathered from the sequence shards)
+once, and their input gradients are summed locally before the one all-reduce (or reduce-scatter) of the backward pass.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
         return total
 
     if parameter.requires_grad:
-        parameter.register_hook(add_up)
+        parameter.register_hook(add_up)  # type: ignore[no-untyped-call]

@@ -74,7 +74,9 @@ def test_a_good_spec_becomes_its_artefacts(run: Any) -> None:
 def test_a_hugging_face_config_beside_the_spec_is_read(run: Any, tmp_path: Path) -> None:
     (tmp_path / "specs").mkdir()
     (tmp_path / "specs" / "config.json").write_text(json.dumps(SPEC["model"]), encoding="utf-8")
-    (tmp_path / "specs" / "spec.json").write_text(changed("model", value={"hf_config": "config.json"}), encoding="utf-8")
+    (tmp_path / "specs" / "spec.json").write_text(
+        changed("model", value={"hf_config": "config.json"}), encoding="utf-8"
+    )
     assert run("specs/spec.json", "-o", "plan").code == 0
     plan = json.loads(Path("plan/plan.json").read_text(encoding="utf-8"))
     assert plan["model"]["hf_config"] == SPEC["model"]
@@ -154,7 +156,9 @@ def test_wrong_usage_is_exit_code_2(run: Any, arguments: list[str]) -> None:
 
 
 def test_the_module_runs_and_imports_no_torch() -> None:
-    code = "import sys, parcompile, parcompile.cli, parcompile.pipeline, parcompile.plan; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, parcompile, parcompile.cli, parcompile.pipeline, parcompile.plan; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     done = subprocess.run([sys.executable, "-m", "parcompile", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("parcompile ")

@@ -21,7 +21,7 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "transformers.mod
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died or did not finish; the message holds the traceback of the first one."""
 
 
@@ -75,15 +75,15 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = sorted(set(range(len(pipes))) - results.keys())
-            raise RankFailed(f"ranks {missing} did not finish within {timeout:.0f} s")
+            raise RankError(f"ranks {missing} did not finish within {timeout:.0f} s")
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 failure, packed = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankError(f"rank {rank} died without a word") from None
             if failure:
-                raise RankFailed(f"rank {rank}:\n{failure}")
+                raise RankError(f"rank {rank}:\n{failure}")
             results[rank] = torch.load(io.BytesIO(packed), weights_only=True)
     return [results[rank] for rank in range(len(pipes))]
 

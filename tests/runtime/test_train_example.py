@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,10 +42,8 @@ def launch(ranks: int, *arguments: str, timeout: float = 240) -> subprocess.Comp
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ MODEL = {
 }
 
 
+def dp_of(world_size: int, parallelism: dict[str, Any]) -> int:
+    """What is left for dp."""
+    sizes = [parallelism.get(axis, 1) for axis in ("tp", "cp", "pp")]
+    return world_size // math.prod(sizes)
+
+
 def make_plan(
     world_size: int,
     parallelism: dict[str, Any],
@@ -34,6 +41,12 @@ def make_plan(
     training: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan of a tiny byte-sized model; the vocabulary (61) needs padding at every tp."""
+    chosen = training or {}
+    size = (
+        {}
+        if "micro_batch_size" in chosen
+        else {"micro_batch_size": chosen.get("global_batch_size", 4) // dp_of(world_size, parallelism)}
+    )
     tree = {
         "version": 1,
         "name": "tiny",
@@ -47,7 +60,8 @@ def make_plan(
             "gradient_clipping": 0.5,
             # Adam turns a gradient that is rounding noise into a full step: a small rate keeps that noise small.
             "optimizer": {"lr": 1e-3},
-            **(training or {}),
+            **size,
+            **chosen,
         },
     }
     resolution = Resolution(tree)
@@ -57,7 +71,10 @@ def make_plan(
 
 
 def samples(plan: Plan, *, masked: bool = False) -> list[dict[str, Tensor]]:
-    """Whole sequences for `STEPS` steps. Masked ones leave out most labels of the first half, and a different number in each sample."""
+    """Whole sequences for `STEPS` steps.
+
+    Masked ones leave out most labels of the first half, and a different number in each sample.
+    """
     generator = torch.Generator().manual_seed(7)
     length, count = plan.spec.training.sequence_length, STEPS * plan.spec.training.global_batch_size
     found = []
@@ -72,7 +89,7 @@ def samples(plan: Plan, *, masked: bool = False) -> list[dict[str, Tensor]]:
 
 
 def initial_model(plan: Plan) -> torch.nn.Module:
-    """The plan's model; biases, which start at zero, are drawn too, so that a relative comparison of them means something."""
+    """The plan's model; biases, which start at zero, are drawn too: a relative comparison of zeros says nothing."""
     from parcompile.runtime import build_model
 
     model = build_model(plan)
@@ -87,9 +104,7 @@ def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = 
     """Losses, gradient norms and this rank's parameters after training under the engine."""
     from parcompile.runtime import initialize, reduce_loss
 
-    engine, _, loader, _ = initialize(
-        plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked)
-    )
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked))
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(steps):
@@ -169,4 +184,3 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
         assert not full.isnan().any(), f"{name} is not covered"
         whole[name] = full[tuple(slice(size) for size in parameter.shape)]
     return whole
-
