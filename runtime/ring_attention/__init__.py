@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from .documents import document_borders, padding_borders
 from .ring import ring_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 
 __all__ = [
+    "document_borders",
     "gather_sequence",
     "local_positions",
+    "padding_borders",
     "ring_attention",
     "split_sequence",
 ]

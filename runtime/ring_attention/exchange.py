@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .route import Hop
+
 
 class Stream(enum.IntEnum):
     """What travels between two ranks: gloo tells streams apart by the tag, NCCL by their order, equal on all ranks."""
@@ -56,13 +58,14 @@ class Exchange:
 
 
 def post_exchange(
-    group: dist.ProcessGroup, outgoing: Pair, incoming: Pair, *, send_to: int, receive_from: int, stream: Stream
+    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, stream: Stream
 ) -> Exchange:
-    """Start both messages at once, so that no order of the ranks can deadlock. Peers are ranks within the group."""
+    """Start both messages at once, so that no order of the ranks can deadlock."""
+    assert group is not None, "a ring of one rank exchanges nothing"
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, send_to), group, int(stream)),
-            dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, receive_from), group, int(stream)),
+            dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(stream)),
+            dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(stream)),
         ]
     )
     return Exchange(tuple(works), outgoing, incoming)

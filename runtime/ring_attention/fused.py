@@ -7,10 +7,13 @@ is square.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
+
+from .tiles import CAUSAL, FULL, Band
 
 _aten = torch.ops.aten
 
@@ -20,21 +23,47 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _is_causal(query: Tensor, key: Tensor, band: Band) -> bool:
+    """For kernels that know only full and causal squares: they align the diagonal of a rectangle differently."""
+    assert band == FULL or (band == CAUSAL and query.shape[2] == key.shape[2]), f"{band} is not for this kernel"
+    return band == CAUSAL
+
+
+def _band_mask(query: Tensor, key: Tensor, band: Band) -> Tensor | None:
+    """An additive mask [Q, S], None where the kernel has its own (full, causal with the diagonal at the top left)."""
+    if band in (FULL, CAUSAL):
+        return None
+    return _additive_mask(query.shape[2], key.shape[2], band, query.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _additive_mask(rows: int, columns: int, band: Band, dtype: torch.dtype) -> Tensor:
+    distance = torch.arange(columns) - torch.arange(rows).unsqueeze(-1)
+    unseen = torch.zeros(rows, columns, dtype=torch.bool)
+    if band.lower is not None:
+        unseen |= distance < band.lower
+    if band.upper is not None:
+        unseen |= distance > band.upper
+    return torch.zeros(rows, columns, dtype=dtype).masked_fill_(unseen, -math.inf)
+
+
 class CpuFlashKernel:
     """The flash attention of CPUs: fp64, fp32, bf16 and fp16; key/value heads are shared inside the kernel."""
 
     name = "cpu-flash"
+    # Bands that are cut by more than the causal diagonal need a mask in memory: small ones stay in the cache.
+    band_rows: int | None = 512
 
     def __init__(self, backward_rows: int | None = None) -> None:
         """`backward_rows`: the most query rows of one backward call (see `kernels.BACKWARD_ROWS`)."""
         self.backward_rows = backward_rows
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, band == CAUSAL, attn_mask=_band_mask(query, key, band), scale=scale
+        )
         return out, lse
 
     def backward(
@@ -46,13 +75,22 @@ class CpuFlashKernel:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
         query, key, value, out = _dense_rows(query), _dense_rows(key), _dense_rows(value), _dense_rows(out)
         grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _dense_rows(grad_out), query, key, value, out, lse, 0.0, causal, scale=scale
+            _dense_rows(grad_out),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            0.0,
+            band == CAUSAL,
+            attn_mask=_band_mask(query, key, band),
+            scale=scale,
         )
         return grads
 
@@ -63,13 +101,14 @@ class CudaFlashKernel:
     name = "cuda-flash"
     # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
     backward_rows: int | None = None
+    band_rows: int | None = None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, _is_causal(query, key, band), False, scale=scale
+        )
         return out, lse
 
     def backward(
@@ -81,7 +120,7 @@ class CudaFlashKernel:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
@@ -100,7 +139,7 @@ class CudaFlashKernel:
             query.shape[2],
             key.shape[2],
             0.0,
-            causal,
+            _is_causal(query, key, band),
             no_seed,
             no_seed,
             scale=scale,
@@ -117,12 +156,11 @@ class CudaEfficientKernel:
 
     name = "cuda-efficient"
     backward_rows: int | None = None
+    band_rows: int | None = None
     # Rows of the log-sum-exp are padded to this in memory.
     _lse_alignment = 32
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         share = query.shape[1] // key.shape[1]
@@ -130,7 +168,7 @@ class CudaEfficientKernel:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         for head in range(share):
             part, part_lse, *_ = _aten._scaled_dot_product_efficient_attention(
-                query[:, head::share], key, value, None, True, 0.0, causal, scale=scale
+                query[:, head::share], key, value, None, True, 0.0, _is_causal(query, key, band), scale=scale
             )
             out[:, head::share] = part
             lse[:, head::share] = part_lse[:, :, : query.shape[2]]
@@ -145,7 +183,7 @@ class CudaEfficientKernel:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
@@ -170,7 +208,7 @@ class CudaEfficientKernel:
                 no_seed,
                 0.0,
                 [True, True, True, False],
-                causal,
+                _is_causal(query, key, band),
                 scale=scale,
             )
             grad_query[:, head::share] = part_query

@@ -9,6 +9,8 @@ queries).
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from .fused import CpuFlashKernel, CudaEfficientKernel, CudaFlashKernel
 from .merge import RunningAttention
 from .plain import PlainKernel
+from .tiles import Band, Tile
 
 BACKWARD_ROWS = 1024
 """Query rows of one backward call on CPUs in 16 bit.
@@ -28,7 +31,7 @@ the error of the key gradients in bf16 from 1.9e-2 to 5.2e-3 at 16k tokens, for 
 
 
 class Kernel(Protocol):
-    """Attention of queries over one block of keys and values. A causal block has its diagonal at the top left."""
+    """Attention of queries over one block of keys and values, none of them empty; each query sees a key."""
 
     @property
     def name(self) -> str:
@@ -38,10 +41,12 @@ class Kernel(Protocol):
     def backward_rows(self) -> int | None:
         """The most query rows of one backward call, None for any number."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the block; every side holds at least one token."""
+    @property
+    def band_rows(self) -> int | None:
+        """The most query rows of a call with a band that is neither full nor a causal square, None for any number."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the block."""
 
     def backward(
         self,
@@ -52,24 +57,10 @@ class Kernel(Protocol):
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; `out` and `lse` cover all blocks, `lse` +inf in rows that saw no key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Local queries × keys of the source at hand, in tokens; a causal tile is square."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-    @property
-    def is_empty(self) -> bool:
-        """No query or no key: fused kernels crash on such blocks."""
-        return bool(self.queries.start >= self.queries.stop or self.keys.start >= self.keys.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +83,63 @@ class Gradients:
     value: Tensor
 
 
-def select_kernel(query: Tensor, value: Tensor) -> Kernel:
-    """The fastest kernel that is right for these tensors' device, dtype and head dims."""
+def select_kernel(query: Tensor, value: Tensor, *, banded: bool = False, softcap: float | None = None) -> Kernel:
+    """The fastest kernel that is right for these tensors' device, dtype and head dims, and for this mask.
+
+    `banded`: tiles may be other than full or causal squares. A slower kernel than the device has is announced once.
+    """
+    fused, why = _fused_kernel(query)
+    if fused is not None:
+        why = ""
+        if softcap is not None:
+            why = "the fused kernels have no soft-capping"
+        elif query.shape[3] != value.shape[3]:
+            why = f"the fused kernels want one head dim, not {query.shape[3]} for keys and {value.shape[3]} for values"
+        elif banded and not isinstance(fused, CpuFlashKernel):
+            why = f"{fused.name} has no sliding window between blocks"
+    if fused is None or why:
+        _announce(f"ring attention takes the plain kernel, which is slower: {why}")
+        return PlainKernel(softcap)
+    return fused
+
+
+def _fused_kernel(query: Tensor) -> tuple[Kernel | None, str]:
+    """The fused kernel for a device, dtype and head dim, or why there is none."""
     head_dim, device, dtype = query.shape[3], query.device, query.dtype
-    if head_dim != value.shape[3]:
-        return PlainKernel()
     if device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return CpuFlashKernel(BACKWARD_ROWS if dtype.itemsize == 2 else None)
+        return CpuFlashKernel(BACKWARD_ROWS if dtype.itemsize == 2 else None), ""
     if device.type == "cuda" and head_dim % 8 == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16):
         recent = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
         if recent and dtype.itemsize == 2 and head_dim <= 256:
-            return CudaFlashKernel()
+            return CudaFlashKernel(), ""
         if recent or dtype is not torch.bfloat16:
-            return CudaEfficientKernel()
-    return PlainKernel()
+            return CudaEfficientKernel(), ""
+    return None, f"there is no fused kernel for {dtype} with head dim {head_dim} on {device.type}"
+
+
+@functools.lru_cache
+def _announce(message: str) -> None:
+    """Warn once for each message."""
+    warnings.warn(message, stacklevel=2)
 
 
 def attend(
     kernel: Kernel, tile: Tile, query: Tensor, key: Tensor, value: Tensor, running: RunningAttention, scale: float
 ) -> None:
     """Merge the attention of one tile into `running`."""
-    if tile.is_empty or query.numel() == 0:
+    if query.numel() == 0:
         return
-    rows, keys = query[:, :, tile.queries], tile.keys
-    out, lse = kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=tile.causal, scale=scale)
-    running.add(tile.queries, out, lse)
+    for part in _parts(tile, kernel.band_rows, None):
+        rows, keys = query[:, :, part.queries], part.keys
+        out, lse = kernel.forward(rows, key[:, :, keys], value[:, :, keys], band=part.band, scale=scale)
+        running.add(part.queries, out, lse)
 
 
 def add_gradients(kernel: Kernel, tile: Tile, queries: Queries, key: Tensor, value: Tensor, into: Gradients) -> None:
     """Add the gradients of one tile to the sums."""
-    for part in _backward_parts(tile, kernel.backward_rows):
-        if part.is_empty or queries.query.numel() == 0:
-            continue
+    if queries.query.numel() == 0:
+        return
+    for part in _parts(tile, kernel.band_rows, kernel.backward_rows):
         rows, keys = part.queries, part.keys
         grad_query, grad_key, grad_value = kernel.backward(
             queries.grad_out[:, :, rows],
@@ -132,7 +148,7 @@ def add_gradients(kernel: Kernel, tile: Tile, queries: Queries, key: Tensor, val
             value[:, :, keys],
             queries.out[:, :, rows],
             queries.lse[:, :, rows],
-            causal=part.causal,
+            band=part.band,
             scale=queries.scale,
         )
         into.query[:, :, rows] += grad_query
@@ -140,18 +156,10 @@ def add_gradients(kernel: Kernel, tile: Tile, queries: Queries, key: Tensor, val
         into.value[:, :, keys] += grad_value
 
 
-def _backward_parts(tile: Tile, most_rows: int | None) -> list[Tile]:
-    """Cut a tile into slices of query rows; a causal slice is a rectangle and, after it, a smaller causal square."""
-    first, last = tile.queries.start, tile.queries.stop
-    if most_rows is None or last - first <= most_rows:
-        return [tile]
-    parts: list[Tile] = []
-    for start in range(first, last, most_rows):
-        rows = slice(start, min(start + most_rows, last))
-        if not tile.causal:
-            parts.append(Tile(rows, tile.keys, causal=False))
-            continue
-        diagonal = tile.keys.start + (rows.start - first)
-        parts.append(Tile(rows, slice(tile.keys.start, diagonal), causal=False))
-        parts.append(Tile(rows, slice(diagonal, diagonal + rows.stop - rows.start), causal=True))
-    return parts
+def _parts(tile: Tile, band_rows: int | None, most_rows: int | None) -> list[Tile]:
+    """What the kernel is called on: slices of the tile with no more rows than it may see at once."""
+    if not tile.is_simple and band_rows is not None:
+        return tile.cut(band_rows)
+    if most_rows is not None and tile.queries.stop - tile.queries.start > most_rows:
+        return tile.cut(most_rows)
+    return [tile]

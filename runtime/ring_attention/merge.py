@@ -47,6 +47,13 @@ class RunningAttention:
         self.out[:, :, rows].lerp_(block_out.to(self.out.dtype), weight.unsqueeze(-1))
         lse.copy_(torch.logaddexp(lse, block_lse))
 
+    def add_sinks(self, logits_H: Tensor) -> None:
+        """Merge one more key for every query of a head, with this score and a value of 0."""
+        self.finish()
+        lse = torch.logaddexp(self.lse, logits_H.to(self.lse.dtype).view(1, -1, 1))
+        self.out.mul_(torch.exp(self.lse - lse).unsqueeze(-1))
+        self.lse.copy_(lse)
+
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp; queries that saw no key have output 0 and log-sum-exp −inf."""
         if not self._started:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .tiles import Band
 
 _TILE = 512
 
@@ -22,20 +23,23 @@ class PlainKernel:
 
     name = "plain"
     backward_rows: int | None = None
+    band_rows: int | None = None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def __init__(self, softcap: float | None = None) -> None:
+        """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
+        self.softcap = softcap
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, E] in the inputs' dtype and log-sum-exp [B, H, Q] of one block."""
         dtype = accumulation_dtype(query.dtype)
         batch, heads, length, _ = query.shape
         out = query.new_empty((batch, heads, length, value.shape[3]), dtype=dtype)
         lse = query.new_empty((batch, heads, length), dtype=dtype)
         with torch.autocast(query.device.type, enabled=False):
-            for rows in _tiles(length):
+            for rows in _tiles(0, length):
                 running = RunningAttention(out[:, :, rows], lse[:, :, rows])
-                for columns in _tiles(min(rows.stop, key.shape[2]) if causal else key.shape[2]):
-                    scores = _scores(query, key, rows, columns, causal=causal, scale=scale)
+                for columns in _tiles(*_seen(rows, key.shape[2], band)):
+                    scores = self._scores(query, key, rows, columns, band, scale)
                     block_lse = torch.logsumexp(scores, dim=-1)
                     weights = torch.exp(scores - unseen_rows_to_infinity(block_lse).unsqueeze(-1))
                     block_out = _fold(weights, value.shape[1]) @ value[:, :, columns].to(dtype)
@@ -52,7 +56,7 @@ class PlainKernel:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        band: Band,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, where `out` and `lse` may also cover keys that are not given here."""
@@ -62,40 +66,52 @@ class PlainKernel:
         grad_key = torch.zeros_like(key, dtype=dtype)
         grad_value = torch.zeros_like(value, dtype=dtype)
         with torch.autocast(query.device.type, enabled=False):
-            for rows in _tiles(query.shape[2]):
+            for rows in _tiles(0, query.shape[2]):
                 grad = grad_out[:, :, rows].to(dtype)
                 delta = (grad * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
                 grad_folded, query_folded = _fold(grad, kv_heads), _fold(query[:, :, rows].to(dtype), kv_heads)
-                for columns in _tiles(min(rows.stop, key.shape[2]) if causal else key.shape[2]):
-                    scores = _scores(query, key, rows, columns, causal=causal, scale=scale)
+                for columns in _tiles(*_seen(rows, key.shape[2], band)):
+                    scores = self._scores(query, key, rows, columns, band, scale)
                     weights = torch.exp(scores - lse[:, :, rows].unsqueeze(-1))
                     grad_weights = grad_folded @ value[:, :, columns].to(dtype).mT
                     grad_scores = weights * (grad_weights.view_as(weights) - delta) * scale
+                    if self.softcap is not None:
+                        # Masked scores are −inf, and their weights 0.
+                        grad_scores *= 1 - (scores / self.softcap).clamp(-1, 1).square()
                     folded = _fold(grad_scores, kv_heads)
                     grad_value[:, :, columns] += _fold(weights, kv_heads).mT @ grad_folded
                     grad_key[:, :, columns] += folded.mT @ query_folded
                     grad_query[:, :, rows] += (folded @ key[:, :, columns].to(dtype)).view(*grad.shape[:3], -1)
         return grad_query, grad_key, grad_value
 
+    def _scores(self, query: Tensor, key: Tensor, rows: slice, columns: slice, band: Band, scale: float) -> Tensor:
+        """Scaled, capped and masked scores [B, H, rows, columns]."""
+        dtype = accumulation_dtype(query.dtype)
+        queries = query[:, :, rows].to(dtype)
+        folded = _fold(queries, key.shape[1]) @ key[:, :, columns].to(dtype).mT
+        scores = folded.view(*queries.shape[:3], -1).mul_(scale)
+        if self.softcap is not None:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(-1)
+        column = torch.arange(columns.start, columns.stop, device=query.device)
+        if band.upper is not None:
+            scores.masked_fill_(column - row > band.upper, -math.inf)
+        if band.lower is not None:
+            scores.masked_fill_(column - row < band.lower, -math.inf)
+        return scores
 
-def _tiles(length: int) -> Iterator[slice]:
-    return (slice(start, min(start + _TILE, length)) for start in range(0, length, _TILE))
+
+def _tiles(start: int, stop: int) -> Iterator[slice]:
+    return (slice(first, min(first + _TILE, stop)) for first in range(start, stop, _TILE))
+
+
+def _seen(rows: slice, columns: int, band: Band) -> tuple[int, int]:
+    """First and last + 1 of the keys that any of these rows sees."""
+    first = 0 if band.lower is None else max(0, rows.start + band.lower)
+    return first, columns if band.upper is None else max(0, min(columns, rows.stop + band.upper))
 
 
 def _fold(x_BHQN: Tensor, kv_heads: int) -> Tensor:
     """[B, H, Q, N] → [B, K, G·Q, N]: the queries of all heads that share a key/value head, in one matrix."""
     batch, _, _, width = x_BHQN.shape
     return x_BHQN.reshape(batch, kv_heads, -1, width)
-
-
-def _scores(query: Tensor, key: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float) -> Tensor:
-    """Scaled and masked scores [B, H, rows, columns]."""
-    dtype = accumulation_dtype(query.dtype)
-    queries = query[:, :, rows].to(dtype)
-    folded = _fold(queries, key.shape[1]) @ key[:, :, columns].to(dtype).mT
-    scores = folded.view(*queries.shape[:3], -1).mul_(scale)
-    if causal and columns.stop > rows.start + 1:
-        row = torch.arange(rows.start, rows.stop, device=query.device)
-        column = torch.arange(columns.start, columns.stop, device=query.device)
-        scores.masked_fill_(column > row.unsqueeze(-1), -math.inf)
-    return scores

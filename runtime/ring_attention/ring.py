@@ -12,6 +12,7 @@ Source: ring attention, arXiv 2310.01889.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.layout.sequence import CpLayout
 
-from .exchange import Exchange, Pair
-from .kernels import Gradients, Kernel, Queries, Tile, add_gradients, attend, select_kernel
+from .documents import Documents, documents_of_rows
+from .exchange import Exchange, Pair, Stream, post_exchange
+from .kernels import Gradients, Kernel, Queries, add_gradients, attend, select_kernel
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
-from .route import Route
+from .route import Hop, Masking, Step, plan_route
+from .tiles import Tile
 
 # A message should be long enough that its latency does not matter, and a launch on a GPU should fill it about twice.
 _SMALLEST_MESSAGE_BYTES = 1 << 20
@@ -40,121 +43,170 @@ def ring_attention(
     layout: CpLayout | str = CpLayout.ZIGZAG,
     causal: bool = True,
     scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    per_document: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of every rank of `group`; differentiable in all three tensors.
+    """Attention of this rank's queries over the keys of every rank of `group`; differentiable in all tensors.
 
-    Every rank of the group calls it with equal shapes. The local tokens are those that the layout deals to the rank
-    (`split_sequence`), in their order.
+    Every rank of the group calls it with equal shapes and masks. The local tokens are those that the layout deals to
+    the rank (`split_sequence`), in their order.
 
     Args:
         query: [B, H, S, D].
         key: [B, K, S, D] with H a multiple of K; shared heads are neither repeated in memory nor on the wire.
-        value: [B, K, S, D].
+        value: [B, K, S, E]; with E other than D on a slower kernel.
         group: the context-parallel group, any part of the world. None or a group of one rank: plain local attention.
         layout: how the sequence is dealt to the ranks; zigzag balances causal attention.
         causal: whether a query sees only keys that are not later in the sequence.
         scale: factor on the scores; default 1/√D.
+        window: a query sees only keys less than this many tokens away, itself included.
+        documents: where packed documents begin in the whole sequence, and its length: `cu_seqlens`, [0, …, S · ranks].
+            A query sees only keys of its document. One list for all rows of the batch, or one list per row.
+        per_document: the layout was applied to each document on its own, which balances the ranks.
+        sinks: for each query head [H] the score of one more key, which has no value. The gradient is this rank's part
+            of the sum over ranks.
+        softcap: scores s become softcap · tanh(s / softcap), on a slower kernel.
 
     Returns:
-        [B, H, S, D] in the dtype of the inputs, stored so that `out.transpose(1, 2)` is contiguous.
+        [B, H, S, E] in the dtype of the inputs, stored so that `out.transpose(1, 2)` is contiguous. A query that sees
+        no key gets 0, and so does its gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, with the numbers.
+        ValueError: shapes, dtypes, devices or masks that do not fit together, with the numbers.
     """
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    _check(query, key, value)
-    route = Route.of(group, CpLayout(layout), causal=causal, local_length=query.shape[2])
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    out: Tensor = _RingAttention.apply(query, key, value, route, scale)  # type: ignore[no-untyped-call]
+    _check(query, key, value, sinks)
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if rank < 0:
+        raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
+    routes = [
+        (rows, plan_route(CpLayout(layout), size, rank, query.shape[2], Masking(causal, window, borders, per_document)))
+        for rows, borders in documents_of_rows(documents, query.shape[0])
+    ]
+    job = _Job(
+        group,
+        select_kernel(query, value, banded=window is not None, softcap=softcap),
+        query.shape[3] ** -0.5 if scale is None else scale,
+        tuple(
+            _Pass(rows, q_heads, kv_heads, steps)
+            for rows, steps in routes
+            for q_heads, kv_heads in _head_groups(query[rows], key[rows], value[rows])
+        ),
+    )
+    out: Tensor = _RingAttention.apply(query, key, value, sinks, job)  # type: ignore[no-untyped-call]
     return out
 
 
-class _RingAttention(torch.autograd.Function):
-    """Runs the ring once per group of heads, so that travelling buffers and fp32 sums are a fraction of the tensors."""
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass around the ring, for some rows of the batch and some heads."""
 
+    rows: slice
+    q_heads: slice
+    kv_heads: slice
+    steps: tuple[Step, ...]
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        return tensor[self.rows, self.q_heads]
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        return tensor[self.rows, self.kv_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to do, apart from the tensors.
+
+    There is a pass for each group of heads, so that travelling buffers and fp32 sums are a fraction of the tensors.
+    """
+
+    group: dist.ProcessGroup | None
+    kernel: Kernel
+    scale: float
+    passes: tuple[_Pass, ...]
+
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, route: Route, scale: float) -> Tensor:
-        kernel = select_kernel(query, value)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, job: _Job) -> Tensor:
         batch, heads, length, _ = query.shape
-        # [B, S, H, D] in memory: models join the heads of a token next.
+        # [B, S, H, E] in memory: models join the heads of a token next.
         out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
         lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
-        for q_heads, kv_heads in _head_groups(query, key, value):
-            total = _sum_for(out[:, q_heads])
-            running = RunningAttention(total, lse[:, q_heads])
-            _forward(route, kernel, query[:, q_heads], key[:, kv_heads], value[:, kv_heads], running, scale)
-            _keep(total, out[:, q_heads])
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.route, ctx.scale = route, scale
+        for one in job.passes:
+            total = _sum_for(one.of_queries(out))
+            running = RunningAttention(total, one.of_queries(lse))
+            for _, tiles, keys, values in _around(job.group, one.steps, one.of_keys(key), one.of_keys(value)):
+                for tile in tiles:
+                    attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale)
+            if sinks is not None:
+                running.add_sinks(sinks[one.q_heads])
+            running.finish()
+            _keep(total, one.of_queries(out))
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.job = job
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        kernel, lse = select_kernel(query, value), unseen_rows_to_infinity(lse)
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        job: _Job = ctx.job
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        lse = unseen_rows_to_infinity(lse)
         bring_home = None
-        for q_heads, kv_heads in _head_groups(query, key, value):
-            queries = Queries(query[:, q_heads], grad_out[:, q_heads], out[:, q_heads], lse[:, q_heads], ctx.scale)
-            targets = Gradients(grads[0][:, q_heads], grads[1][:, kv_heads], grads[2][:, kv_heads])
-            keys, values = key[:, kv_heads], value[:, kv_heads]
-            # The last gradients of these heads travel while the next heads compute their local block.
-            bring_home = _backward(ctx.route, kernel, queries, keys, values, targets, bring_home)
+        for one in job.passes:
+            queries = Queries(
+                one.of_queries(query), one.of_queries(grad_out), one.of_queries(out), one.of_queries(lse), job.scale
+            )
+            targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
+            # The last gradients of this pass travel while the next one computes its local tiles.
+            bring_home = _backward(job, one, queries, one.of_keys(key), one.of_keys(value), targets, bring_home)
         if bring_home is not None:
             bring_home()
-        return (*grads, None, None)
-
-
-def _forward(
-    route: Route, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, running: RunningAttention, scale: float
-) -> None:
-    """One pass around the ring for some heads."""
-    for _, tiles, keys, values in _around(route, key, value):
-        for tile in tiles:
-            attend(kernel, tile, query, keys, values, running, scale)
-    running.finish()
+        return (*grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None)
 
 
 def _backward(
-    route: Route,
-    kernel: Kernel,
+    job: _Job,
+    one: _Pass,
     queries: Queries,
     key: Tensor,
     value: Tensor,
     targets: Gradients,
     bring_home: Callable[[], None] | None,
 ) -> Callable[[], None]:
-    """One pass around the ring for some heads; returns what is left to do once the last gradients have arrived.
+    """One pass of the backward ring; returns what is left to do once the last gradients have arrived.
 
     The gradients of a rank's own keys stay with it. Those of others are summed while they travel behind the keys: they
-    start in step 1 and are home after P − 1 hops. `bring_home` is what the pass before has left to do; it is called
-    after step 0.
+    start in step 1 and are home after P − 1 hops. `bring_home` is what the pass before left; it is called after step 0.
     """
     sums = Gradients(_sum_for(targets.query), _sum_for(targets.key), _sum_for(targets.value))
     for total in (sums.query, sums.key, sums.value):
         total.zero_()
     exchange: Exchange | None = None
     spare: Pair | None = None
-    for step, tiles, keys, values in _around(route, key, value):
-        if step == 0:
+    for hop, tiles, keys, values in _around(job.group, one.steps, key, value):
+        if hop is None:
             for tile in tiles:
-                add_gradients(kernel, tile, queries, keys, values, sums)
+                add_gradients(job.kernel, tile, queries, keys, values, sums)
             if bring_home is not None:
                 bring_home()
             continue
         travelling = spare or Pair.empty_like(keys, values, sums.key.dtype)
         travelling.message.zero_()
+        into = Gradients(sums.query, travelling.first, travelling.second)
         for tile in tiles:
-            add_gradients(
-                kernel, tile, queries, keys, values, Gradients(sums.query, travelling.first, travelling.second)
-            )
+            add_gradients(job.kernel, tile, queries, keys, values, into)
         if exchange is None:
             incoming = Pair.empty_like(keys, values, sums.key.dtype)
         else:
             incoming, spare = exchange.wait(), exchange.outgoing
             travelling.message.add_(incoming.message)
-        exchange = route.pass_gradients_on(travelling, incoming)
+        exchange = post_exchange(job.group, hop, travelling, incoming, Stream.GRADIENTS)
 
     def finish() -> None:
         if exchange is not None:
@@ -168,23 +220,32 @@ def _backward(
     return finish
 
 
-def _around(route: Route, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tile, ...], Tensor, Tensor]]:
-    """Step, tiles, and the keys and values at hand; the next ones are under way while the caller works on these.
+def _around(
+    group: dist.ProcessGroup | None, steps: tuple[Step, ...], key: Tensor, value: Tensor
+) -> Iterator[tuple[Hop | None, tuple[Tile, ...], Tensor, Tensor]]:
+    """Gradients' hop, tiles, keys and values of each step; the next keys are under way while the caller works on these.
 
     Two buffers take turns: what was received is sent on while the other one receives.
     """
     at_hand = spare = None
-    for step, tiles in route:
+    keys, values = key, value
+    for step in steps:
         exchange = None
-        if step.send_to is not None:
+        if step.keys_hop is not None:
             at_hand = at_hand or Pair.pack(key, value)
-            exchange = route.pass_on(step, at_hand, spare or Pair.empty_like(key, value))
-        if at_hand is None or step.step == 0:
-            yield step.step, tiles, key, value
-        else:
-            yield step.step, tiles, at_hand.first, at_hand.second
+            spare = spare or Pair.empty_like(key, value)
+            exchange = post_exchange(group, step.keys_hop, at_hand, spare, Stream.KEYS_AND_VALUES)
+        yield step.gradients_hop, step.tiles, keys, values
         if exchange is not None:
             at_hand, spare = exchange.wait(), at_hand
+            keys, values = at_hand.first, at_hand.second
+
+
+def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """A sink is a key whose value is 0: the gradient of its score is −p · Σ grad_out · out, summed over the queries."""
+    delta_BHS = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight_BHS = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    return -(weight_BHS * delta_BHS).sum((0, 2)).to(sinks.dtype)
 
 
 def _sum_for(target: Tensor) -> Tensor:
@@ -221,7 +282,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(f"ring attention: expected [batch, heads, local tokens, head dim] three times, got {shapes}")
@@ -240,3 +301,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"ring attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key/value heads ({shapes})"
         )
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(f"ring attention: sinks {list(sinks.shape)} must be one score for each query head ({shapes})")

@@ -1,9 +1,13 @@
 """Which tokens a context-parallel rank holds: cut them out of a full tensor, and put a full tensor together again.
 
-All functions follow `parcompile.layout.sequence.token_ranges`.
+All functions follow `parcompile.layout.sequence.token_ranges`: for the whole sequence or, where `documents` (borders as
+in `cu_seqlens`) are given, for each document on its own.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,40 +16,73 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout, token_ranges
 
 
-def local_positions(layout: CpLayout | str, cp: int, rank: int, sequence_length: int) -> Tensor:
+def local_positions(
+    layout: CpLayout | str, cp: int, rank: int, sequence_length: int, documents: Tensor | Sequence[int] | None = None
+) -> Tensor:
     """Positions in the sequence of the tokens that `rank` of `cp` holds, in its order: int64 [sequence_length / cp].
 
     Raises:
-        ValueError: the sequence cannot be cut into the layout's chunks.
+        ValueError: the sequence or a document cannot be cut into the layout's chunks.
     """
-    ranges = token_ranges(CpLayout(layout), cp, rank, sequence_length)
+    ranges = _ranges(layout, cp, rank, sequence_length, documents)
     return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in ranges])
 
 
-def split_sequence(tensor: Tensor, dim: int, layout: CpLayout | str, cp: int, rank: int) -> Tensor:
+def split_sequence(
+    tensor: Tensor,
+    dim: int,
+    layout: CpLayout | str,
+    cp: int,
+    rank: int,
+    documents: Tensor | Sequence[int] | None = None,
+) -> Tensor:
     """The part of a full-sequence tensor (token ids, labels, hidden states) that `rank` of `cp` holds, cut along `dim`.
 
     A view where the rank's tokens lie together, otherwise a copy.
 
     Raises:
-        ValueError: the sequence cannot be cut into the layout's chunks.
+        ValueError: the sequence or a document cannot be cut into the layout's chunks.
     """
-    ranges = token_ranges(CpLayout(layout), cp, rank, tensor.shape[dim])
+    ranges = _ranges(layout, cp, rank, tensor.shape[dim], documents)
     parts = [tensor.narrow(dim, tokens.start, len(tokens)) for tokens in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def gather_sequence(tensor: Tensor, dim: int, layout: CpLayout | str, group: dist.ProcessGroup | None) -> Tensor:
+def gather_sequence(
+    tensor: Tensor,
+    dim: int,
+    layout: CpLayout | str,
+    group: dist.ProcessGroup | None,
+    documents: Tensor | Sequence[int] | None = None,
+) -> Tensor:
     """The full-sequence tensor of which every rank holds its part, on every rank: undoes `split_sequence`.
 
     Not differentiable; for debugging. Every rank of the group calls it with equal shapes.
     """
-    if group is None:
-        return tensor
-    cp = dist.get_world_size(group)
-    local = tensor.detach().contiguous()
-    parts = [torch.empty_like(local) for _ in range(cp)]
-    dist.all_gather(parts, local, group=group)
+    cp = 1 if group is None else dist.get_world_size(group)
+    parts = [tensor.detach().contiguous()]
+    if cp > 1:
+        local = parts[0]
+        parts = [torch.empty_like(local) for _ in range(cp)]
+        dist.all_gather(parts, local, group=group)
     sequence_length = cp * tensor.shape[dim]
-    order = torch.cat([local_positions(layout, cp, rank, sequence_length) for rank in range(cp)])
+    order = torch.cat([local_positions(layout, cp, rank, sequence_length, documents) for rank in range(cp)])
     return torch.cat(parts, dim).index_select(dim, torch.argsort(order).to(tensor.device))
+
+
+def _ranges(
+    layout: CpLayout | str, cp: int, rank: int, sequence_length: int, documents: Tensor | Sequence[int] | None
+) -> list[range]:
+    # One rank holds everything, whatever the layout.
+    layout = CpLayout(layout) if cp > 1 else CpLayout.CONTIGUOUS
+    if documents is None:
+        return list(token_ranges(layout, cp, rank, sequence_length))
+    borders = documents.tolist() if isinstance(documents, Tensor) else list(documents)
+    if borders[:1] != [0] or borders[-1] != sequence_length:
+        raise ValueError(f"documents must rise from 0 to the sequence length {sequence_length}, got {borders}")
+    return [
+        range(start + tokens.start, start + tokens.stop)
+        for start, stop in itertools.pairwise(borders)
+        if stop > start
+        for tokens in token_ranges(layout, cp, rank, stop - start)
+    ]

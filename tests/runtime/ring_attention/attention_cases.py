@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from torch import Tensor
 from parcompile.runtime.ring_attention import ring, ring_attention, split_sequence
 
 Errors = dict[str, float]
-"""Relative L2 error of `out`, `dq`, `dk` and `dv`."""
+"""Relative L2 error of `out`, `dq`, `dk`, `dv` and, with sinks, `dsinks`."""
+
+_SHORT = {"kv_heads": "kv", "head_dim": "d", "value_dim": "dv", "batch": "b"}
 
 
 @dataclass(frozen=True)
@@ -22,72 +25,151 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    value_dim: int | None = None
     chunk: int = 48
     batch: int = 2
     dtype: torch.dtype = torch.float64
     scale: float | None = None
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Relative lengths of documents for all rows of the batch, or for each row."""
+    per_document: bool = False
+    sinks: bool = False
+    softcap: float | None = None
     heads_at_once: int | None = None
     """Key/value heads of one pass around the ring, None as the ring chooses (all of them at these sizes)."""
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "bidirectional"
-        dtype = str(self.dtype).removeprefix("torch.")
-        sizes = f"h{self.heads}-kv{self.kv_heads}-d{self.head_dim}-c{self.chunk}-b{self.batch}"
-        return f"{self.layout}-{mask}-{sizes}-{dtype}" + "".join(
-            f"-{name}{given}" for name, given in (("scale", self.scale), ("at-once", self.heads_at_once)) if given
-        )
+        """What differs from the default."""
+        given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        words = [
+            name if value is True else f"{_SHORT.get(name, name)}={str(value).removeprefix('torch.')}"
+            for name, value, default in given
+            if value != default
+        ]
+        return " ".join(words) or "default"
 
     def sequence_length(self, cp: int) -> int:
         return self.chunk * cp * (2 if self.layout == "zigzag" else 1)
 
-    def inputs(self, cp: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """query, key, value and the gradient of the output over the whole sequence, equal on all ranks."""
-        generator = torch.Generator().manual_seed(hash((self.heads, self.kv_heads, self.head_dim, self.chunk)) % 2**31)
+    def borders(self, cp: int) -> list[list[int]] | None:
+        """Borders of the documents of each row."""
+        if self.documents is None:
+            return None
         length = self.sequence_length(cp)
+        unit = cp * (2 if self.layout == "zigzag" else 1) if self.per_document else 1
+        return [
+            [length // unit * part // sum(row) * unit for part in itertools.accumulate(row, initial=0)]
+            for row in self.documents
+        ]
 
-        def draw(heads: int) -> Tensor:
-            full = torch.randn(self.batch, heads, length, self.head_dim, generator=generator, dtype=torch.float64)
+    def inputs(self, cp: int) -> tuple[list[Tensor], Tensor]:
+        """Query, key, value over the whole sequence (and the sinks), and the output's gradient; equal on all ranks."""
+        generator = torch.Generator().manual_seed(self.chunk + self.heads)
+
+        def draw(heads: int, width: int) -> Tensor:
+            full = torch.randn(self.batch, heads, length, width, generator=generator, dtype=torch.float64)
             return full.to(self.dtype)
 
-        return draw(self.heads), draw(self.kv_heads), draw(self.kv_heads), draw(self.heads)
+        length, value_dim = self.sequence_length(cp), self.value_dim or self.head_dim
+        tensors = [draw(self.heads, self.head_dim), draw(self.kv_heads, self.head_dim), draw(self.kv_heads, value_dim)]
+        if self.sinks:
+            tensors.append(torch.randn(self.heads, generator=generator, dtype=torch.float64).to(self.dtype))
+        return tensors, draw(self.heads, value_dim)
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    borders: list[list[int]] | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention as its definition says, in float64."""
     share = query.shape[1] // key.shape[1]
     key, value = key.double().repeat_interleave(share, 1), value.double().repeat_interleave(share, 1)
     scores = query.double() @ key.mT * (scale or 1 / math.sqrt(query.shape[3]))
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    row, column = torch.arange(scores.shape[-2]).unsqueeze(-1), torch.arange(scores.shape[-1])
+    seen = column <= row if causal else torch.ones(scores.shape[-2:], dtype=torch.bool)
+    if window is not None:
+        seen = seen & ((column - row).abs() < window)
+    if borders is not None:
+        documents = torch.stack([torch.bucketize(column, torch.tensor(row), right=True) for row in borders])
+        seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value
     return scores.softmax(-1) @ value
 
 
+def _names(case: Case) -> list[str]:
+    return ["dq", "dk", "dv", *(["dsinks"] if case.sinks else [])]
+
+
 def reference_results(case: Case, cp: int) -> dict[str, Tensor]:
-    query, key, value, grad = case.inputs(cp)
-    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    out = reference(*leaves, causal=case.causal, scale=case.scale)
+    tensors, grad = case.inputs(cp)
+    leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    out = reference(
+        *leaves,
+        causal=case.causal,
+        scale=case.scale,
+        window=case.window,
+        borders=case.borders(cp),
+        softcap=case.softcap,
+    )
     out.backward(grad.double())
-    return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True)}}
+    return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(_names(case), leaves, strict=True)}}
+
+
+def local_part(case: Case, tensor: Tensor, cp: int, rank: int) -> Tensor:
+    borders = case.borders(cp)
+    return split_sequence(tensor, 2, case.layout, cp, rank, borders[0] if borders and case.per_document else None)
 
 
 def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int) -> dict[str, Tensor]:
     """What this rank of the ring holds of the output and of the gradients."""
-    *full, grad = case.inputs(cp)
-    local = [split_sequence(tensor, 2, case.layout, cp, rank).clone().requires_grad_() for tensor in full]
+    tensors, grad = case.inputs(cp)
+    local = [local_part(case, tensor, cp, rank) if tensor.dim() == 4 else tensor for tensor in tensors]
+    leaves = [tensor.clone().requires_grad_() for tensor in local]
     if case.heads_at_once:
-        key = local[1][:, : case.heads_at_once]
+        key = leaves[1][:, : case.heads_at_once]
         ring._SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
-    out = ring_attention(*local, group=group, layout=case.layout, causal=case.causal, scale=case.scale)
-    out.backward(split_sequence(grad, 2, case.layout, cp, rank))
+    borders = case.borders(cp)
+    out = ring_attention(
+        *leaves[:3],
+        group=group,
+        layout=case.layout,
+        causal=case.causal,
+        scale=case.scale,
+        window=case.window,
+        documents=borders[0] if borders and len(borders) == 1 else borders,
+        per_document=case.per_document,
+        sinks=leaves[3] if case.sinks else None,
+        softcap=case.softcap,
+    )
+    out.backward(local_part(case, grad, cp, rank))
     ring._SMALLEST_MESSAGE_BYTES = 1 << 20
-    return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(("dq", "dk", "dv"), local, strict=True)}}
+    if case.sinks and group is not None:
+        dist.all_reduce(leaves[3].grad, group=group)
+    return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(_names(case), leaves, strict=True)}}
 
 
 def errors(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int) -> Errors:
     wanted, got = reference_results(case, cp), ring_results(case, group, cp, rank)
     for name, tensor in got.items():
         assert tensor.dtype == case.dtype, f"{name} is {tensor.dtype}"
-    return {name: relative_error(got[name], split_sequence(wanted[name], 2, case.layout, cp, rank)) for name in wanted}
+    return {
+        name: relative_error(got[name], tensor if name == "dsinks" else local_part(case, tensor, cp, rank))
+        for name, tensor in wanted.items()
+    }
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

@@ -17,13 +17,14 @@ from parcompile.runtime.ring_attention.kernels import (
     Gradients,
     Kernel,
     Queries,
-    Tile,
+    _announce,
     add_gradients,
     attend,
     select_kernel,
 )
 from parcompile.runtime.ring_attention.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.plain import PlainKernel
+from parcompile.runtime.ring_attention.tiles import CAUSAL, Tile
 
 KERNELS = [CpuFlashKernel(), CpuFlashKernel(backward_rows=64), PlainKernel()]
 
@@ -60,7 +61,7 @@ def _by_tiles(
 
 
 def _full(queries: slice, keys: slice) -> Tile:
-    return Tile(queries, keys, causal=False)
+    return Tile(queries, keys)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
@@ -69,8 +70,8 @@ def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int) -> None:
     half = length // 2
     # As in a zigzag ring: the second half sees the first in another step than itself.
     tiles = [
-        Tile(slice(0, half), slice(0, half), causal=True),
-        Tile(slice(half, length), slice(half, length), causal=True),
+        Tile(slice(0, half), slice(0, half), CAUSAL),
+        Tile(slice(half, length), slice(half, length), CAUSAL),
         _full(slice(half, length), slice(0, half)),
     ]
     query, key, value, grad = _inputs(length)
@@ -86,7 +87,7 @@ def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
 def test_queries_without_keys_give_zeros_and_no_gradient(kernel: Kernel) -> None:
     query, key, value, grad = _inputs(100)
-    tiles = [_full(slice(40, 60), slice(10, 30)), _full(slice(0, 100), slice(5, 5)), _full(slice(7, 7), slice(0, 100))]
+    tiles = [_full(slice(40, 60), slice(10, 30))]
     out, lse, sums = _by_tiles(kernel, tiles, query, key, value, grad)
     unseen = [*range(40), *range(60, 100)]
     assert not out[:, :, unseen].any()
@@ -126,13 +127,14 @@ def test_merging_keeps_nan_and_huge_scores() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_plain_kernel_computes_in_high_precision(dtype: torch.dtype) -> None:
     query, key, value, _ = _inputs(300, value_dim=24, dtype=dtype)
-    out, lse = PlainKernel().forward(query, key, value, causal=True, scale=0.25)
+    out, lse = PlainKernel().forward(query, key, value, band=CAUSAL, scale=0.25)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     rounding = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
     assert relative_error(out, reference(query, key, value, causal=True)) < rounding
 
 
+@pytest.mark.filterwarnings("ignore:ring attention takes the plain kernel")
 def test_fused_kernel_serves_equal_head_dims_and_the_plain_one_the_rest() -> None:
     query, _, value, _ = _inputs(10)
     assert select_kernel(query, value).name == "cpu-flash"
@@ -154,6 +156,16 @@ def test_one_rank_takes_any_number_of_tokens() -> None:
     assert relative_error(ring_attention(query, key, value), reference(query, key, value, causal=True)) < 1e-15
 
 
+def test_a_slower_kernel_is_announced_once_with_the_reason() -> None:
+    query, _, value, _ = _inputs(10)
+    _announce.cache_clear()
+    with pytest.warns(UserWarning, match="slower: the fused kernels have no soft-capping") as seen:
+        for _ in range(3):
+            assert select_kernel(query, value, softcap=30.0).name == "plain"
+    assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:ring attention takes the plain kernel")
 def test_values_may_have_another_head_dim() -> None:
     query, key, value, grad = _inputs(90, value_dim=40)
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]

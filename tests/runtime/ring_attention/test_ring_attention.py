@@ -44,10 +44,41 @@ CASES = [
     ),
 ]
 
-# The CPU kernel's gradients are summed over slices of query rows in 16 bit: more than one slice on each rank.
+# What masks and the like leave of the schedule.
+PACKED = ((3, 1, 7, 2, 5),)
+MASKED_CASES = [
+    *(
+        Case(layout=layout, causal=causal, window=window)
+        for layout, causal, window in itertools.product(("zigzag", "contiguous"), (True, False), (2, 30, 100))
+    ),
+    *(
+        Case(layout=layout, causal=causal, documents=documents, window=window)
+        for layout, causal in itertools.product(("zigzag", "contiguous"), (True, False))
+        for documents, window in ((PACKED, None), (((1,) * 23,), None), (PACKED, 25))
+    ),
+    *(
+        Case(layout=layout, causal=causal, documents=PACKED, per_document=True, window=window)
+        for layout, causal, window in itertools.product(("zigzag", "contiguous"), (True, False), (None, 19))
+    ),
+    Case(documents=((1, 2), (3, 1))),
+    Case(documents=((1, 1, 1), (1, 1, 1), (2, 1, 2)), batch=3, causal=False, layout="contiguous"),
+    Case(documents=PACKED, per_document=True, dtype=torch.bfloat16),
+    Case(window=70, dtype=torch.bfloat16),
+    Case(sinks=True),
+    Case(sinks=True, window=40, heads_at_once=1, dtype=torch.float32),
+    Case(softcap=2.0),
+    Case(softcap=1.0, causal=False, documents=PACKED, layout="contiguous"),
+    Case(value_dim=24),
+    Case(value_dim=8, window=33, heads_at_once=1),
+]
+
+# More than one slice of query rows on each rank: for gradients in 16 bit, and for windows.
 LONG_CASES = [
-    Case(layout=layout, causal=causal, heads=2, kv_heads=1, chunk=chunk, batch=1, dtype=torch.bfloat16)
-    for layout, causal, chunk in (("zigzag", True, 600), ("contiguous", False, 1100))
+    Case(window=600, chunk=700, heads=2, kv_heads=1, batch=1, dtype=torch.float32),
+    *(
+        Case(layout=layout, causal=causal, heads=2, kv_heads=1, chunk=chunk, batch=1, dtype=torch.bfloat16)
+        for layout, causal, chunk in (("zigzag", True, 600), ("contiguous", False, 1100))
+    ),
 ]
 
 
@@ -61,7 +92,7 @@ def _world(rank: int, cases: list[Case]) -> list[Errors]:
 
 
 def _cases(world_size: int) -> list[Case]:
-    return CASES + LONG_CASES if world_size == 2 else CASES
+    return CASES + MASKED_CASES + (LONG_CASES if world_size == 2 else [])
 
 
 @functools.lru_cache
