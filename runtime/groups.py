@@ -147,8 +147,8 @@ def _store(environment: Environment) -> Store:
         raise RunError(
             f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}"
         ) from error
-    prefix = f"attempt-{os.environ.get(\'TORCHELASTIC_RESTART_COUNT\', \'0\')}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined, no-any-return]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined, no-any-return]
 
 
 def _create(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
