@@ -129,7 +129,7 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
 def _store(environment: Environment) -> Store:
     """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing."""
     if not environment.launched:
-        return dist.HashStore()  # type: ignore[attr-defined, no-any-return]
+        return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -148,7 +148,7 @@ def _store(environment: Environment) -> Store:
             f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined, no-any-return]
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _create(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
