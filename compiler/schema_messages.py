@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from .file_codes import FILE_CODES
 from .schema_alternatives import alternatives, forbidden
 from .schema_findings import Findings, named
 from .schema_keys import missing_keys, needed_keys, unknown_keys
@@ -24,17 +25,8 @@ from .schema_violation import Violation
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
-CODES = {
-    "K001": "unknown key",
-    "K002": "missing key",
-    "K003": "wrong type",
-    "K004": "not one of the allowed values",
-    "K005": "number out of range",
-    "K006": "text of the wrong form",
-    "K007": "wrong number of entries or characters",
-    "K008": "keys or values that exclude each other",
-    "K009": "a key that needs another key",
-}
+CODES = {code: page.title for code, page in FILE_CODES.items() if code.startswith("K")}
+"""The codes of this module and their titles."""
 
 _HANDLERS: dict[str, Callable[[Violation, Findings, SchemaView], None]] = {
     "additionalProperties": unknown_keys,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from parcompile.diagnostics import Path
 
 from .document import Document, Place, Result
-from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token, shown
+from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token
+from .literals import shown
 from .text import SourceText
 
 MAX_DEPTH = 100

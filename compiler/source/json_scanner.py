@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from parcompile.diagnostics import Diagnostic
 
+from .literals import MAX_DIGITS, read_number, shown
 from .text import SourceText
 
 PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
@@ -42,9 +43,6 @@ _CONSTANTS: dict[str, object] = {"true": True, "false": False, "null": None}
 _NOT_A_NUMBER = {"nan", "inf", "infinity", ".nan", ".inf"}
 _QUOTES = {"'": "'", "\u2018": "\u2019", "\u2019": "\u2019", "\u201c": "\u201d", "\u201d": "\u201d", "`": "`"}
 
-INT64_MAX = 2**63 - 1
-INT64_MIN = -(2**63)
-_MAX_DIGITS = 400
 MAX_PROBLEMS = 50
 """After so many mistakes a text is not worth reading on."""
 
@@ -65,14 +63,6 @@ class Fatal(Exception):  # noqa: N818 - control flow inside this package, never 
     def __init__(self, diagnostic: Diagnostic) -> None:
         super().__init__(diagnostic.message)
         self.diagnostic = diagnostic
-
-
-def shown(text: str, limit: int = 40) -> str:
-    """`text` fit for a message: one line, printable, not longer than `limit`."""
-    flat = "".join(
-        character if character.isprintable() else f"\\u{ord(character):04x}" for character in text[: limit + 1]
-    )
-    return flat if len(text) <= limit else flat[: limit - 1] + "…"
 
 
 class Scanner:
@@ -269,7 +259,7 @@ class Scanner:
     def _bad_number(self, word: str, start: int, end: int) -> Token:
         value: int | float = 0
         advice = "write digits, with a point or an exponent if needed: 8, 0.1, 3e-4"
-        if _PYTHON_NUMBER.fullmatch(word) and len(word) < _MAX_DIGITS:
+        if _PYTHON_NUMBER.fullmatch(word) and len(word) < MAX_DIGITS:
             plain = word.replace("_", "")
             value = float(plain) if re.search(r"[.eE]", plain) else int(plain)
             if isinstance(value, float) and not math.isfinite(value):
@@ -279,34 +269,6 @@ class Scanner:
             self.source.problem("J012", f"{shown(word)} is not how a number is written in JSON", start, advice=advice)
         )
         return Token(NUMBER, value, start, end, valid=False)
-
-
-def read_number(literal: str, *, is_integer: bool) -> tuple[int | float, tuple[str, str] | None]:
-    """The number that `literal` means and, when it cannot be held exactly enough, (message, advice) and a stand-in."""
-    if is_integer:
-        if len(literal) <= 18:
-            return int(literal), None
-        value = int(literal) if len(literal) <= _MAX_DIGITS else (INT64_MIN if literal[0] == "-" else INT64_MAX)
-        if INT64_MIN <= value <= INT64_MAX and len(literal) <= _MAX_DIGITS:
-            return value, None
-        limit = "-2^63" if literal[0] == "-" else "2^63 - 1"
-        return value, (
-            f"{shown(literal)} is beyond {limit}, the largest whole number that can be held",
-            "write a smaller number",
-        )
-    number = float(literal)
-    if math.isinf(number):
-        stand_in = math.copysign(sys.float_info.max, number)
-        return stand_in, (
-            f"{shown(literal)} is too large for a 64-bit float (at most 1.8e308)",
-            "write a smaller number",
-        )
-    if number == 0.0 and re.search(r"[1-9]", re.split("[eE]", literal)[0]):
-        return number, (
-            f"{shown(literal)} is too small for a 64-bit float: it would be 0",
-            "write 0 or a larger number",
-        )
-    return number, None
 
 
 def _expected(as_key: bool) -> str:

@@ -12,7 +12,8 @@ from parcompile.diagnostics import Path
 
 from .document import Document, Place, Result
 from .json_parser import MAX_DEPTH
-from .json_scanner import Fatal, shown
+from .json_scanner import Fatal
+from .literals import shown
 from .text import SourceText
 from .yaml_messages import explain
 from .yaml_scalars import plain_value, tag_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from .json_scanner import read_number, shown
+from .literals import read_number, shown
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOLEAN = re.compile(r"true|True|TRUE|false|False|FALSE")
