@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from . import schema, source
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .plan import Plan, compile_plan
 from .resolve import Resolution
-from .rules import check
+from .rules import DEFAULT_TARGETS, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +27,35 @@ class Checked:
         return not has_errors(self.diagnostics)
 
 
-def check_file(path: str | Path) -> Checked:
-    """Everything that is wrong with a spec, in one pass.
+def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
+    """Everything that is wrong with a spec for these targets, in one pass.
 
     Raises:
         SourceError: the file cannot be read.
     """
     read = source.read(path)
+    folder = Path() if str(path) == "-" else Path(path).resolve().parent
+    return check_read(read, folder, targets)
+
+
+def check_read(read: source.Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
+    """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
     if document is None:
         return Checked(None, read.diagnostics, None)
+    found, resolution = _found(document, folder, targets)
+    if any(one.fixes for one in found):
+        from .rules.trial import tried
+
+        found = tried(found, document, lambda changed: _found(changed, folder, targets)[0])
+    return Checked(document, tuple(in_file_order([*read.diagnostics, *found])), resolution)
+
+
+def _found(document: source.Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
     validation = schema.validate(document, "spec")
-    folder = Path() if str(path) == "-" else Path(path).resolve().parent
     resolution = Resolution(document.tree, validation.invalid_paths, folder)
-    found = [diagnostic.at(document.file, document.position(diagnostic.path)) for diagnostic in check(resolution)]
-    diagnostics = in_file_order([*read.diagnostics, *validation.diagnostics, *found])
-    return Checked(document, tuple(diagnostics), resolution)
+    found = [document.locate(diagnostic) for diagnostic in check(resolution, targets)]
+    return [*validation.diagnostics, *found], resolution
 
 
 def compile_file(path: str | Path) -> tuple[Plan | None, Checked]:

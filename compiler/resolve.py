@@ -1,7 +1,8 @@
 """Decides every value of a spec, lazily, and remembers where each comes from.
 
-Rules read a `Resolution`. A value that is wrong, or that depends on one that is, raises `Unavailable` when it is read, and the rule
-that asked stays quiet: each mistake is reported once, where it is. When no rule complains, `Resolution.spec()` is complete.
+Rules read a `Resolution`. A value that is wrong, or that depends on one that is, raises `Unavailable` when it is read,
+and the rule that asked stays quiet: each mistake is reported once, where it is. When no rule complains,
+`Resolution.spec()` is complete.
 """
 
 from __future__ import annotations
@@ -123,6 +124,9 @@ class Resolution:
             return preset.config
         if "hf_config" in given:
             return self._read_config(FilePath(self.get("model", "hf_config")))
+        if any(path[:1] == ("model",) for path in self._invalid):
+            # A dimension that is missing or wrong has been reported: what remains describes no model.
+            raise Unavailable("model")
         return {key: self.get("model", key) for key in given}
 
     def _read_config(self, relative: FilePath) -> Mapping[str, Any]:

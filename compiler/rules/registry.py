@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.resolve import Resolution, Unavailable
 
-_MODULES = ("world", "batch", "model", "tensor", "sequence", "precision", "zero", "moe", "runtime", "deepspeed")
+_MODULES = (
+    "world",
+    "topology",
+    "order",
+    "batch",
+    "model",
+    "stages",
+    "tensor",
+    "tensor_remarks",
+    "sequence",
+    "precision",
+    "recompute",
+    "zero",
+    "moe",
+    "memory",
+    "runtime",
+    "deepspeed",
+    "deepspeed_numerics",
+)
+
+TARGETS = ("deepspeed", "runtime", "megatron")
+"""What a plan may be meant for. A rule that concerns one of them fires only when the plan is meant for it."""
+DEFAULT_TARGETS = ("deepspeed", "runtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +49,7 @@ class Finding:
 
 
 Check = Callable[[Resolution], Iterator[Finding]]
+Example = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +57,22 @@ class Rule:
     """A rule and its page.
 
     `targets` names what the rule concerns: "all" for what is true of any run, else the backends that demand it.
+    `wrong` and `right` are parts of a spec: laid over `examples.BASE`, the one breaks the rule and the other does not.
     """
 
     code: str
     severity: Severity
     title: str
     explanation: str
+    wrong: Example
+    right: Example
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     check: Check
+
+    def concerns(self, targets: Collection[str]) -> bool:
+        """Whether the rule fires for a plan that is meant for `targets`."""
+        return "all" in self.targets or any(target in targets for target in self.targets)
 
 
 _RULES: dict[str, Rule] = {}
@@ -51,6 +83,8 @@ def rule(
     title: str,
     explanation: str,
     *,
+    wrong: Example,
+    right: Example,
     severity: Severity = Severity.ERROR,
     sources: tuple[str, ...] = (),
     targets: tuple[str, ...] = ("all",),
@@ -58,10 +92,9 @@ def rule(
     """Registers the decorated function as the rule `code`."""
 
     def register(check: Check) -> Check:
-        assert code not in _RULES or _RULES[code].check.__qualname__ == check.__qualname__, (
-            f"two rules are called {code}"
-        )
-        _RULES[code] = Rule(code, severity, title, " ".join(explanation.split()), sources, targets, check)
+        assert code not in _RULES, f"two rules are called {code}"
+        text = " ".join(explanation.split())
+        _RULES[code] = Rule(code, severity, title, text, wrong, right, sources, targets, check)
         return check
 
     return register
@@ -75,24 +108,25 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(_RULES[code] for code in sorted(_RULES))
 
 
-def check(resolution: Resolution) -> list[Diagnostic]:
-    """Runs every rule once. A rule that needs a value which is itself wrong stays quiet."""
+def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) -> list[Diagnostic]:
+    """Runs every rule that concerns `targets` once. A rule that needs a value which is itself wrong stays quiet."""
     found: list[Diagnostic] = []
     for entry in all_rules():
-        try:
-            findings = list(entry.check(resolution))
-        except Unavailable:
+        if not entry.concerns(targets):
             continue
-        found.extend(
-            Diagnostic(
-                code=entry.code,
-                severity=entry.severity,
-                message=finding.message,
-                path=finding.path,
-                help=finding.help,
-                fixes=finding.fixes,
-                related=finding.related,
-            )
-            for finding in findings
-        )
+        with contextlib.suppress(Unavailable):
+            # What a rule has found before it asks for such a value still counts.
+            found.extend(_diagnostic(entry, finding) for finding in entry.check(resolution))
     return found
+
+
+def _diagnostic(entry: Rule, finding: Finding) -> Diagnostic:
+    return Diagnostic(
+        code=entry.code,
+        severity=entry.severity,
+        message=finding.message,
+        path=finding.path,
+        help=finding.help,
+        fixes=finding.fixes,
+        related=finding.related,
+    )

@@ -1,4 +1,4 @@
-"""What the runtime executes today. Such a plan compiles, for other launchers and for planning, but the runtime refuses it."""
+"""What the runtime executes today. Other plans compile, for other launchers; the runtime refuses them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Severity
 from parcompile.resolve import Resolution
 
+from .places import also, model_path
 from .registry import Finding, rule
 
 RUNTIME_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -17,6 +18,8 @@ RUNTIME_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
     "X001",
     "the runtime does not run pipeline stages",
     """The runtime executes tp, cp, dp and ZeRO-1. A plan with pp > 1 compiles for other launchers.""",
+    wrong={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    right={"parallelism": {"tp": 2}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
@@ -30,6 +33,8 @@ def runtime_has_no_pipeline(spec: Resolution) -> Iterator[Finding]:
     "X002",
     "the runtime does not run expert parallelism",
     """The runtime executes tp, cp, dp and ZeRO-1. A plan with ep > 1 compiles for other launchers.""",
+    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}},
+    right={"parallelism": {"tp": 4}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
@@ -43,6 +48,8 @@ def runtime_has_no_expert_parallelism(spec: Resolution) -> Iterator[Finding]:
     "X003",
     "the runtime runs ZeRO stage 1",
     """The runtime shards the optimizer state over dp · cp. Other stages are planned and emitted, not executed.""",
+    wrong={"zero": {"stage": 2}},
+    right={"zero": {"stage": 1}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
@@ -56,6 +63,8 @@ def runtime_needs_zero_1(spec: Resolution) -> Iterator[Finding]:
     "X004",
     "the runtime cannot inject this model",
     """The runtime replaces the linears, the attention and the loss of a model; it knows how for some families.""",
+    wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
+    right={"model": {"preset": "llama-2-7b"}, "training": {"sequence_length": 4096}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
@@ -64,15 +73,19 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     family = spec.shape.model_type
     if family not in RUNTIME_FAMILIES:
         yield Finding(
-            f"parcompile.runtime does not inject {family}", ("model",), help=f"it injects {', '.join(RUNTIME_FAMILIES)}"
+            f"parcompile.runtime does not inject {family}",
+            model_path(spec, "model_type"),
+            help=f"it injects {', '.join(RUNTIME_FAMILIES)}",
         )
 
 
 @rule(
     "X005",
     "the ring has no sliding window",
-    """Ring attention computes full causal attention. A model with a sliding window shorter than the sequence would be trained with
-    another mask than its own.""",
+    """Ring attention computes full causal attention. A model with a sliding window shorter than the sequence would be
+    trained with another mask than its own.""",
+    wrong={"model": {"preset": "mistral-7b"}},
+    right={"model": {"preset": "mistral-7b"}, "training": {"sequence_length": 4096}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
@@ -84,4 +97,5 @@ def window_covers_the_sequence(spec: Resolution) -> Iterator[Finding]:
             f"sliding_window {window} < sequence_length {length}: parcompile.runtime attends to the whole sequence",
             ("training", "sequence_length"),
             help=f"use a sequence_length of {window} or less, or a config without a window",
+            related=also(spec, model_path(spec, "sliding_window")),
         )

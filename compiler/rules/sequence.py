@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
+from parcompile.layout.sequence import CpLayout
 from parcompile.resolve import Resolution
 
 from .arithmetic import listed, nearest_multiples
+from .places import also
 from .registry import Finding, rule
 
 _LENGTH = ("training", "sequence_length")
+_CP = ("parallelism", "cp")
+_LAYOUT = ("parallelism", "cp_layout")
 
 
 def _divisor(spec: Resolution) -> int:
@@ -22,7 +26,7 @@ def _divisor(spec: Resolution) -> int:
     return cp * local
 
 
-def _finding(spec: Resolution, message: str) -> Finding:
+def _finding(spec: Resolution, message: str, related: tuple[Related, ...]) -> Finding:
     divisor = _divisor(spec)
     near = nearest_multiples(spec.sequence_length, divisor)
     return Finding(
@@ -32,14 +36,17 @@ def _finding(spec: Resolution, message: str) -> Finding:
         fixes=tuple(
             Fix(f"set sequence_length to {value}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, value),)) for value in near
         ),
+        related=related,
     )
 
 
 @rule(
     "C001",
     "the sequence does not divide over cp",
-    """Each context-parallel rank holds chunks of equal length: two with the zigzag layout (sequence_length % (2 · cp) = 0), one with the
-    contiguous layout (sequence_length % cp = 0).""",
+    """Each context-parallel rank holds chunks of equal length: two with the zigzag layout
+    (sequence_length % (2 · cp) = 0), one with the contiguous layout (sequence_length % cp = 0).""",
+    wrong={"parallelism": {"cp": 4}, "training": {"sequence_length": 8188}},
+    right={"parallelism": {"cp": 4}, "training": {"sequence_length": 8184}},
     sources=("Megatron-LM arguments.py", "TransformerEngine context_parallel.py"),
 )
 def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
@@ -50,16 +57,21 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
         factor = f"{layout.chunks_per_rank} · cp {cp}" if layout.chunks_per_rank > 1 else f"cp {cp}"
         yield _finding(
             spec,
-            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout cuts it into {chunks} chunks",
+            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout cuts it into "
+            f"{chunks} chunks",
+            also(spec, _CP, _LAYOUT),
         )
 
 
 @rule(
     "T007",
     "the sequence does not divide over tp",
-    """With sequence parallelism each tensor-parallel rank keeps an equal share of the tokens of its context-parallel rank:
-    (sequence_length / cp) % tp = 0.""",
-    sources=("Megatron-Core tensor_parallel/mappings.py",),
+    """With sequence parallelism each tensor-parallel rank keeps an equal share of the tokens of its context-parallel
+    rank: (sequence_length / cp) % tp = 0. Together with zigzag chunks, sequence_length is a multiple of
+    cp · lcm(2, tp).""",
+    wrong={"parallelism": {"tp": 8, "sequence_parallel": True}, "training": {"sequence_length": 8188}},
+    right={"parallelism": {"tp": 8, "sequence_parallel": True}, "training": {"sequence_length": 8184}},
+    sources=("Megatron-Core tensor_parallel/mappings.py", "torchtitan#1306"),
 )
 def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when the local sequence cannot be split over tp."""
@@ -67,7 +79,8 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     if spec.sequence_parallel and length % cp == 0 and (length // cp) % tp:
         yield _finding(
             spec,
-            f"(sequence_length {length} / cp {cp}) % tp {tp} = {(length // cp) % tp}: sequence_parallel splits it over tp",
+            f"(sequence_length {length} / cp {cp}) % tp {tp} = {(length // cp) % tp}: sequence_parallel cuts it",
+            also(spec, ("parallelism", "tp"), ("parallelism", "sequence_parallel")),
         )
 
 
@@ -75,14 +88,40 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     "C003",
     "the context-parallel layout has no effect",
     """With cp 1 each rank holds whole sequences in their order: there is nothing to deal out.""",
+    wrong={"parallelism": {"cp_layout": "zigzag"}},
+    right={"parallelism": {"cp": 2, "cp_layout": "zigzag"}},
     severity=Severity.INFO,
 )
 def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when cp_layout is given at cp 1."""
-    path = ("parallelism", "cp_layout")
-    if spec.given(*path) and spec.axis("cp") == 1:
+    if spec.given(*_LAYOUT) and spec.axis("cp") == 1:
         yield Finding(
             f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
-            path,
-            fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(path, remove=True),)),),
+            _LAYOUT,
+            fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(_LAYOUT, remove=True),)),),
+        )
+
+
+@rule(
+    "C004",
+    "contiguous chunks leave ranks idle",
+    """Under a causal mask a late chunk attends to more keys than an early one. With one chunk per rank the last rank
+    computes 2 · cp − 1 times what the first does, and the others wait; zigzag gives every rank the same work.""",
+    wrong={"parallelism": {"cp": 4, "cp_layout": "contiguous"}},
+    right={"parallelism": {"cp": 4, "cp_layout": "zigzag"}},
+    severity=Severity.WARNING,
+    sources=("arXiv 2407.21783, section 3.3.2",),
+)
+def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the contiguous layout with cp > 1."""
+    cp = spec.axis("cp")
+    if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS:
+        # Rank r computes (2r + 1) of cp² units; closed form of layout.sequence.balance.
+        share = cp / (2 * cp - 1)
+        yield Finding(
+            f"cp_layout contiguous with cp {cp}: ranks do {share:.0%} of the busiest rank's attention on average",
+            _LAYOUT,
+            help="zigzag does 100%",
+            fixes=(Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),),
+            related=also(spec, _CP),
         )

@@ -1,0 +1,50 @@
+"""Tries fixes before they are offered: one that does not remove its diagnostic, or that adds an error, is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from parcompile.diagnostics import Diagnostic, Fix, Path
+from parcompile.edits import EditError, apply_edit
+from parcompile.source import Document
+
+Recheck = Callable[[Document], Sequence[Diagnostic]]
+"""Everything that is wrong with a document."""
+
+MOST_OFFERED = 3
+"""So many fixes of one diagnostic are worth reading."""
+
+
+def tried(diagnostics: Iterable[Diagnostic], document: Document, recheck: Recheck) -> list[Diagnostic]:
+    """The diagnostics, each with the first few of its fixes that work."""
+    found = list(diagnostics)
+    errors = Counter(_identity(one) for one in found if one.is_error)
+    return [
+        replace(one, fixes=tuple(_working(one, errors, document, recheck))[:MOST_OFFERED]) if one.fixes else one
+        for one in found
+    ]
+
+
+def _working(one: Diagnostic, errors: Counter[tuple[str, Path]], document: Document, recheck: Recheck) -> list[Fix]:
+    working: list[Fix] = []
+    for fix in one.fixes:
+        if len(working) == MOST_OFFERED:
+            break
+        try:
+            changed = document
+            for edit in fix.edits:
+                changed = apply_edit(changed, edit)
+        except EditError:
+            continue
+        after = recheck(changed)
+        gone = all(_identity(other) != _identity(one) for other in after)
+        added = Counter(_identity(other) for other in after if other.is_error) - errors
+        if gone and not added:
+            working.append(fix)
+    return working
+
+
+def _identity(one: Diagnostic) -> tuple[str, Path]:
+    return one.code, one.path

@@ -1,0 +1,96 @@
+"""Each rule's own page holds: its wrong example breaks it, its right one does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from parcompile import schema
+from parcompile.diagnostics import Severity
+from parcompile.resolve import Resolution
+from parcompile.rules import DEFAULT_TARGETS, TARGETS, Rule, all_rules, check
+from parcompile.rules.arithmetic import divisors, nearest_divisors, nearest_multiples
+from parcompile.rules.examples import BASE, example_spec
+
+RULES = all_rules()
+
+
+def codes(tree: object, targets: tuple[str, ...] = TARGETS) -> list[str]:
+    validation = schema.validate(tree, "spec")
+    assert validation.valid, validation.diagnostics
+    return [one.code for one in check(Resolution(tree, validation.invalid_paths), targets)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_wrong_example_breaks_the_rule_and_right_one_does_not(rule: Rule) -> None:
+    assert rule.code in codes(example_spec(rule.wrong))
+    assert rule.code not in codes(example_spec(rule.right))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_right_example_compiles(rule: Rule) -> None:
+    tree = example_spec(rule.right)
+    targets = DEFAULT_TARGETS if "all" in rule.targets else (*DEFAULT_TARGETS, *rule.targets)
+    assert [one.message for one in check(Resolution(tree), targets) if one.is_error] == []
+
+
+def test_the_base_of_the_examples_breaks_no_rule() -> None:
+    remarks = {rule.code for rule in RULES if rule.severity is Severity.INFO}
+    assert set(codes(dict(BASE))) <= remarks
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_page_is_complete(rule: Rule) -> None:
+    assert re.fullmatch(r"[A-Z][0-9]{3}", rule.code)
+    assert rule.title
+    assert not rule.title.endswith(".")
+    assert rule.explanation.endswith(".")
+    assert len(rule.explanation) > len(rule.title)
+    assert set(rule.targets) <= {"all", *TARGETS}
+    if rule.severity is Severity.ERROR:
+        assert rule.sources or "all" in rule.targets
+
+
+def test_megatron_rules_are_quiet_unless_asked_for() -> None:
+    tree = example_spec({"parallelism": {"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"}})
+    assert "W007" not in codes(tree, DEFAULT_TARGETS)
+    assert "W007" in codes(tree, ("megatron",))
+
+
+def test_a_rule_is_quiet_when_its_inputs_are_wrong() -> None:
+    tree = example_spec({"parallelism": {"tp": "two", "sequence_parallel": True, "cp": 3, "order": "tp"}})
+    validation = schema.validate(tree, "spec")
+    found = check(Resolution(tree, validation.invalid_paths))
+    assert [one.code for one in validation.diagnostics] == ["K004"]
+    assert {one.code for one in found} <= {"B005", "C001", "T005", "W004"}
+
+
+def test_missing_dimensions_are_reported_once() -> None:
+    tree = example_spec({"model": {"model_type": "llama", "hidden_size": 64}})
+    validation = schema.validate(tree, "spec")
+    assert {one.code for one in validation.diagnostics} == {"K002"}
+    assert [one for one in check(Resolution(tree, validation.invalid_paths)) if one.is_error] == []
+
+
+def test_every_rule_module_is_registered() -> None:
+    from parcompile.rules import registry
+
+    plumbing = {"__init__", "registry", "arithmetic", "places", "examples", "trial", "pages", "syntax"}
+    modules = {file.stem for file in Path(registry.__file__).parent.glob("*.py")} - plumbing
+    assert modules == set(registry._MODULES)
+
+
+@pytest.mark.parametrize(
+    ("value", "divisor", "nearest"), [(100, 16, (96, 112)), (3, 8, (8,)), (110, 16, (112, 96)), (8, 8, (8, 16))]
+)
+def test_nearest_multiples(value: int, divisor: int, nearest: tuple[int, ...]) -> None:
+    assert nearest_multiples(value, divisor) == nearest
+
+
+def test_divisors_are_complete() -> None:
+    for total in range(1, 200):
+        assert divisors(total) == tuple(number for number in range(1, total + 1) if total % number == 0)
+    assert nearest_divisors(16, 126) == (14, 18)
+    assert nearest_divisors(8, 25) == (5, 1)
