@@ -119,7 +119,12 @@ def _window(line: str, column: int, width: int, dots: str) -> tuple[str, int, in
     length = len(match[0]) if match else 1
     first = 0
     if _columns(line) > width:
-        first = max(0, index - width // 3)
+        # As much of the line's end as fits, but always a third of the width before the place.
+        room = max(width // 3, width - len(dots) - _columns(line[index:]))
+        first = index
+        while first > 0 and _columns(line[first - 1]) <= room:
+            first -= 1
+            room -= _columns(line[first])
     before = dots if first else ""
     text = before + _visible(line[first:])
     start = _columns(before) + _columns(line[first:index])

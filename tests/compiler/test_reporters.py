@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import unicodedata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -235,3 +236,18 @@ def test_junit_has_a_suite_for_each_file_and_counts_failures():
 def test_an_unknown_format_is_named_with_those_there_are():
     with pytest.raises(ValueError, match="sarif"):
         written("xml")
+
+
+@pytest.mark.parametrize("letter", ["x", "日", "e\u0301", "\t"])
+@pytest.mark.parametrize("column", [1, 40, 79, 120])
+def test_no_line_is_wider_than_the_terminal_and_the_place_is_in_it(letter: str, column: int):
+    source = SourceText("x.json", letter * 120)
+    found = Diagnostic("K001", Severity.ERROR, "x", (), "x.json", Position(1, column))
+    stream = io.StringIO()
+    report([found], [source], "text", stream, style=Style(width=80))
+    lines = stream.getvalue().splitlines()
+    number = next(number for number, line in enumerate(lines) if "^" in line)
+    quote, carets = lines[number - 1], lines[number]
+    width = sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) == "W" else 1 for c in quote)
+    assert width <= 80
+    assert len(carets) <= 80

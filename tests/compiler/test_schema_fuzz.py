@@ -61,3 +61,32 @@ def test_any_mutant_is_valid_or_has_diagnostics_in_the_file(tree: Any, indent: i
         assert one.message
         assert len(one.message) < 400
     assert len({(one.code, one.path) for one in found}) == len(found)
+
+
+DS_EXAMPLE: Any = {
+    "train_batch_size": 64,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": None},
+    "data_types": {"keep_in_fp32_modules": ["x"]},
+}
+DS_PATHS = [path for path in paths(DS_EXAMPLE) if path]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(DS_PATHS), ODD), min_size=1, max_size=3))
+def test_any_mutant_of_a_deepspeed_configuration_has_messages_and_no_exception(changes: Any):
+    tree = copy.deepcopy(DS_EXAMPLE)
+    for path, value in changes:
+        node: Any = tree
+        for step in path[:-1]:
+            node = (
+                node[step]
+                if isinstance(node, (dict, list)) and (step in node or isinstance(node, list)) and node
+                else {}
+            )
+        if isinstance(node, dict):
+            node[path[-1]] = copy.deepcopy(value)
+    for one in schema.validate(tree, "ds_config").diagnostics:
+        assert one.message
+        assert "not valid under any" not in one.message
