@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .cost.memory import rank_numel, static_memory
 from .cost.parameters import stage_numel
 from .layout.families import Family
+from .layout.grid import Grid
 from .layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from .layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
 from .layout.sequence import CpLayout, Source, balance, chunk_ids, source_blocks, token_ranges, work
@@ -36,6 +37,8 @@ EXPANDED_CP = 1024
 EXPANDED_RING = 32
 """Up to this cp the plan lists the source of each step of each cp rank; beyond, they follow from the rule that stands
 beside them."""
+EXPERT_GRID_AXES = ("tp", "ep", "dp", "pp")
+"""The axes of the expert grid; its dp is expert-dp."""
 ALTERNATIVES = 3
 """Other orders of the axes that the plan compares itself with."""
 
@@ -131,21 +134,16 @@ def _training(spec: Spec) -> dict[str, Any]:
 
 def _groups(plan: Plan) -> dict[str, Any]:
     groups = plan.groups
-    grids = {"axes": groups.grid, "expert_axes": groups.expert_grid if groups.ep > 1 else None}
     return {
-        **{
-            key: None
-            if grid is None
-            else {
-                axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)}
-                for axis in grid.order
-                if axis in DENSE_AXES or (axis == "ep" and key == "expert_axes")
-            }
-            for key, grid in grids.items()
-        },
+        "axes": _axes(groups.grid, DENSE_AXES),
+        "expert_axes": _axes(groups.expert_grid, EXPERT_GRID_AXES) if groups.ep > 1 else None,
         "created": list(groups.names),
         "groups": {name: strided(groups.family(name)) for name in groups.all_names},
     }
+
+
+def _axes(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
+    return {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in grid.order if axis in axes}
 
 
 def _topology(plan: Plan) -> dict[str, Any]:

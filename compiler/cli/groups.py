@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,12 +18,58 @@ from parcompile.targets.process_groups import rank_groups
 @click.command("groups")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--rank", type=int, required=True, help="The rank whose groups to show.")
-def command(plan: Path, rank: int) -> None:
-    """Show the coordinates of a rank, and who is in which group with it, on which node (JSON).
+@click.option("--axis", "names", multiple=True, help="Only the group of this axis or name (tp, dp-cp, embedding, …).")
+@click.option("--format", "form", type=click.Choice(["json", "csv"]), default="json", show_default=True)
+@click.option("--table", is_flag=True, help="A table for people instead.")
+def command(plan: Path, rank: int, names: tuple[str, ...], form: str, *, table: bool) -> None:
+    """Show the coordinates of a rank, and who is in which group with it, on which node.
 
-    PLAN is a plan.json, or the folder that holds it.
+    PLAN is a plan.json, or the folder that holds it. Groups are computed: the answer takes as long for a million ranks
+    as for eight.
     """
     try:
-        click.echo(to_text(rank_groups(Plan.load(plan), rank)), nl=False)
+        loaded = Plan.load(plan)
+        found = rank_groups(loaded, rank, names)
     except (PlanError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    text = (
+        _table(found) if table else to_text(found) if form == "json" else _csv(found, loaded.spec.cluster.gpus_per_node)
+    )
+    click.echo(text, nl=False)
+
+
+def _csv(found: dict[str, Any], per_node: int) -> str:
+    """One line for each member of each group."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rank", "group", "index", "member", "node"])
+    for name, group in found["groups"].items():
+        for index, member in enumerate(group["ranks"]):
+            writer.writerow([found["rank"], name, index, member, member // per_node])
+    return text.getvalue()
+
+
+def _table(found: dict[str, Any]) -> str:
+    """Coordinates, then a line for each group; runs of ranks and nodes are shortened."""
+    rows = [("group", "size", "ranks", "nodes")]
+    for name, group in found["groups"].items():
+        rows.append((name, str(len(group["ranks"])), runs(group["ranks"]), runs(group["nodes"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    coordinates = ", ".join(f"{axis} {index}" for axis, index in found["coordinates"].items())
+    return "\n".join([f"rank {found['rank']}: {coordinates}", *lines]) + "\n"
+
+
+def runs(numbers: list[int]) -> str:
+    """`0-7` for consecutive numbers, `1-25:8` for steps of 8; the middle of a long irregular list is left out."""
+    if len(numbers) > 2:
+        steps = {after - before for before, after in itertools.pairwise(numbers)}
+        if len(steps) == 1:
+            step = steps.pop()
+            return f"{numbers[0]}-{numbers[-1]}" + (f":{step}" if step > 1 else "")
+    if len(numbers) > 12:
+        shown = ", ".join(map(str, numbers[:6]))
+        return f"{shown}, …, {numbers[-1]}"
+    return ", ".join(map(str, numbers)) or "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from parcompile.layout.groups import EXPERT_AXES
@@ -34,10 +35,10 @@ def process_groups(plan: Plan) -> dict[str, Any]:
     }
 
 
-def rank_groups(plan: Plan, rank: int, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+def rank_groups(plan: Plan, rank: int, names: Sequence[str] = ()) -> dict[str, Any]:
     """The coordinates and groups of one rank, computed in the size of its groups.
 
-    `names` are the groups to show; left out, those of the runtime, and those of the experts when the plan has them.
+    `names` are the groups to show; without any, those of the runtime, and those of the experts when the plan has them.
 
     Raises:
         ValueError: the rank is not in the plan's world, or there is no group of that name.
@@ -48,8 +49,8 @@ def rank_groups(plan: Plan, rank: int, names: tuple[str, ...] | None = None) -> 
         expert = groups.expert_grid.coordinates(rank)
         coordinates |= {"ep": expert["ep"], "expert-dp": expert["dp"]}
     found = {}
-    for name in names or shown_names(groups):
-        ranks = groups.of_rank(known_name(groups, name), rank)
+    for name in [known_name(groups, name) for name in names] or shown_names(groups):
+        ranks = groups.of_rank(name, rank)
         found[name] = {"ranks": list(ranks), "nodes": sorted({member // per_node for member in ranks})}
     return {"rank": rank, "coordinates": coordinates, "groups": found}
 

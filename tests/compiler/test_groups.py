@@ -1,0 +1,139 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+from layout_cases import AXES, compile_tree, enumerated, orders, spec_tree
+
+from parcompile.cli.groups import command
+from parcompile.layout.grid import Grid
+from parcompile.layout.groups import Groups, expert_grid
+from parcompile.layout.topology import NETWORK, NODE, Reach, reach
+from parcompile.targets.files import to_text
+
+
+@pytest.mark.parametrize(
+    "order", [("tp", "cp", "ep", "dp", "pp"), ("tp", "ep", "dp", "pp", "cp"), ("ep", "tp", "cp", "pp", "dp")]
+)
+@pytest.mark.parametrize(("ep", "expert_tp"), [(1, 4), (2, 4), (4, 2), (8, 1)])
+def test_the_expert_grid_is_megatrons_second_grid(order, ep, expert_tp) -> None:
+    dense = Grid.of(order, {"tp": 4, "cp": 2, "dp": 4, "pp": 2})
+    grid = expert_grid(dense, ep, expert_tp)
+    expert_dp = 64 // (expert_tp * ep * 2)
+    sizes = {"tp": expert_tp, "cp": 1, "ep": ep, "dp": expert_dp, "pp": 2}
+    for axes in (("ep",), ("tp",), ("dp",), ("tp", "ep"), ("tp", "ep", "pp"), ("pp",)):
+        assert [list(group) for group in grid.groups(axes)] == enumerated(order, sizes, axes).tolist()
+    if order[-1] == "pp":
+        assert list(grid.groups(("pp",))) == list(dense.groups(("pp",)))
+
+
+def test_an_expert_grid_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="expert-tp 2 · ep 3 · pp 1 = 6 does not divide the world of 8 ranks"):
+        expert_grid(Grid.of(AXES, {"tp": 2, "dp": 4}), 3)
+
+
+def test_embedding_groups_are_the_ends_of_the_pipeline() -> None:
+    groups = Groups(Grid.of(AXES, {"tp": 2, "pp": 4}))
+    assert list(groups.all("embedding")) == [(0, 6), (1, 7)]
+    assert list(groups.all("position-embedding")) == [(0,), (1,)]
+    assert groups.of_rank("embedding", 7) == (1, 7)
+    assert groups.of_rank("embedding", 2) == ()
+    assert groups.of_rank("position-embedding", 6) == ()
+    one_stage = Groups(Grid.of(AXES, {"tp": 2}))
+    assert list(one_stage.all("embedding")) == [(0,), (1,)]
+
+
+def test_the_runtime_creates_the_same_groups_in_the_same_order_on_every_rank() -> None:
+    assert Groups(Grid.of(AXES, {"tp": 4})).names == ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
+    assert Groups(Grid.of(AXES, {"tp": 4}), kv_replicas=2).names[-1] == "kv-replica"
+
+
+def test_reach_equals_counting_nodes_and_rails_group_by_group() -> None:
+    checked = 0
+    for order in orders():
+        for sizes in ((2, 2, 2, 3), (3, 2, 4, 1), (4, 3, 1, 2), (1, 6, 2, 2), (8, 1, 3, 1)):
+            grid = Grid.of(order, dict(zip(AXES, sizes, strict=True)))
+            groups = Groups(grid, ep=2 if grid.size(("cp", "dp")) % 2 == 0 else 1)
+            for per_node in (1, 2, 4, 6, 8, 12, 24):
+                for name in groups.all_names:
+                    members = list(groups.all(name))
+                    nodes = [len({rank // per_node for rank in group}) for group in members]
+                    rails = [len({rank % per_node for rank in group}) for group in members]
+                    expected = Reach(
+                        count=len(members),
+                        leaving_node=sum(number > 1 for number in nodes),
+                        nodes=(min(nodes), max(nodes)),
+                        rails=(min(rails), max(rails)),
+                    )
+                    assert reach(groups.family(name), per_node) == expected, (grid, name, per_node)
+                    checked += 1
+    assert checked > 5000
+
+
+def test_reach_of_a_million_ranks_needs_no_enumeration() -> None:
+    groups = Groups(Grid.of(("tp", "cp", "dp", "pp"), {"tp": 8, "cp": 16, "dp": 512, "pp": 16}))
+    assert reach(groups.family("tp"), 8) == Reach(131_072, 0, (1, 1), (8, 8))
+    assert reach(groups.family("tp"), 8).slowest_link == NODE
+    assert reach(groups.family("cp"), 8) == Reach(65_536, 65_536, (16, 16), (1, 1))
+    assert reach(groups.family("dp-cp"), 8) == Reach(128, 128, (8192, 8192), (1, 1))
+    assert reach(groups.family("dp-cp"), 8).slowest_link == NETWORK
+
+
+def test_the_plan_names_orders_that_send_less_between_nodes(tmp_path) -> None:
+    parallelism = {"tp": 4, "cp": 2, "order": "dp-cp-tp-pp"}
+    topology = compile_tree(spec_tree(2, 8, parallelism=parallelism), tmp_path).to_json()["topology"]
+    assert topology["families"]["tp"]["groups_leaving_node"] == 4
+    best = topology["other_orders"][0]
+    assert best["order"].startswith(("tp-cp-dp", "cp-tp-dp"))
+    assert best["bytes_leaving_node"] < topology["bytes_leaving_node"]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    compiled = compile_tree(spec_tree(2, 8, parallelism={"tp": 8, "cp": 2}), folder)
+    (folder / "plan.json").write_text(to_text(compiled.to_json()), encoding="utf-8")
+    return folder
+
+
+class TestCommand:
+    def run(self, *arguments):
+        return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+    def test_it_prints_the_coordinates_and_groups_of_a_rank(self, plan) -> None:
+        found = json.loads(self.run(plan, "--rank", 9).output)
+        assert found["rank"] == 9
+        assert found["coordinates"] == {"tp": 1, "cp": 1, "dp": 0, "pp": 0}
+        assert found["groups"]["tp"] == {"ranks": [8, 9, 10, 11, 12, 13, 14, 15], "nodes": [1]}
+        assert found["groups"]["cp"] == {"ranks": [1, 9], "nodes": [0, 1]}
+        assert found["groups"]["dp-cp"] == {"ranks": [1, 9], "nodes": [0, 1]}
+        assert found["groups"]["kv-replica"] == {"ranks": [8, 9], "nodes": [1]}
+        assert set(found["groups"]) == {"tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "kv-replica"}
+
+    def test_it_shows_one_group_when_asked(self, plan) -> None:
+        assert list(json.loads(self.run(plan, "--rank", 3, "--axis", "tp").output)["groups"]) == ["tp"]
+        both = json.loads(self.run(plan, "--rank", 3, "--axis", "cp-dp", "--axis", "embedding").output)["groups"]
+        assert both == {
+            "dp-cp": {"ranks": [3, 11], "nodes": [0, 1]},
+            "embedding": {"ranks": [3], "nodes": [0]},
+        }
+
+    def test_csv_has_one_line_for_each_member(self, plan) -> None:
+        lines = self.run(plan, "--rank", 9, "--axis", "cp", "--format", "csv").output.splitlines()
+        assert lines == ["rank,group,index,member,node", "9,cp,0,1,0", "9,cp,1,9,1"]
+
+    def test_the_table_shows_runs_of_ranks(self, plan) -> None:
+        text = self.run(plan, "--rank", 9, "--table").output
+        assert "rank 9: tp 1, cp 1, dp 0, pp 0" in text
+        assert "8-15" in text
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--rank", 16), "rank 16 is not in a world of 16: it needs 0 ≤ rank < 16"),
+            (("--rank", 0, "--axis", "zp"), "there is no group 'zp'; there are tp, cp"),
+        ],
+    )
+    def test_what_does_not_exist_is_an_error(self, plan, arguments, message) -> None:
+        result = self.run(plan, *arguments)
+        assert result.exit_code != 0
+        assert message in result.output

@@ -1,0 +1,220 @@
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from jsonschema import Draft202012Validator
+from layout_cases import compile_tree, spec_tree
+
+from parcompile import schema
+from parcompile.layout.optimizer import padded_numel
+from parcompile.layout.sequence import ring_schedule
+from parcompile.plan import Plan, PlanError
+from parcompile.targets.files import artefacts, to_text, write
+
+SPECS = {
+    "one rank": spec_tree(1, 1),
+    "tp and cp": spec_tree(1, 8, parallelism={"tp": 2, "cp": 2}),
+    "replicated kv heads, contiguous": spec_tree(1, 8, parallelism={"tp": 8, "cp": 1, "cp_layout": "contiguous"}),
+    "four stages": spec_tree(
+        2, 8, parallelism={"pp": 4, "tp": 2}, training={"gradient_accumulation_dtype": "fp32", "global_batch_size": 8}
+    ),
+    "experts": spec_tree(2, 8, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 2, "ep": 4}),
+    "gpt2": spec_tree(1, 4, model={"preset": "gpt2-xl"}, parallelism={"cp": 2}),
+    "preset": spec_tree(4, 8, model={"preset": "llama-3-8b"}, parallelism={"tp": 4, "cp": 4}),
+}
+MILLION = spec_tree(
+    131_072,
+    8,
+    model={"preset": "llama-3-70b"},
+    parallelism={"tp": 8, "cp": 16, "pp": 16},
+    training={"sequence_length": 131_072, "global_batch_size": 8192, "gradient_accumulation_dtype": "fp32"},
+)
+
+
+@pytest.fixture(params=SPECS.values(), ids=SPECS.keys())
+def plan(request, tmp_path) -> Plan:
+    return compile_tree(request.param, tmp_path)
+
+
+def valid(name: str, tree: object) -> None:
+    errors = list(Draft202012Validator(json.loads(schema.text(name))).iter_errors(tree))
+    assert not errors, [f"{error.json_path}: {error.message}" for error in errors[:5]]
+
+
+def test_every_file_is_valid_against_its_schema(plan) -> None:
+    for name, tree in artefacts(plan).items():
+        if name != "ds_config.json":
+            valid(name.removesuffix(".json"), json.loads(to_text(tree)))
+
+
+@pytest.mark.parametrize("name", ["plan", "process_groups", "lock", "target_report"])
+def test_schemas_are_closed_and_described_at_every_level(name) -> None:
+    root = json.loads(schema.text(name))
+    Draft202012Validator.check_schema(root)
+    assert root["$id"] == f"urn:parcompile:schema:v1:{name}"
+
+    def walk(node: object, path: str) -> None:
+        if isinstance(node, dict):
+            if "properties" in node:
+                assert node["additionalProperties"] is False, path
+                assert set(node["required"]) == set(node["properties"]), path
+                for key, entry in node["properties"].items():
+                    assert "$ref" in entry or {"title", "description"} <= entry.keys(), f"{path}.{key}"
+            for key, value in node.items():
+                walk(value, f"{path}.{key}")
+        elif isinstance(node, list):
+            for value in node:
+                walk(value, path)
+
+    walk(root, name)
+
+
+def test_a_plan_survives_writing_and_reading(plan, tmp_path) -> None:
+    write({"plan.json": to_text(plan.to_json())}, tmp_path / "out")
+    for path in (tmp_path / "out", tmp_path / "out" / "plan.json"):
+        assert Plan.load(path) == plan
+        assert Plan.load(path).plan_hash == plan.plan_hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["parallelism"].update(tp=4), "changed after it was compiled"),
+        (lambda tree: tree["sequence"]["ranks"][0]["tokens"].reverse(), "changed after it was compiled"),
+        (lambda tree: tree.pop("training"), "incomplete or damaged"),
+        (lambda tree: tree.update(plan_version=2), "plan_version is 2"),
+        (lambda tree: tree.update(compiler_version="0.0.1"), "compiled by parcompile 0.0.1"),
+    ],
+)
+def test_a_plan_that_was_changed_by_hand_is_refused(tmp_path, change, message) -> None:
+    tree = compile_tree(SPECS["tp and cp"], tmp_path).to_json()
+    change(tree)
+    (tmp_path / "plan.json").write_text(json.dumps(tree), encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        Plan.load(tmp_path)
+
+
+def test_what_is_not_a_plan_is_refused_by_name(tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    for text, message in (("[]", "is not a plan"), ("{", "is not valid JSON"), ("{}", "is not a plan")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(PlanError, match=message):
+            Plan.load(file)
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        Plan.load(tmp_path / "missing" / "plan.json")
+
+
+def test_the_ring_of_the_plan_is_the_ring_that_the_runtime_executes(plan) -> None:
+    sequence, parallelism = plan.to_json()["sequence"], plan.spec.parallelism
+    for rank, row in enumerate(sequence["ranks"]):
+        for step, (source, kind) in zip(
+            ring_schedule(parallelism.cp_layout, parallelism.cp, rank), row["ring"], strict=True
+        ):
+            assert source == step.source
+            written = [
+                (block["q_start"], block["q_stop"], block["kv_start"], block["kv_stop"], block["mask"])
+                for block in sequence["ring"]["blocks"][kind]
+            ]
+            assert written == [
+                (block.q_start, block.q_stop, block.kv_start, block.kv_stop, block.mask.value) for block in step.blocks
+            ]
+
+
+def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
+    tree = plan.to_json()
+    layers = [layer for stage in tree["stages"] for layer in range(*stage["layers"])]
+    assert layers == list(range(plan.spec.model.shape.num_hidden_layers))
+    shards = plan.spec.parallelism.zero_shards
+    for stage in tree["stages"]:
+        padded = stage["optimizer"]["padded"]
+        assert padded["numel"] == padded_numel(stage["numel"], shards) == padded["shard_numel"] * shards
+        assert padded["padding"] == padded["numel"] - stage["numel"]
+        for rule in stage["optimizer"]["by_layer"].values():
+            assert len(rule["owners"]) == stage["layers"][1] - stage["layers"][0]
+            assert rule["largest_bytes"] >= rule["even_bytes"] - 12
+    largest = max(tree["stages"], key=lambda stage: stage["numel"])
+    assert tree["optimizer_shards"]["shard_numel"] == largest["optimizer"]["padded"]["shard_numel"]
+
+
+def test_sizes_and_strides_in_the_files_give_the_same_groups_as_the_lists(plan) -> None:
+    tree = artefacts(plan)["process_groups.json"]
+    for name, found in tree["strided"].items():
+
+        def offsets(steps: list[list[int]]) -> list[int]:
+            sums = [0]
+            for size, stride in steps:
+                sums = [inner + index * stride for index in range(size) for inner in sums]
+            return sums
+
+        lists = [[first + offset for offset in offsets(found["members"])] for first in offsets(found["starts"])]
+        assert lists == tree["groups"][name]
+        assert (len(lists), len(lists[0])) == (found["count"], found["size"])
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory) -> Plan:
+    return compile_tree(MILLION, tmp_path_factory.mktemp("million"))
+
+
+class TestAMillionRanks:
+    def test_files_are_small_and_valid(self, million) -> None:
+        assert million.world_size == 1_048_576
+        for name, tree in artefacts(million).items():
+            text = to_text(tree)
+            assert len(text.encode()) < 200_000, name
+            if name != "ds_config.json":
+                valid(name.removesuffix(".json"), json.loads(text))
+
+    @pytest.mark.parametrize(
+        "sizes", [{"cp": 1024, "tp": 8, "pp": 16}, {"tp": 8, "pp": 16}, {"tp": 8, "cp": 8192, "pp": 16}]
+    )
+    def test_lopsided_worlds_stay_under_a_megabyte(self, sizes, tmp_path) -> None:
+        tree = {**MILLION, "parallelism": sizes, "training": MILLION["training"] | {"global_batch_size": 1 << 17}}
+        for name, artefact in artefacts(compile_tree(tree, tmp_path)).items():
+            assert len(to_text(artefact).encode()) < 1_000_000, name
+
+    def test_memory_does_not_grow_with_the_world(self, tmp_path) -> None:
+        """Counted, not timed: a list of a million ranks alone would be 8 MB."""
+
+        def peak_bytes(nodes: int) -> int:
+            tree = {**MILLION, "cluster": MILLION["cluster"] | {"nodes": nodes}}
+            tracemalloc.start()
+            for artefact in artefacts(compile_tree(tree, tmp_path)).values():
+                to_text(artefact)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return peak
+
+        peak_bytes(1024)  # what is imported and cached once
+        assert peak_bytes(131_072) < 1.1 * peak_bytes(1024)
+
+    def test_the_groups_of_its_last_rank(self, million) -> None:
+        groups = million.groups
+        assert groups.of_rank("tp", 1_048_575) == tuple(range(1_048_568, 1_048_576))
+        assert groups.of_rank("pp", 0) == tuple(range(0, 1_048_576, 65_536))
+
+
+def test_artefacts_are_the_same_bytes_in_every_process(tmp_path) -> None:
+    """Whatever the seed of string hashes: nothing depends on the order of a set."""
+    (tmp_path / "spec.json").write_text(json.dumps(SPECS["experts"]), encoding="utf-8")
+    code = (
+        "import hashlib, sys; from parcompile.pipeline import compile_file\n"
+        "from parcompile.targets.registry import render\n"
+        "plan, _ = compile_file(sys.argv[1])\n"
+        "for name, text in render(plan, ('all',)).items(): print(name, hashlib.sha256(text.encode()).hexdigest())\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "spec.json")],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(outputs) == 1
+    assert "plan.json" in outputs.pop()
