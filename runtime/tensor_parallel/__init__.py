@@ -12,6 +12,7 @@ from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .marking import is_sharded, mark_shard
 from .norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from .replicas import ReplicasDifferError, check_replicated, watch_replicas
+from .shared_input import share_input
 from .weights import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "merge_shards",
     "rank_random",
     "shard_weight",
+    "share_input",
     "take_ranges",
     "vocab_parallel_cross_entropy",
     "watch_replicas",

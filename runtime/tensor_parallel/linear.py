@@ -17,7 +17,7 @@ rank order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from .marking import mark_shard
 from .matmul import column_matmul, row_matmul
 from .weights import Ranges, even_range, slice_parameter
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_parallel"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_same_entry", "column_parallel"]
 
 
 class _ParallelLinear(nn.Module):
@@ -203,13 +203,15 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         self.gather_output, self.input_is_ready = gather_output, input_is_ready
         self.keep_gathered = keep_gathered
+        self.together: Callable[[ColumnParallelLinear, Tensor], Any] | None = None  # see share_input
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Any:
         """[…, I] to […, O/tp], or […, O] with `gather_output`."""
+        if self.together is not None and not torch.compiler.is_compiling():
+            return self.together(self, x)
         if self.group is None and not self.skip_bias_add:
             return F.linear(x, self.weight, self.bias)
-        out: Tensor | tuple[Tensor, Tensor | None] = _outputs(x, (self,))[0]
-        return out
+        return _outputs(x, (self,))[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -286,19 +288,26 @@ class RowParallelLinear(_ParallelLinear):
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
     """What each of the column layers returns for one input: q, k and v, or gate and up, with one collective for all.
 
-    Every layer keeps its own weight, ranges and replicas; they agree on the group, on sequence parallelism and on
-    `keep_gathered`.
+    Every layer keeps its own weight, bias, ranges and replicas.
 
     Raises:
-        ValueError: The layers do not agree.
+        ValueError: The layers do not agree on how the input enters.
     """
-    entries = {
-        (layer.group, layer.sequence_parallel, layer.sequence_dim, layer.input_is_ready, layer.keep_gathered)
-        for layer in layers
-    }
-    if len(entries) != 1:
-        raise ValueError("layers that share an input agree on group, sequence_parallel, sequence_dim and keep_gathered")
+    check_same_entry(layers)
     return _outputs(x, layers)
+
+
+def check_same_entry(layers: Sequence[ColumnParallelLinear]) -> None:
+    """Refuse layers that cannot share their input.
+
+    Raises:
+        ValueError: They do not agree on how it enters.
+    """
+    names = ("group", "sequence_parallel", "sequence_dim", "input_is_ready", "keep_gathered")
+    for name in names:
+        values = [getattr(layer, name) for layer in layers]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"layers that share an input agree on {', '.join(names)}; these have {name} = {values}")
 
 
 def _outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
