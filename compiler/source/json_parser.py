@@ -6,7 +6,7 @@ from parcompile.diagnostics import Path
 
 from .document import Document, Place, Result
 from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token
-from .literals import shown
+from .literals import duplicate_key, shown
 from .text import SourceText
 
 MAX_DEPTH = 100
@@ -114,17 +114,7 @@ class _Parser:
     def _duplicate(self, key: str, first: Place, second: Place) -> None:
         path = self.path()
         self.duplicates.add(path)
-        line = self.source.position(first.key_start).line
-        self.scanner.report(
-            self.source.problem(
-                "J009",
-                f'the key "{shown(key)}" is written twice here; the first is on line {line}',
-                second.key_start,
-                path=path,
-                advice="keep one of the two; most readers silently take the last",
-                related=(("the first", path, first.key_start),),
-            )
-        )
+        self.scanner.report(duplicate_key(self.source, key, path, first.key_start, second.key_start))
 
     def _close(self, end: int) -> tuple[object, Place]:
         frame = self.frames.pop()

@@ -1,10 +1,14 @@
-"""Numbers as they are written, and texts as they are shown."""
+"""What JSON and YAML have in common: numbers, texts in messages, keys that are written twice."""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
+
+from parcompile.diagnostics import Diagnostic, Path
+
+from .text import SourceText
 
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)
@@ -46,3 +50,16 @@ def read_number(literal: str, *, is_integer: bool) -> tuple[int | float, tuple[s
             "write 0 or a larger number",
         )
     return number, None
+
+
+def duplicate_key(source: SourceText, key: str, path: Path, first: int, second: int) -> Diagnostic:
+    """The same key at two offsets of one object: both places are named."""
+    line = source.position(first).line
+    return source.problem(
+        "J009",
+        f'the key "{shown(key)}" is written twice here; the first is on line {line}',
+        second,
+        path=path,
+        advice="keep one of the two; most readers silently take the last",
+        related=(("the first", path, first),),
+    )

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from parcompile.diagnostics import Path
+from parcompile.diagnostics import Diagnostic, Path
 
 from .document import Document, Place, Result
 from .json_parser import MAX_DEPTH
 from .json_scanner import Fatal
-from .literals import shown
+from .literals import duplicate_key, shown
 from .text import SourceText
 from .yaml_messages import explain
 from .yaml_scalars import plain_value, tag_of
@@ -67,7 +67,7 @@ class _Composer:
 
     def __init__(self, source: SourceText) -> None:
         self.source = source
-        self.problems: list[Any] = []
+        self.problems: list[Diagnostic] = []
         self.frames: list[_Frame] = []
         self.anchors: dict[str, _Node | None] = {}
         self.invalid: set[Path] = set()
@@ -80,8 +80,11 @@ class _Composer:
             for frame in self.frames
         )
 
-    def report(self, code: str, message: str, offset: int, advice: str | None = None, **more: Any) -> None:
-        self.problems.append(self.source.problem(code, message, offset, advice=advice, **more))
+    def report(self, code: str, message: str, offset: int, advice: str | None = None) -> None:
+        self._add(self.source.problem(code, message, offset, advice=advice), offset)
+
+    def _add(self, problem: Diagnostic, offset: int) -> None:
+        self.problems.append(problem)
         if len(self.problems) >= MAX_PROBLEMS:
             raise self.fatal("J020", f"more than {MAX_PROBLEMS} mistakes: the rest was not read", offset)
 
@@ -216,15 +219,7 @@ class _Composer:
     def _duplicate(self, key: str, first: Place, start: int) -> None:
         path = self.path()
         self.duplicates.add(path)
-        line = self.source.position(first.key_start).line
-        self.report(
-            "J009",
-            f'the key "{shown(key)}" is written twice here; the first is on line {line}',
-            start,
-            "keep one of the two; most readers silently take the last",
-            path=path,
-            related=(("the first", path, first.key_start),),
-        )
+        self._add(duplicate_key(self.source, key, path, first.key_start, start), start)
 
     def _alias(self, event: yaml.AliasEvent, start: int, end: int) -> _Node:
         name = event.anchor or ""
