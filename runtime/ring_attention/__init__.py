@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from .documents import document_borders, padding_borders
+from .recompute import keep_attention
 from .ring import ring_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 
 __all__ = [
     "document_borders",
     "gather_sequence",
+    "keep_attention",
     "local_positions",
     "padding_borders",
     "ring_attention",

@@ -26,6 +26,7 @@ from .documents import Documents, documents_of_rows
 from .exchange import Exchange, Pair, Stream, post_exchange
 from .kernels import Gradients, Kernel, Queries, add_gradients, attend, select_kernel
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .recompute import attention_once
 from .route import Hop, Masking, Step, plan_route
 from .tiles import Tile
 
@@ -132,20 +133,7 @@ class _Job:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, job: _Job) -> Tensor:
-        batch, heads, length, _ = query.shape
-        # [B, S, H, E] in memory: models join the heads of a token next.
-        out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
-        lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
-        for one in job.passes:
-            total = _sum_for(one.of_queries(out))
-            running = RunningAttention(total, one.of_queries(lse))
-            for _, tiles, keys, values in _around(job.group, one.steps, one.of_keys(key), one.of_keys(value)):
-                for tile in tiles:
-                    attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale)
-            if sinks is not None:
-                running.add_sinks(sinks[one.q_heads])
-            running.finish()
-            _keep(total, one.of_queries(out))
+        out, lse = attention_once(lambda: _forward(job, query, key, value, sinks))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.job = job
         return out
@@ -168,6 +156,25 @@ class _RingAttention(torch.autograd.Function):
         if bring_home is not None:
             bring_home()
         return (*grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None)
+
+
+def _forward(job: _Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
+    batch, heads, length, _ = query.shape
+    # [B, S, H, E] in memory: models join the heads of a token next.
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
+    for one in job.passes:
+        total = _sum_for(one.of_queries(out))
+        running = RunningAttention(total, one.of_queries(lse))
+        for _, tiles, keys, values in _around(job.group, one.steps, one.of_keys(key), one.of_keys(value)):
+            for tile in tiles:
+                attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale)
+        if sinks is not None:
+            running.add_sinks(sinks[one.q_heads])
+        running.finish()
+        _keep(total, one.of_queries(out))
+    return out, lse
 
 
 def _backward(
