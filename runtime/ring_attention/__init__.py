@@ -1,4 +1,4 @@
-"""Ring attention: exact attention over a sequence split over ranks, and the tools to split it."""
+"""Exact attention over a sequence that is split over ranks, and the tools to split it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from .documents import document_borders, padding_borders
 from .recompute import keep_attention
 from .ring import ring_attention
 from .sequence import gather_sequence, local_positions, split_sequence
+from .ulysses import ulysses_attention
 
 __all__ = [
     "document_borders",
@@ -15,4 +16,5 @@ __all__ = [
     "padding_borders",
     "ring_attention",
     "split_sequence",
+    "ulysses_attention",
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.ring_attention import ring, ring_attention, split_sequence
+from parcompile.runtime.ring_attention import ring, ring_attention, split_sequence, ulysses_attention
 
 Errors = dict[str, float]
 """Relative L2 error of `out`, `dq`, `dk`, `dv` and, with sinks, `dsinks`."""
@@ -34,6 +34,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     """Relative lengths of documents for all rows of the batch, or for each row."""
     per_document: bool = False
+    ulysses: bool = False
     sinks: bool = False
     softcap: float | None = None
     heads_at_once: int | None = None
@@ -143,7 +144,7 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
         key = leaves[1][:, : case.heads_at_once]
         ring._SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
     borders = case.borders(cp)
-    out = ring_attention(
+    out = (ulysses_attention if case.ulysses else ring_attention)(
         *leaves[:3],
         group=group,
         layout=case.layout,

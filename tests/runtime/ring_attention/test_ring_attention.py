@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -72,6 +73,17 @@ MASKED_CASES = [
     Case(value_dim=8, window=33, heads_at_once=1),
 ]
 
+# 12 heads for 2, 3 and 4 ranks.
+ULYSSES_CASES = [
+    *(
+        Case(ulysses=True, heads=12, kv_heads=kv_heads, layout=layout, causal=causal)
+        for kv_heads, layout, causal in ((12, "zigzag", True), (12, "contiguous", False), (1, "zigzag", True))
+    ),
+    Case(ulysses=True, heads=12, kv_heads=12, documents=PACKED, dtype=torch.bfloat16),
+    Case(ulysses=True, heads=12, kv_heads=12, documents=PACKED, per_document=True, window=30, sinks=True),
+    Case(ulysses=True, heads=12, kv_heads=12, documents=((1, 2), (3, 1)), softcap=3.0, dtype=torch.float32),
+]
+
 # More than one slice of query rows on each rank: for gradients in 16 bit, and for windows.
 LONG_CASES = [
     Case(window=600, chunk=700, heads=2, kv_heads=1, batch=1, dtype=torch.float32),
@@ -92,7 +104,7 @@ def _world(rank: int, cases: list[Case]) -> list[Errors]:
 
 
 def _cases(world_size: int) -> list[Case]:
-    return CASES + MASKED_CASES + (LONG_CASES if world_size == 2 else [])
+    return CASES + MASKED_CASES + ULYSSES_CASES + (LONG_CASES if world_size == 2 else [])
 
 
 @functools.lru_cache
@@ -113,6 +125,14 @@ def test_output_and_gradients_equal_those_of_one_process(world_size: int, case: 
         assert worst <= TOLERANCES[case.dtype], f"rank {rank}: {measured}"
 
 
+def _refusal(attend: Callable[[], object]) -> str:
+    try:
+        attend()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _subgroups(rank: int) -> tuple[list[Errors], str]:
     _join_world()
     # Every rank creates every group; ring order is not the order of the global ranks' numbers from 0.
@@ -123,13 +143,7 @@ def _subgroups(rank: int) -> tuple[list[Errors], str]:
     )
     if rank in (0, 3):
         measured.append(errors(Case(), groups[1], 2, dist.get_rank(groups[1])))
-    message = ""
-    if rank == 0:
-        try:
-            ring_results(Case(), groups[0], 3, 0)
-        except ValueError as error:
-            message = str(error)
-    return measured, message
+    return measured, _refusal(lambda: ring_results(Case(), groups[0], 3, 0)) if rank == 0 else ""
 
 
 def test_any_part_of_the_world_can_be_the_ring() -> None:
@@ -148,14 +162,12 @@ def _properties(rank: int) -> dict[str, bool]:
     first, second = (ring_results(case, group, cp, rank) for _ in range(2))
     full = torch.arange(2 * 24 * 3).view(2, 24, 3)
     odd = torch.zeros(1, 1, 5, 4)
-    try:
-        ring_attention(odd, odd, odd, group=group)
-        message = ""
-    except ValueError as error:
-        message = str(error)
+    message = _refusal(lambda: ring_attention(odd, odd, odd, group=group))
+    refused = _refusal(lambda: ring_results(Case(ulysses=True), group, cp, rank))
     facts = {
         "odd lengths are refused": "5 local tokens cannot be cut into 2 equal chunks" in message and "= 6" in message,
         "repeats bit by bit": all(torch.equal(first[name], second[name]) for name in first),
+        "ulysses names heads it cannot deal": "4 query heads cannot be dealt to 3 ranks" in refused,
         "tokens of a head lie together": first["out"].transpose(1, 2).is_contiguous(),
     }
     for layout in ("zigzag", "contiguous"):

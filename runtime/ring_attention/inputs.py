@@ -1,0 +1,38 @@
+"""What attention accepts: dtypes as autocast wants them, and shapes that fit together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """What autocast does for `scaled_dot_product_attention`: fp64 stays as it is."""
+    device = tensor.device.type
+    if tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+    """Raise ValueError, with the numbers, where the tensors do not fit together."""
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(f"ring attention: expected [batch, heads, local tokens, head dim] three times, got {shapes}")
+    if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
+        raise ValueError(
+            f"ring attention: query, key and value must have one dtype and one device, got query {query.dtype} on "
+            f"{query.device}, key {key.dtype} on {key.device}, value {value.dtype} on {value.device}"
+        )
+    if not query.dtype.is_floating_point:
+        raise ValueError(f"ring attention: expected a floating-point dtype, got {query.dtype}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
+        raise ValueError(f"ring attention: batch, key/value heads and local tokens must be equal, got {shapes}")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"ring attention: query and key must have one head dim, got {shapes}")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"ring attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key/value heads ({shapes})"
+        )
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(f"ring attention: sinks {list(sinks.shape)} must be one score for each query head ({shapes})")
