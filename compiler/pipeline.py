@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import schema, source
 from .diagnostics import Diagnostic, has_errors, in_file_order
+from .diagnostics import Path as DiagnosticPath
+from .kinds import DEEPSPEED, SPEC, kind_of
 from .plan import Plan, compile_plan
 from .resolve import Resolution
 from .rules import DEFAULT_TARGETS, check
 
+_FURTHER = "deepspeed"
+"""The section of a spec that holds further DeepSpeed keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A spec that was read and checked. `document` is None when its syntax is broken; `resolution` too, then."""
+    """A file that was read and checked: `document` is None when its syntax is broken, `resolution` if it is no spec."""
 
     document: source.Document | None
     diagnostics: tuple[Diagnostic, ...]
     resolution: Resolution | None
+    kind: str = SPEC
 
     @property
     def valid(self) -> bool:
@@ -33,29 +39,107 @@ def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> 
     Raises:
         SourceError: the file cannot be read.
     """
+    return check_read(source.read(path), _folder(path), targets, kind=SPEC)
+
+
+def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
+    """The same for a spec or another tool's configuration, told apart by their keys.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
     read = source.read(path)
-    folder = Path() if str(path) == "-" else Path(path).resolve().parent
-    return check_read(read, folder, targets)
+    kind = kind_of(read.document.tree) if read.document else SPEC
+    return check_read(read, _folder(path), targets, kind=kind)
 
 
-def check_read(read: source.Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
+def _folder(path: str | Path) -> Path:
+    return Path() if str(path) == "-" else Path(path).resolve().parent
+
+
+def check_read(
+    read: source.Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str = SPEC
+) -> Checked:
     """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
     if document is None:
-        return Checked(None, read.diagnostics, None)
-    found, resolution = _found(document, folder, targets)
+        return Checked(None, read.diagnostics, None, kind)
+
+    def find(text: source.Document) -> list[Diagnostic]:
+        return _in_spec(text, folder, targets)[0] if kind == SPEC else _in_settings(text, kind)
+
+    resolution: Resolution | None = None
+    if kind == SPEC:
+        found, resolution = _in_spec(document, folder, targets)
+    else:
+        found = find(document)
     if any(one.fixes for one in found):
         from .rules.trial import tried
 
-        found = tried(found, document, lambda changed: _found(changed, folder, targets)[0])
-    return Checked(document, tuple(in_file_order([*read.diagnostics, *found])), resolution)
+        found = tried(found, document, find)
+    return Checked(document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
 
 
-def _found(document: source.Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
+def _in_spec(document: source.Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
     validation = schema.validate(document, "spec")
-    resolution = Resolution(document.tree, validation.invalid_paths, folder)
+    diagnostics, invalid = list(validation.diagnostics), validation.invalid_paths
+    further = document.get((_FURTHER,))
+    if isinstance(further, dict) and further:
+        more, wrong = _in_further(document)
+        diagnostics += more
+        invalid |= wrong
+    resolution = Resolution(document.tree, invalid, folder)
     found = [document.locate(diagnostic) for diagnostic in check(resolution, targets)]
-    return [*validation.diagnostics, *found], resolution
+    return [*diagnostics, *found], resolution
+
+
+def _in_further(document: source.Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
+    """What DeepSpeed's own schema finds wrong in a spec's further DeepSpeed keys, with paths from the spec's root."""
+    from .rules.deepspeed import refused
+    from .rules.ds_config import autos
+
+    prefix = (_FURTHER,)
+    place = document.place(prefix)
+    assert place is not None
+    part = replace(
+        document,
+        tree=document.get(prefix),
+        root=place,
+        invalid=frozenset(path[1:] for path in document.invalid if path[:1] == prefix),
+        duplicates=frozenset(path[1:] for path in document.duplicates if path[:1] == prefix),
+    )
+    validation = schema.validate(part, DEEPSPEED)
+    # What is "auto", and what the plan decides, has rules of its own; the plan adds the keys that must be there.
+    unfilled = set(autos(part.tree))
+
+    def counts(path: DiagnosticPath) -> bool:
+        return bool(path) and path not in unfilled and not refused(path)
+
+    found = [_under(prefix, one) for one in validation.diagnostics if counts(one.path)]
+    return found, frozenset((*prefix, *path) for path in validation.invalid_paths if counts(path))
+
+
+def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
+    """A diagnostic of a part of a document, as one of the whole."""
+    fixes = tuple(
+        replace(fix, edits=tuple(replace(edit, path=(*prefix, *edit.path)) for edit in fix.edits)) for fix in one.fixes
+    )
+    related = tuple(replace(other, path=(*prefix, *other.path)) for other in one.related)
+    return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)
+
+
+def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
+    from .rules.ds_config import autos
+    from .rules.standalone import Settings, check_settings
+
+    validation = schema.validate(document, kind)
+    # What is "auto" has rules of its own, which know who replaces it.
+    unfilled = set(autos(document.tree))
+    found = check_settings(Settings(document.tree, validation.invalid_paths), kind)
+    return [
+        *(one for one in validation.diagnostics if one.path not in unfilled),
+        *(document.locate(one) for one in found),
+    ]
 
 
 def compile_file(path: str | Path) -> tuple[Plan | None, Checked]:

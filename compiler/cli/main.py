@@ -10,7 +10,7 @@ import click
 
 from parcompile.version import __version__
 
-_COMMANDS = ("compile", "groups")
+_COMMANDS = ("compile", "check", "explain", "groups", "schema")
 """Subcommands; each is the function `command` of the module of its name, imported when it is called."""
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
@@ -20,10 +20,10 @@ OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
 class _Commands(click.Group):
     """Loads subcommands on demand; what is not one is a spec to compile."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 -- click's signature
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
         command = importlib.import_module(f"parcompile.cli.{cmd_name}").command

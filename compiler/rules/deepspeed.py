@@ -54,6 +54,13 @@ _STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantize
 """Those that DeepSpeed ignores below stage 3: there they only have no effect (Z003)."""
 
 
+def refused(path: Path) -> bool:
+    """Whether D003 speaks of a DeepSpeed key, whatever stands under it."""
+    if path[0] == "zero_optimization":
+        return len(path) > 1 and path[1] in FORBIDDEN_ZERO
+    return path[0] in DECIDED_BY or path[0] in FORBIDDEN
+
+
 @rule(
     "D003",
     "a DeepSpeed key fights the plan",
@@ -69,15 +76,21 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
     given = spec.get("deepspeed", default={})
     for key in given:
         path: Path = ("deepspeed", key)
+        if not spec.given("deepspeed", key):
+            continue
         if key in DECIDED_BY:
             place = tuple(DECIDED_BY[key].split("."))
             message = f"{key} is decided by {DECIDED_BY[key]}"
             yield _refused(path, message, f"set {DECIDED_BY[key]} instead", also(spec, place))
         elif key in FORBIDDEN:
             yield _refused(path, f"{key}: {FORBIDDEN[key]}", "remove it")
-    zero = given.get("zero_optimization", {})
+    zero = spec.get("deepspeed", "zero_optimization", default={})
     for key in zero if isinstance(zero, Mapping) else ():
-        if key in FORBIDDEN_ZERO and not (key in _STAGE_3 and spec.zero_stage < 3):
+        if (
+            key in FORBIDDEN_ZERO
+            and spec.given("deepspeed", "zero_optimization", key)
+            and not (key in _STAGE_3 and spec.zero_stage < 3)
+        ):
             path = ("deepspeed", "zero_optimization", key)
             place = ("zero", "stage")
             related = also(spec, place) if key == "stage" else ()
@@ -107,7 +120,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
             )
         elif isinstance(node, Mapping):
             for key, value in node.items():
-                if not (len(path) == 1 and (key in DECIDED_BY or key in FORBIDDEN)):
+                if not refused((*path[1:], key)):
                     yield from search(value, (*path, key))
         elif isinstance(node, list):
             for index, value in enumerate(node):

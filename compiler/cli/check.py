@@ -1,0 +1,236 @@
+"""`parcompile check SPEC...`: everything that is wrong with many files, for people and for machines."""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+
+from parcompile.diagnostics import Diagnostic, Severity, has_errors
+from parcompile.pipeline import Checked, check_any, check_read
+from parcompile.reporters import FORMATS, report
+from parcompile.reporters.style import writable
+from parcompile.resolve import Unavailable
+from parcompile.rules import DEFAULT_TARGETS, TARGETS
+from parcompile.source import Document, Result, SourceError
+
+from .main import SPEC_HAS_ERRORS, USAGE
+
+_ROUNDS = 100
+_EXTRA_TARGETS = [target for target in TARGETS if target not in DEFAULT_TARGETS]
+
+
+@dataclass
+class _Run:
+    """What the files of one call gave."""
+
+    files: list[str] = field(default_factory=list)
+    checked: list[Checked] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    fixed: int = 0
+
+    @property
+    def documents(self) -> list[Document]:
+        return [one.document for one in self.checked if one.document]
+
+
+@click.command("check")
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
+@click.option("--format", "format_", type=click.Choice(FORMATS), default="text", show_default=True, help="Output.")
+@click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
+@click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
+@click.option("--target", "targets", multiple=True, type=click.Choice(_EXTRA_TARGETS), help="Rules of this one, too.")
+@click.option("--warnings-as-errors", is_flag=True, help="Fail on warnings.")
+@click.option("--fix", is_flag=True, help="Apply the fixes that are safe, keeping the file's formatting.")
+@click.option("--unsafe-fixes", is_flag=True, help="Apply also those that change numerics or cost.")
+@click.option("--show-values", is_flag=True, help="Show each resolved value and where it comes from (text, json).")
+def command(
+    specs: tuple[str, ...],
+    format_: str,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    targets: tuple[str, ...],
+    *,
+    warnings_as_errors: bool,
+    fix: bool,
+    unsafe_fixes: bool,
+    show_values: bool,
+) -> None:
+    """Check specs, and DeepSpeed and Megatron-LM configurations, without writing a plan.
+
+    SPEC is a file, a pattern such as 'specs/**/*.json', or - for standard input. Exit codes: 0 fine, 1 errors, 2 usage
+    or a file that cannot be read.
+    """
+    if show_values and format_ not in ("text", "json"):
+        raise click.UsageError("--show-values goes with --format text or json")
+    chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
+    run = _checked(_expanded(specs), (*DEFAULT_TARGETS, *targets), fix=fix or unsafe_fixes, unsafe=unsafe_fixes)
+    found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
+    _print(run, found, format_, show_values=show_values)
+    for message in run.unreadable:
+        click.echo(f"Error: {message}", err=True)
+    if run.unreadable:
+        raise click.exceptions.Exit(USAGE)
+    if has_errors(found):
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """Which findings count, and how much."""
+
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+    warnings_as_errors: bool
+
+    def of(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+        kept = [
+            one
+            for one in diagnostics
+            if (not self.select or one.code.startswith(self.select)) and not one.code.startswith(self.ignore or ("?",))
+        ]
+        if not self.warnings_as_errors:
+            return kept
+        return [replace(one, severity=Severity.ERROR) if one.severity is Severity.WARNING else one for one in kept]
+
+
+def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
+    """The codes or beginnings of codes, separated by commas or given several times."""
+    codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
+    if codes:
+        from parcompile.rules.pages import pages
+        from parcompile.suggest import closest
+
+        for code in codes:
+            if not any(known.startswith(code) for known in pages()):
+                near = closest(code, list(pages()))
+                raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
+    return codes
+
+
+def _expanded(specs: Sequence[str]) -> list[str]:
+    """Files in the order given, patterns replaced by what they match, each file once."""
+    files: dict[str, None] = {}
+    for spec in specs:
+        if spec == "-" or not glob.has_magic(spec) or Path(spec).exists():
+            files[spec] = None
+            continue
+        matches = sorted(match for match in glob.glob(spec, recursive=True) if Path(match).is_file())  # noqa: PTH207
+        if not matches:
+            raise click.UsageError(f"no file matches {spec}")
+        files.update(dict.fromkeys(matches))
+    return list(files)
+
+
+def _checked(files: list[str], targets: tuple[str, ...], *, fix: bool, unsafe: bool) -> _Run:
+    run = _Run()
+    for file in files:
+        _check_one(run, file, targets, fix=fix and file != "-", unsafe=unsafe)
+    return run
+
+
+def _check_one(run: _Run, file: str, targets: tuple[str, ...], *, fix: bool, unsafe: bool) -> None:
+    try:
+        checked = check_any(file, targets)
+        if fix:
+            checked, count = _fixed(checked, targets, unsafe=unsafe)
+            run.fixed += count
+    except SourceError as error:
+        run.unreadable.append(str(error))
+    except OSError as error:
+        run.unreadable.append(f"{file} cannot be written: {error.strerror}")
+    else:
+        run.files.append(checked.document.file if checked.document else file)
+        run.checked.append(checked)
+
+
+def _fixed(checked: Checked, targets: tuple[str, ...], *, unsafe: bool) -> tuple[Checked, int]:
+    """The file after its fixes, one at a time, each tried on what the one before has left."""
+    from parcompile.fixes import apply_fixes, chosen_fix, save
+
+    count = 0
+    for _ in range(_ROUNDS):
+        document = checked.document
+        if document is None:
+            break
+        done = None
+        for one in checked.diagnostics:
+            if chosen_fix(one, unsafe=unsafe):
+                done = apply_fixes(document, [one], unsafe=unsafe)
+                if done.applied:
+                    break
+        if done is None or not done.applied:
+            break
+        count += 1
+        read = Result(done.document.source, done.document)
+        checked = check_read(read, Path(done.document.file).resolve().parent, targets, kind=checked.kind)
+    if count and checked.document:
+        save(checked.document)
+    return checked, count
+
+
+def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: bool) -> None:
+    titles = {}
+    if format_ == "sarif" and found:
+        from parcompile.rules.pages import titles as all_titles
+
+        titles = dict(all_titles())
+    hint = "--fix" if not run.fixed else None
+    if format_ == "json" and show_values:
+        stream = io.StringIO()
+        report(found, run.documents, format_, stream, files=run.files)
+        tree = json.loads(stream.getvalue())
+        tree["values"] = {file: _values(one) for file, one in zip(run.files, run.checked, strict=True)}
+        click.echo(json.dumps(tree, indent=2, default=str))
+        return
+    report(found, run.documents, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint)
+    if format_ != "text":
+        return
+    if show_values:
+        for file, one in zip(run.files, run.checked, strict=True):
+            click.echo(writable(sys.stdout, _table(file, _values(one))))
+    if run.fixed:
+        click.echo(f"{run.fixed} fixed")
+    if run.checked and not found:
+        count = len(run.checked)
+        click.echo(f"{count} file{'s' if count > 1 else ''} checked: nothing to report")
+
+
+def _values(checked: Checked) -> dict[str, dict[str, object]]:
+    """Each resolved value by its dotted path: the value, its origin, how it came about, and its line."""
+    resolution, document = checked.resolution, checked.document
+    if resolution is None or document is None:
+        return {}
+    try:
+        provenance = resolution.spec().provenance
+    except Unavailable:
+        provenance = dict(sorted(resolution.provenance.items()))
+    values: dict[str, dict[str, object]] = {}
+    for path, one in provenance.items():
+        steps = tuple(path.split("."))
+        line = document.position(steps).line if document.place(steps) is not None else None
+        values[path] = {"value": one.value, "origin": one.origin.value, "detail": one.detail, "line": line}
+    return values
+
+
+def _table(file: str, values: dict[str, dict[str, object]]) -> str:
+    rows = []
+    for path, one in values.items():
+        text = json.dumps(one["value"], ensure_ascii=False, default=str)
+        if len(text) > 40 or isinstance(one["value"], dict):
+            continue
+        how = str(one["origin"])
+        if one["origin"] == "spec":
+            how = f"line {one['line']}" if one["line"] else "the spec"
+        elif one["detail"]:
+            how += f": {one['detail']}"
+        rows.append((path, text, how))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines = [f"{path:<{widths[0]}}  {text:<{widths[1]}}  {how}".rstrip() for path, text, how in rows]
+    return "\n".join([f"{file}:", *("  " + line for line in lines), ""])

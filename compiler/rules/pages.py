@@ -1,0 +1,106 @@
+"""The page of every code: rules of a spec, rules of other tools' files, and the J and K codes of texts and schemas."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parcompile.diagnostics import Severity
+from parcompile.file_codes import FILE_CODES
+
+from .registry import Example, Rule, all_rules
+from .standalone import file_rules
+
+GROUPS = {
+    "B": "Batch sizes and micro-batches",
+    "C": "Context parallelism",
+    "D": "Further DeepSpeed keys",
+    "F": "DeepSpeed and Megatron-LM files on their own",
+    "H": "Memory",
+    "J": "The text of a file",
+    "K": "Keys and values",
+    "L": "Layers and stages",
+    "M": "Mixtures of experts, latent attention",
+    "P": "Precision and optimizer",
+    "R": "Activation checkpointing",
+    "S": "Model and sequence length",
+    "T": "Tensor parallelism",
+    "W": "World size and order of the axes",
+    "X": "What the runtime refuses",
+    "Z": "ZeRO",
+}
+"""What the letters of codes stand for."""
+
+
+_WIDTH = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What there is to say about a code. `wrong` and `right` are excerpts of a file in `format`."""
+
+    code: str
+    severity: Severity
+    title: str
+    explanation: str
+    wrong: str
+    right: str
+    format: str = "json"
+    sources: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("all",)
+
+    @property
+    def examples(self) -> list[tuple[str, str]]:
+        """The excerpts that can be shown, each under its word; what is wrong with some files is their size."""
+        both = (("wrong", self.wrong), ("right", self.right))
+        return [(word, text.rstrip("\n")) for word, text in both if text.strip() and len(text.split("\n", 1)[0]) < 100]
+
+
+@functools.cache
+def pages() -> Mapping[str, Page]:
+    """Every page, by code."""
+    found = [_of_rule(rule) for rule in all_rules()]
+    found += [
+        Page(
+            one.code,
+            one.severity,
+            one.title,
+            one.explanation,
+            json.dumps(one.wrong, indent=2),
+            json.dumps(one.right, indent=2),
+            "json",
+            one.sources,
+            ("deepspeed",),
+        )
+        for one in file_rules()
+    ]
+    found += [
+        Page(one.code, Severity.ERROR, one.title, one.explanation, one.wrong, one.right, one.format)
+        for one in FILE_CODES.values()
+    ]
+    return {page.code: page for page in sorted(found, key=lambda page: page.code)}
+
+
+def titles() -> Mapping[str, str]:
+    """The title of every code."""
+    return {code: page.title for code, page in pages().items()}
+
+
+def _of_rule(rule: Rule) -> Page:
+    wrong, right = excerpt(rule.wrong), excerpt(rule.right)
+    return Page(
+        rule.code, rule.severity, rule.title, rule.explanation, wrong, right, "json", rule.sources, rule.targets
+    )
+
+
+def excerpt(part: Example) -> str:
+    """A part of a spec as JSON, one line for each of its sections that fits into one."""
+    rows = []
+    for key, value in part.items():
+        row = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}"
+        if len(row) > _WIDTH:
+            row = f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, indent=2)}"
+        rows.append(row)
+    return ",\n".join(rows)

@@ -1,0 +1,112 @@
+"""Bare DeepSpeed configurations: recognised by their keys, and checked for what DeepSpeed silently accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parcompile.kinds import DEEPSPEED, SPEC, kind_of
+from parcompile.pipeline import Checked, check_any
+from parcompile.rules.standalone import FileRule, file_rules
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def checked(tree: object, folder: Path) -> Checked:
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps(tree, indent=2), encoding="utf-8")
+    return check_any(file)
+
+
+def found(tree: object, folder: Path) -> list[tuple[str, str]]:
+    return [(one.code, ".".join(map(str, one.path))) for one in checked(tree, folder).diagnostics]
+
+
+def test_a_deepspeed_config_is_recognised(tmp_path: Path) -> None:
+    assert checked(BASE, tmp_path).kind == DEEPSPEED
+    assert found(BASE, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, DEEPSPEED),
+        ({"fp16": {"enabled": True}}, DEEPSPEED),
+        ({"version": 1, "model": {}, "optimizer": {}}, SPEC),
+        ({"training": {}, "deepspeed": {}}, SPEC),
+        ({}, SPEC),
+        ([], SPEC),
+        (None, SPEC),
+    ],
+)
+def test_kinds_are_told_by_keys(tree: object, kind: str) -> None:
+    assert kind_of(tree) == kind
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in BASE.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("tree", "code", "path"),
+    [
+        ({**without("zero_optimization"), "zero_optimisation": {"stage": 1}}, "K001", "zero_optimisation"),
+        ({**BASE, "zero_optimization": {"stage": "auto"}}, "F001", "zero_optimization.stage"),
+        ({**without("gradient_clipping"), "gradient_cliping": 1.0}, "K001", "gradient_cliping"),
+        ({**BASE, "optimizer": {"type": "AdamWW"}}, "K004", "optimizer.type"),
+        (
+            {**BASE, "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
+            "F005",
+            "zero_optimization.offload_param",
+        ),
+        (without("gradient_clipping"), "F006", "gradient_clipping"),
+    ],
+    ids=[
+        "typo-of-zero",
+        "auto-stage",
+        "typo-of-clipping",
+        "unknown-optimizer",
+        "offload-at-stage-1",
+        "clipping-default",
+    ],
+)
+def test_silent_failures_are_caught_once(tree: object, code: str, path: str, tmp_path: Path) -> None:
+    assert found(tree, tmp_path) == [(code, path)]
+
+
+def test_auto_is_left_to_transformers_where_it_fills_it(tmp_path: Path) -> None:
+    tree = {**BASE, "train_batch_size": "auto", "zero_optimization": {"stage": 2, "round_robin_gradients": "auto"}}
+    assert ("F002", "train_batch_size") in found(tree, tmp_path)
+    assert ("F001", "zero_optimization.round_robin_gradients") in found(tree, tmp_path)
+
+
+@pytest.mark.parametrize("rule", file_rules(), ids=lambda rule: rule.code)
+def test_wrong_example_breaks_the_rule_and_right_one_nothing(rule: FileRule, tmp_path: Path) -> None:
+    wrong = found(dict(rule.wrong), tmp_path)
+    assert {code for code, _ in wrong} == {rule.code}
+    assert found(dict(rule.right), tmp_path) == []
+
+
+def test_every_fix_of_a_file_rule_works(tmp_path: Path) -> None:
+    fixed = {rule.code for rule in file_rules() if any(one.fixes for one in checked(rule.wrong, tmp_path).diagnostics)}
+    assert fixed >= {"F003", "F004", "F005", "F006", "F007", "F008", "F009"}
+
+
+def test_emitted_configurations_pass(tmp_path: Path) -> None:
+    from parcompile.pipeline import compile_file
+    from parcompile.targets.deepspeed import ds_config
+
+    spec = Path(__file__).parents[1] / "specs" / "positive" / "W001-tp-2-of-8.json"
+    plan, _ = compile_file(spec)
+    assert plan is not None
+    assert [one for one in found(ds_config(plan), tmp_path) if one[0] != "F003"] == []
