@@ -5,7 +5,8 @@ torch's DTensor.
 
 Every number is from one run in which the methods take turns, step by step. "limit" is the same block with each rank's
 slices and without any communication: nobody can be faster. Bytes on the wire are what a rank sends per step (for
-all-reduce 2(tp−1)/tp of the tensor); "kept" is what autograd keeps for backward, without the weights.
+all-reduce 2(tp−1)/tp of the tensor); CPU is the processor time of rank 0, all threads: what a busy machine disturbs
+least; "kept" is what autograd keeps for backward, without the weights.
 """
 
 from __future__ import annotations
@@ -159,6 +160,13 @@ class Wire(TorchDispatchMode):
         return out
 
 
+def finish_partial_gradients(model: nn.Module) -> None:
+    """DTensor leaves the gradients of norms unsummed after backward; a step is over when they are whole."""
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
+            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+
+
 def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
     storages: dict[int, int] = {}
 
@@ -216,6 +224,7 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
             leaf = own.detach().requires_grad_()
             out = model(leaf)
             out.backward(out.detach())
+            finish_partial_gradients(model)
             model.zero_grad(set_to_none=True)
             return out
 
@@ -245,17 +254,19 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
             }
         )
     seconds: dict[str, list[float]] = {method: [] for method in steps}
+    cpu_seconds: dict[str, list[float]] = {method: [] for method in steps}
     order = list(steps)
     for _ in range(rounds):
         order.append(order.pop(0))
         for method in order:
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             steps[method]()
+            cpu_seconds[method].append(time.process_time() - cpu_start)
             dist.barrier()
             seconds[method].append(time.perf_counter() - start)
     for row in rows:
-        row["seconds"] = seconds[row["method"]]
+        row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
     return rows
 
 
@@ -264,15 +275,18 @@ def show(report: list[dict]) -> None:
     for row in report:
         if row["method"] in ("ours", "ours + sp"):
             ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")] = row["seconds"]
-    print("| block | dtype | method | step ms (quartiles) | time / ours (quartiles) | calls | sent MB | kept MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("block", "dtype", "method", "step ms (quartiles)", "time / ours (quartiles)", "CPU ms (quartiles)")
+    print("|", " | ".join((*columns, "calls", "sent MB", "kept MB")), "|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in report:
         base = ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")]
         ratios = quartiles([a / b for a, b in zip(row["seconds"], base, strict=True)])
         low, middle, high = (1e3 * value for value in quartiles(row["seconds"]))
+        cpu_low, cpu, cpu_high = (1e3 * value for value in quartiles(row["cpu_seconds"]))
         print(
             f"| {row['size']} | {row['dtype'].removeprefix('torch.')} | {row['method']} "
             f"| {middle:.1f} ({low:.1f}-{high:.1f}) | {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f}) "
+            f"| {cpu:.1f} ({cpu_low:.1f}-{cpu_high:.1f}) "
             f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} |"
         )
 

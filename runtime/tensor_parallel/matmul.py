@@ -79,7 +79,7 @@ class _Column(torch.autograd.Function):
             outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
             gathering = start_all_gather(x, group)
-            if travels_in_pieces(x):
+            if travels_in_pieces(x.device, x.nbytes):
                 shape = [size * group_size(group) if d == dim else size for d, size in enumerate(x.shape)]
                 outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
                 for rank, piece in gathering.arrivals():
@@ -125,9 +125,10 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if dim is None:
             return start_all_reduce(F.linear(x, weight).contiguous(), group).wait()
-        if not travels_in_pieces(x):
-            return start_reduce_scatter(F.linear(x, weight), dim, group).wait()
         size = slice_size(x.shape, dim, group_size(group))
+        piece_bytes = x.nbytes // x.shape[-1] * len(weight) // group_size(group)
+        if not travels_in_pieces(x.device, piece_bytes):
+            return start_reduce_scatter(F.linear(x, weight), dim, group).wait()
         return start_sum_of_pieces(lambda rank: F.linear(x.narrow(dim, rank * size, size), weight), group).wait()
 
     @staticmethod
@@ -141,7 +142,7 @@ class _Row(torch.autograd.Function):
             dx = dy @ weight if needs_x else None
         else:
             gathering = start_all_gather(dy, group)
-            if needs_x and travels_in_pieces(dy):
+            if needs_x and travels_in_pieces(dy.device, dy.nbytes):
                 dx, size = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[dim]
                 for rank, piece in gathering.arrivals():
                     _linear_into(dx.narrow(dim, rank * size, size), piece, weight.t())

@@ -8,10 +8,13 @@ import multiprocessing.connection
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from parcompile.runtime import collectives
 
 
 class World:
@@ -91,6 +94,16 @@ def _answer(check, args) -> tuple[bool, object]:
         return False, check(*args)
     except Exception:
         return True, traceback.format_exc()
+
+
+def each_transport() -> Iterator[str]:
+    """Once with gloo's own collectives, once with exchanges, whatever the size of the tensors."""
+    usual = collectives.EXCHANGE_BYTES
+    try:
+        for name, collectives.EXCHANGE_BYTES in (("collectives", 2**62), ("exchanges", 0)):
+            yield name
+    finally:
+        collectives.EXCHANGE_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
