@@ -7,12 +7,15 @@ from pathlib import Path
 
 import click
 
-from parcompile.pipeline import Checked, compile_file
-from parcompile.plan import Plan
+from parcompile.pipeline import Checked, check_file
+from parcompile.plan import Plan, compile_plan
 from parcompile.report import summary
 from parcompile.reporters import report
+from parcompile.rules.registry import DEFAULT_TARGETS, TARGETS
 from parcompile.source import SourceError
-from parcompile.targets.files import artefacts, to_text, write
+from parcompile.targets.check import differences, locked_targets, stale_files
+from parcompile.targets.files import write
+from parcompile.targets.registry import chosen, losses, render
 
 from .main import SPEC_HAS_ERRORS
 
@@ -22,26 +25,55 @@ from .main import SPEC_HAS_ERRORS
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to; default: no files."
 )
+@click.option(
+    "-t",
+    "--target",
+    "names",
+    multiple=True,
+    help="What to write: deepspeed, torchrun, slurm, kubernetes, megatron, torchtitan, accelerate, or all; can be given"
+    " several times. Default: deepspeed, torchrun and slurm.",
+)
+@click.option("--check", is_flag=True, help="Write nothing: exit 1 with a diff when the files in DIR are out of date.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def command(spec: str, output: Path | None, *, quiet: bool) -> None:
-    """Compile SPEC: check it, then write plan.json, ds_config.json and process_groups.json to the output folder.
+def command(spec: str, output: Path | None, names: tuple[str, ...], *, check: bool, quiet: bool) -> None:
+    """Compile SPEC: check it, then write plan.json and the files of each target to the output folder.
 
-    Nothing is written when the spec has an error. SPEC may be - for standard input.
+    Nothing is written when the spec has an error. SPEC may be - for standard input. --check takes the targets that were
+    written before unless some are named.
     """
+    if check and output is None:
+        raise click.UsageError("--check compares with the files of a folder: add -o DIR")
     try:
-        plan, checked = compile_file(spec)
-    except SourceError as error:
+        targets = chosen(names or (locked_targets(output) if check and output else ()))
+        plan, checked = _compile(spec, targets)
+    except (SourceError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _print_diagnostics(checked, quiet=quiet)
     if plan is None:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-    written = _write(plan, output) if output else []
+    if check:
+        assert output is not None
+        _compare(plan, output, targets)
+        return
+    written = _write(plan, output, targets) if output else []
     if not quiet:
         click.echo(summary(plan))
+        _print_losses(plan, targets)
         for file in written:
             click.echo(f"wrote {file}")
         if not output:
             click.echo("nothing written: add -o DIR to write the plan")
+
+
+def _compile(spec: str, targets: tuple[str, ...]) -> tuple[Plan | None, Checked]:
+    # Rules of a backend fire when its files are asked for.
+    checked = check_file(spec, [*DEFAULT_TARGETS, *(name for name in targets if name in TARGETS)])
+    if not checked.valid:
+        return None, checked
+    assert checked.document is not None
+    assert checked.resolution is not None
+    found = list(checked.diagnostics)
+    return compile_plan(checked.resolution.spec(), checked.document.tree, found), checked
 
 
 def _print_diagnostics(checked: Checked, *, quiet: bool) -> None:
@@ -51,9 +83,31 @@ def _print_diagnostics(checked: Checked, *, quiet: bool) -> None:
         report(shown, documents, "text", sys.stderr)
 
 
-def _write(plan: Plan, output: Path) -> list[Path]:
-    contents = {name: to_text(tree) for name, tree in artefacts(plan).items()}
+def _print_losses(plan: Plan, targets: tuple[str, ...]) -> None:
+    for name, found in losses(plan, targets).items():
+        for loss in found:
+            effect = "not written" if loss.fatal else loss.instead
+            click.echo(f"{name}: {loss.what}: {loss.why} ({effect})")
+
+
+def _compare(plan: Plan, output: Path, targets: tuple[str, ...]) -> None:
     try:
-        return write(contents, output)
+        found = differences(render(plan, targets), output)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or output} cannot be read: {error.strerror}") from None
+    if found:
+        click.echo(found, nl=False)
+        click.echo(f"{output} is not what the spec compiles to: compile it again with -o {output}", err=True)
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:
+    contents = render(plan, targets)
+    try:
+        stale = stale_files(contents, output)
+        written = write(contents, output)
+        for file in stale:
+            file.unlink(missing_ok=True)
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be written: {error.strerror}") from None
+    return written

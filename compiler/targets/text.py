@@ -37,4 +37,14 @@ def _joined(parts: list[str], start: str, stop: str, indent: int, *, one_line: b
 
 
 def _scalar(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Half of a surrogate pair, which JSON can escape, has no UTF-8.
+    return text if text.isascii() or _encodable(text) else json.dumps(value)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

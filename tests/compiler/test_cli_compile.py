@@ -128,10 +128,10 @@ def test_all_mistakes_are_reported_in_one_pass(run: Any) -> None:
 def test_an_earlier_plan_stays_when_the_spec_breaks(run: Any) -> None:
     Path("spec.json").write_text(json.dumps(SPEC), encoding="utf-8")
     run("spec.json", "-o", "plan")
-    before = {file.name: file.read_bytes() for file in Path("plan").iterdir()}
+    before = {file: file.read_bytes() for file in Path("plan").rglob("*") if file.is_file()}
     Path("spec.json").write_text(changed("parallelism", "tp", value=3), encoding="utf-8")
     assert run("spec.json", "-o", "plan").code == 1
-    assert {file.name: file.read_bytes() for file in Path("plan").iterdir()} == before
+    assert {file: file.read_bytes() for file in Path("plan").rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])

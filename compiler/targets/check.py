@@ -1,0 +1,81 @@
+"""Whether a folder holds what a spec compiles to: CI's guard against artefacts that were edited or forgotten."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .registry import LOCK, TARGETS
+
+DIFF_LINES = 40
+"""Lines of difference that are shown of one file."""
+
+
+def locked_targets(folder: Path) -> tuple[str, ...]:
+    """The targets that were written into a folder before; none when it has no lock file."""
+    named = _lock(folder).get("targets", [])
+    return tuple(name for name in TARGETS if isinstance(named, list) and name in named)
+
+
+def stale_files(contents: Mapping[str, str], folder: Path) -> list[Path]:
+    """Files that an earlier compilation wrote and that are no longer among the artefacts.
+
+    A file that was edited since is nobody's to remove, and is not among them.
+    """
+    found = []
+    for name, digest in sorted(_lock(folder).get("files", {}).items()):
+        if name in contents or not _inside(name):
+            continue
+        file = folder / name
+        if file.is_file() and "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest() == digest:
+            found.append(file)
+    return found
+
+
+def differences(contents: Mapping[str, str], folder: Path) -> str:
+    """A unified diff from the files of a folder to the artefacts; empty when they are equal.
+
+    Raises:
+        OSError: a file is there but cannot be read.
+    """
+    lines: list[str] = []
+    for name, text in contents.items():
+        lines += _difference(name, folder / name, text)
+    lines += [f"Only in {folder}: {file.relative_to(folder)}" for file in stale_files(contents, folder)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _difference(name: str, file: Path, text: str) -> Iterator[str]:
+    try:
+        old = file.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        yield f"Missing: {file}"
+        return
+    if old == text:
+        return
+    diff = list(
+        difflib.unified_diff(old.split("\n"), text.split("\n"), f"{name} (on disk)", f"{name} (compiled)", lineterm="")
+    )
+    yield from diff[:DIFF_LINES]
+    if len(diff) > DIFF_LINES:
+        yield f"… and {len(diff) - DIFF_LINES} more lines of {name}"
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _lock(folder: Path) -> dict[str, Any]:
+    """The lock file of a folder; empty when there is none that can be understood."""
+    try:
+        tree = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(tree, dict) or not isinstance(tree.get("files", {}), dict):
+        return {}
+    return tree

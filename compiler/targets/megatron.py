@@ -1,0 +1,252 @@
+"""Megatron-LM arguments: as a list, as the YAML of its test recipes, and as a shell array.
+
+Names and types are those of Megatron-LM's argument parser at `MEGATRON_VERSION`; the tests compare them with a table
+that was read from it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import yaml
+
+from parcompile.plan import Plan
+from parcompile.spec import Precision, Spec
+
+from .environment import variables
+from .identity import header
+from .losses import Loss, effective_order, order_loss
+
+MEGATRON_VERSION = "d98e8a64"
+"""Commit of NVIDIA/Megatron-LM whose parser was read (2026-08-22)."""
+
+_ORDERS = (("tp", "cp", "ep", "dp", "pp"), ("tp", "cp", "ep", "pp", "dp"))
+
+Value = int | float | str | bool | list[str]
+Arguments = dict[str, Value]
+"""Flags without their dashes; True is a flag without a value."""
+
+_NO_MEGATRON = {
+    "gemma": "gated GELU and embeddings scaled by √h",
+    "gemma2": "gated GELU, soft-capped logits and four norms per layer",
+    "gpt_neox": "parallel attention and MLP",
+}
+"""Model types that Megatron-LM's GPT model does not compute, and what is missing."""
+
+
+def arguments(plan: Plan) -> Arguments:
+    """Every argument that the plan decides, also those that equal Megatron-LM's defaults: defaults change."""
+    spec = plan.spec
+    return {**_layout(spec), **_model(spec), **_mixture(spec), **_latent_attention(spec), **_training(spec)}
+
+
+def as_list(found: Arguments) -> list[str]:
+    """The arguments as they stand on a command line."""
+    listed: list[str] = []
+    for name, value in found.items():
+        listed.append(f"--{name}")
+        if isinstance(value, list):
+            listed.extend(value)
+        elif value is not True:
+            listed.append(str(value))
+    return listed
+
+
+def files(plan: Plan) -> dict[str, Any]:
+    """megatron_args.json (a tree), megatron_args.yaml and megatron_args.sh (texts)."""
+    found = arguments(plan)
+    return {
+        "megatron_args.json": {
+            "compiler_version": plan.compiler_version,
+            "spec_hash": plan.spec_hash,
+            "megatron_version": MEGATRON_VERSION,
+            "environment": {one.name: one.value for one in variables(plan)},
+            "arguments": as_list(found),
+        },
+        "megatron_args.yaml": _yaml(plan, found),
+        "megatron_args.sh": _shell(plan, found),
+    }
+
+
+def losses(plan: Plan) -> list[Loss]:
+    """What Megatron-LM does not do as the plan says."""
+    spec = plan.spec
+    found = order_loss(spec.parallelism, "Megatron-LM", _ORDERS)
+    family = spec.model.shape.model_type
+    if family in _NO_MEGATRON:
+        found.append(
+            Loss(f"model_type {family}", f"its GPT model has no {_NO_MEGATRON[family]}", "another target", True)
+        )
+    window = spec.model.shape.sliding_window
+    if window is not None and window < spec.training.sequence_length:
+        found.append(
+            Loss(f"sliding_window {window}", "no argument here sets it", "every token sees the whole sequence")
+        )
+    if family == "deepseek_v3":
+        found.append(
+            Loss("expert routing", "scores, groups and biases have arguments of their own", "set --moe-router-*")
+        )
+    if spec.model.hf_config.get("rope_scaling"):
+        found.append(Loss("rope_scaling", "scaling has arguments of its own", "set --use-rope-scaling and its factor"))
+    if float(spec.model.hf_config.get("rope_theta", 10000.0)) % 1:
+        found.append(Loss("rope_theta", "--rotary-base is a whole number", "the base is rounded down"))
+    if spec.zero_stage > 1:
+        found.append(
+            Loss(f"zero.stage {spec.zero_stage}", "the distributed optimizer is stage 1", "use --use-megatron-fsdp")
+        )
+    training, parallelism = spec.training, spec.parallelism
+    if training.precision is Precision.BF16 and training.gradient_accumulation_dtype is not Precision.FP32:
+        found.append(
+            Loss("gradient_accumulation_dtype bf16", "bf16 gradients are summed in fp32", "2 bytes more per parameter")
+        )
+    if training.optimizer.type == "adam":
+        found.append(
+            Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
+        )
+    if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
+        found.append(Loss("cp_layout contiguous", "Megatron-LM deals sequences out in zigzag", "zigzag is used"))
+    found.append(Loss("data and tokenizer", "the spec does not name them", "add --data-path and --tokenizer-type"))
+    return found
+
+
+def _layout(spec: Spec) -> Arguments:
+    parallelism = spec.parallelism
+    found: Arguments = {
+        "tensor-model-parallel-size": parallelism.tp,
+        "context-parallel-size": parallelism.cp,
+        "pipeline-model-parallel-size": parallelism.pp,
+        "expert-model-parallel-size": parallelism.ep,
+        "expert-tensor-parallel-size": parallelism.tp,
+    }
+    if parallelism.sequence_parallel:
+        found["sequence-parallel"] = True
+    if parallelism.cp > 1:
+        found["cp-comm-type"] = ["p2p"]
+    order = effective_order(parallelism)
+    if "dp" in order and "pp" in order and order.index("dp") > order.index("pp"):
+        found["use-tp-pp-dp-mapping"] = True
+    if spec.zero_stage >= 1:
+        found["use-distributed-optimizer"] = True
+    return found
+
+
+def _model(spec: Spec) -> Arguments:
+    shape, config = spec.model.shape, spec.model.hf_config
+    found: Arguments = {
+        "num-layers": shape.num_hidden_layers,
+        "hidden-size": shape.hidden_size,
+        "ffn-hidden-size": shape.intermediate_size,
+        "num-attention-heads": shape.num_attention_heads,
+        "max-position-embeddings": max(shape.max_position_embeddings, spec.training.sequence_length),
+        "vocab-size": shape.vocab_size,
+        "make-vocab-size-divisible-by": spec.parallelism.make_vocab_size_divisible_by,
+        "normalization": "LayerNorm" if shape.norm_bias else "RMSNorm",
+        "norm-epsilon": float(
+            config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-5 if shape.norm_bias else 1e-6))
+        ),
+        "init-method-std": float(config.get("initializer_range", 0.02)),
+        "attention-dropout": float(config.get("attn_pdrop", config.get("attention_dropout", 0.0))),
+        "hidden-dropout": float(config.get("resid_pdrop", 0.0)),
+    }
+    if shape.mla is None:
+        found["kv-channels"] = shape.head_dim
+        if shape.num_key_value_heads != shape.num_attention_heads:
+            found["group-query-attention"] = True
+            found["num-query-groups"] = shape.num_key_value_heads
+    if shape.rotary:
+        found["position-embedding-type"] = "rope"
+        found["rotary-base"] = int(config.get("rope_theta", 10000))
+        found["rotary-percent"] = float(config.get("partial_rotary_factor", 1.0))
+    else:
+        found["position-embedding-type"] = "learned_absolute"
+    flags = {
+        "swiglu": shape.gated_mlp,
+        "disable-bias-linear": not shape.mlp_bias,
+        "add-qkv-bias": shape.qkv_bias and not shape.attention_output_bias,
+        "qk-layernorm": shape.qk_norm,
+        "untie-embeddings-and-output-weights": not shape.tie_word_embeddings,
+    }
+    return found | {name: True for name, on in flags.items() if on}
+
+
+def _mixture(spec: Spec) -> Arguments:
+    moe, layers = spec.model.shape.moe, spec.model.shape.num_hidden_layers
+    if moe is None:
+        return {}
+    found: Arguments = {
+        "num-experts": moe.num_experts,
+        "moe-router-topk": moe.num_experts_per_token,
+        "moe-ffn-hidden-size": moe.intermediate_size,
+    }
+    if moe.num_shared_experts:
+        found["moe-shared-expert-intermediate-size"] = moe.num_shared_experts * moe.intermediate_size
+    if moe.first_moe_layer:
+        found["moe-layer-freq"] = f"([0]*{moe.first_moe_layer}+[1]*{layers - moe.first_moe_layer})"
+    return found
+
+
+def _latent_attention(spec: Spec) -> Arguments:
+    mla = spec.model.shape.mla
+    if mla is None:
+        return {}
+    return {
+        "multi-latent-attention": True,
+        "q-lora-rank": mla.q_lora_rank,
+        "kv-lora-rank": mla.kv_lora_rank,
+        "qk-head-dim": mla.qk_nope_head_dim,
+        "qk-pos-emb-head-dim": mla.qk_rope_head_dim,
+        "v-head-dim": mla.v_head_dim,
+    }
+
+
+def _training(spec: Spec) -> Arguments:
+    training, optimizer = spec.training, spec.training.optimizer
+    found: Arguments = {
+        "seq-length": training.sequence_length,
+        "micro-batch-size": training.micro_batch_size,
+        "global-batch-size": training.global_batch_size,
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min-lr": optimizer.lr,
+        "lr-decay-style": "constant",
+        "weight-decay": optimizer.weight_decay,
+        "adam-beta1": optimizer.betas[0],
+        "adam-beta2": optimizer.betas[1],
+        "adam-eps": optimizer.eps,
+        "clip-grad": training.gradient_clipping,
+        "seed": training.seed,
+    }
+    if training.train_steps is not None:
+        found["train-iters"] = training.train_steps
+    if training.precision is not Precision.FP32:
+        found[training.precision.value] = True
+    if training.precision is Precision.BF16:
+        found["accumulate-allreduce-grads-in-fp32"] = True
+    if training.precision is Precision.FP16 and training.loss_scale:
+        found["loss-scale"] = training.loss_scale
+    if training.activation_checkpointing != "none":
+        found["recompute-granularity"] = training.activation_checkpointing
+    if training.activation_checkpointing == "full":
+        found |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    return found
+
+
+def _yaml(plan: Plan, found: Arguments) -> str:
+    tree = {
+        "ENV_VARS": {one.name: one.value for one in variables(plan)},
+        "MODEL_ARGS": {f"--{name}": value for name, value in found.items()},
+    }
+    body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False, width=4096)
+    return "\n".join(header(plan, "Megatron-LM arguments, as its functional tests write them.")) + "\n" + body
+
+
+def _shell(plan: Plan, found: Arguments) -> str:
+    about = 'Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.'
+    lines = ["#!/usr/bin/env bash", *header(plan, about)]
+    for one in variables(plan):
+        lines += [f"# {one.why}", f"export {one.name}={shlex.quote(one.value)}"]
+    lines.append("MEGATRON_ARGS=(")
+    for name, value in found.items():
+        lines.append("  " + " ".join(shlex.quote(word) for word in as_list({name: value})))
+    return "\n".join([*lines, ")"]) + "\n"

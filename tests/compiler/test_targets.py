@@ -1,0 +1,363 @@
+"""What each target is written as, against its consumer's own parser or a stand-in for its program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from layout_cases import compile_tree, spec_tree
+
+from parcompile import schema
+from parcompile.plan import Plan
+from parcompile.targets.files import write
+from parcompile.targets.megatron import arguments
+from parcompile.targets.registry import ALL, LOCK, TARGETS, chosen, render
+
+HOSTILE = (
+    "two words",
+    'it\'s "quoted"',
+    "$(touch pwned) `touch pwned`",
+    "line one\ntouch pwned\n#SBATCH --nodes=99\nkind: Pod",
+    "'; touch pwned; '",
+    '\\"; touch pwned #',
+    "- [not, yaml]: {really}",
+    "\u2028\u2029\x1b[31m",
+)
+MODELS = {
+    "llama-3-8b": ({"tp": 2, "cp": 2, "sequence_parallel": True}, {}),
+    "gpt2-xl": ({}, {"precision": "fp16", "loss_scale": 8, "train_steps": 3}),
+    "deepseek-v3": ({"tp": 8, "ep": 8}, {"activation_checkpointing": "full"}),
+    "mixtral-8x7b": ({"tp": 2, "ep": 4, "sequence_parallel": True}, {"activation_checkpointing": "selective"}),
+    "qwen3-8b": (
+        {"tp": 4, "pp": 2, "order": "tp-cp-ep-pp-dp"},
+        {"gradient_accumulation_dtype": "fp32", "global_batch_size": 512},
+    ),
+    "qwen2.5-7b": ({"cp": 2}, {"optimizer": {"type": "adam"}}),
+}
+
+
+def model_plan(model: str, folder: Path) -> Plan:
+    parallelism, training = MODELS[model]
+    tree = spec_tree(64, 8, model={"preset": model}, parallelism=parallelism, training=training)
+    return compile_tree(tree, folder)
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    return compile_tree(spec_tree(2, 8, parallelism={"tp": 2, "cp": 2}), tmp_path)
+
+
+def valid(name: str, text: str) -> None:
+    errors = list(Draft202012Validator(json.loads(schema.text(name))).iter_errors(json.loads(text)))
+    assert not errors, [f"{error.json_path}: {error.message}" for error in errors[:5]]
+
+
+class TestChoice:
+    def test_names_are_known_and_ordered(self) -> None:
+        assert chosen(()) == ("deepspeed", "torchrun", "slurm")
+        assert chosen(("slurm", "deepspeed", "slurm")) == ("deepspeed", "slurm")
+        assert chosen((ALL,)) == tuple(TARGETS)
+        with pytest.raises(ValueError, match="there is no target 'nemo'; there are deepspeed, torchrun"):
+            chosen(("nemo",))
+
+    def test_every_artefact_carries_the_identity_or_stands_in_the_lock_file_by_its_hash(self, plan) -> None:
+        files = render(plan, (ALL,))
+        lock = json.loads(files[LOCK])
+        assert lock["files"] == {
+            name: "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+            for name, text in sorted(files.items())
+            if name != LOCK
+        }
+        for name, text in files.items():
+            if name not in {"ds_config.json", "launch/deepspeed_env"}:
+                assert plan.spec_hash in text, name
+                assert plan.compiler_version in text, name
+        assert lock["backends"]["deepspeed"] == "0.19.8"
+
+    def test_json_artefacts_are_valid_against_their_schemas(self, plan) -> None:
+        files = render(plan, (ALL,))
+        for name, schema_name in (
+            ("plan.json", "plan"),
+            ("process_groups.json", "process_groups"),
+            ("target_report.json", "target_report"),
+            ("megatron_args.json", "megatron_args"),
+            (LOCK, "lock"),
+        ):
+            valid(schema_name, files[name])
+
+    def test_a_target_that_cannot_run_the_layout_gets_a_reason_and_no_files(self, tmp_path) -> None:
+        plan = model_plan("qwen3-8b", tmp_path)
+        files = render(plan, ("accelerate", "torchtitan", "megatron"))
+        report = json.loads(files["target_report.json"])["targets"]
+        assert report["accelerate"]["files"] == report["torchtitan"]["files"] == []
+        assert report["accelerate"]["losses"][0]["what"] == "pp 2"
+        assert report["torchtitan"]["losses"][0]["what"] == "order tp-pp-dp"
+        assert not report["accelerate"]["expressible"]
+        assert report["megatron"]["expressible"]
+        assert not {"accelerate.yaml", "torchtitan.toml"} & files.keys()
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Any]:
+    file = Path(__file__).with_name("megatron_arguments.json")
+    return json.loads(file.read_text(encoding="utf-8"))["arguments"]
+
+
+class TestMegatron:
+    @pytest.mark.parametrize("model", MODELS)
+    def test_names_types_and_choices_are_those_of_megatrons_parser(self, model, known, tmp_path) -> None:
+        python_types = {"int": int, "float": float, "str": str, "flag": bool, "moe_freq_type": str}
+        for name, value in arguments(model_plan(model, tmp_path)).items():
+            entry = known[f"--{name}"]
+            for one in value if entry["many"] else [value]:
+                assert type(one) is python_types[entry["type"]], name
+                assert entry["choices"] is None or one in entry["choices"], name
+
+    def test_what_matters_is_said_even_where_it_is_the_default(self, plan) -> None:
+        found = arguments(plan)
+        assert found["tensor-model-parallel-size"] == found["context-parallel-size"] == 2
+        assert found["pipeline-model-parallel-size"] == 1
+        assert (found["adam-beta2"], found["clip-grad"], found["attention-dropout"]) == (0.95, 1.0, 0.0)
+        assert found["use-distributed-optimizer"] is True
+        assert (found["group-query-attention"], found["num-query-groups"]) == (True, 4)
+
+    def test_expert_and_pipeline_layouts(self, tmp_path) -> None:
+        found = arguments(model_plan("deepseek-v3", tmp_path))
+        assert found["expert-model-parallel-size"] == 8
+        assert found["moe-layer-freq"] == "([0]*3+[1]*58)"
+        assert (found["kv-lora-rank"], found["moe-shared-expert-intermediate-size"]) == (512, 2048)
+        assert found["recompute-method"] == "uniform"
+        other = arguments(model_plan("qwen3-8b", tmp_path))
+        assert other["use-tp-pp-dp-mapping"] is True
+        assert other["kv-channels"] == 128
+
+    def test_list_yaml_and_shell_say_the_same(self, tmp_path) -> None:
+        files = render(model_plan("mixtral-8x7b", tmp_path), ("megatron",))
+        listed = json.loads(files["megatron_args.json"])["arguments"]
+        from_yaml: list[str] = []
+        for name, value in yaml.safe_load(files["megatron_args.yaml"])["MODEL_ARGS"].items():
+            from_yaml.append(name)
+            if value is not True:
+                from_yaml.extend(str(one) for one in (value if isinstance(value, list) else [value]))
+        assert from_yaml == listed
+        script = (
+            files["megatron_args.sh"] + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"; echo "$CUDA_DEVICE_MAX_CONNECTIONS"\n'
+        )
+        shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+        assert shown == [*listed, "1"]
+
+    @pytest.mark.parametrize("model", ["gemma-2-27b", "gpt-neox-20b"])
+    def test_models_that_it_does_not_compute_are_refused(self, model, tmp_path) -> None:
+        tree = spec_tree(16, 8, model={"preset": model}, parallelism={"tp": 8})
+        report = json.loads(render(compile_tree(tree, tmp_path), ("megatron",))["target_report.json"])
+        assert not report["targets"]["megatron"]["expressible"]
+
+
+class TestParallelDims:
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+    def test_torchtitan_reads_the_sizes(self, plan) -> None:
+        import tomllib
+
+        found = tomllib.loads(render(plan, ("torchtitan",))["torchtitan.toml"])
+        dims = found["parallelism"]
+        assert dims["data_parallel_shard_degree"] == 4
+        assert dims["context_parallel_load_balancer"] == "headtail"
+        sizes = [value for key, value in dims.items() if key.endswith("_degree") and "expert" not in key]
+        product = 1
+        for size in sizes:
+            product *= size
+        assert product == plan.world_size
+        assert found["training"] == {"local_batch_size": 1, "global_batch_size": 4, "seq_len": 1024}
+
+    def test_accelerate_reads_the_configuration(self, plan, tmp_path) -> None:
+        file = tmp_path / "accelerate.yaml"
+        file.write_text(render(plan, ("accelerate",))["accelerate.yaml"], encoding="utf-8")
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        sizes = {key.removeprefix("parallelism_config_"): value for key, value in tree["parallelism_config"].items()}
+        product = sizes["dp_replicate_size"] * sizes["dp_shard_size"] * sizes["tp_size"] * sizes["cp_size"]
+        assert product == tree["num_processes"] == plan.world_size
+        config_args = pytest.importorskip("accelerate.commands.config.config_args")
+        assert config_args.load_config_from_file(str(file)).parallelism_config == tree["parallelism_config"]
+
+
+class TestLaunch:
+    """The scripts run with stand-ins for the launchers, which write down what they were started with."""
+
+    @pytest.fixture
+    def stage(self, tmp_path) -> Path:
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        recorder = (
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            "names = ('OMP_NUM_THREADS', 'CUDA_DEVICE_MAX_CONNECTIONS', 'DS_ENV_FILE', 'MASTER_ADDR')\n"
+            "with open('called.json', 'a') as file:\n"
+            "    json.dump({'program': os.path.basename(sys.argv[0]), 'arguments': sys.argv[1:],\n"
+            "               'environment': {name: os.environ.get(name) for name in names}}, file)\n"
+            "    file.write('\\n')\n"
+        )
+        for name in ("deepspeed", "torchrun"):
+            (programs / name).write_text(recorder)
+        (programs / "scontrol").write_text("#!/bin/sh\nprintf 'host-a\\nhost-b\\n'\n")
+        # As srun does: the command once, with the place of a node.
+        (programs / "srun").write_text(
+            '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nSLURM_NODEID=1 exec "$@"\n'
+        )
+        for program in programs.iterdir():
+            program.chmod(0o755)
+        return tmp_path
+
+    def run(self, stage: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(stage / "out" / "launch" / script), *arguments],
+            cwd=stage,
+            env={"PATH": f"{stage / 'bin'}:{os.environ['PATH']}", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def called(self, stage: Path) -> dict[str, Any]:
+        return json.loads((stage / "called.json").read_text())
+
+    ARGUMENTS = ("train.py", "--note", "two words; $(touch pwned) 'x'", "--plan", "a b")
+
+    def test_deepspeed_on_one_node(self, stage) -> None:
+        plan = compile_tree(spec_tree(1, 4, parallelism={"tp": 2}, cluster={"accelerator": "cpu"}), stage)
+        write(render(plan), stage / "out")
+        assert self.run(stage, "deepspeed.sh", *self.ARGUMENTS, MASTER_PORT="1234").returncode == 0
+        assert self.called(stage)["arguments"] == [
+            *("--num_gpus", "4", "--master_port", "1234", "--no_local_rank"),
+            *self.ARGUMENTS,
+        ]
+        assert self.called(stage)["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] is None
+
+    def test_deepspeed_on_several_nodes_hands_on_its_hostfile_and_environment(self, stage, plan) -> None:
+        write(render(plan), stage / "out")
+        launch = stage / "out" / "launch"
+        assert self.run(stage, "deepspeed.sh", *self.ARGUMENTS).returncode == 0
+        found = self.called(stage)
+        assert found["arguments"][:6] == ["--hostfile", str(launch / "hostfile"), "--num_nodes", "2", "--num_gpus", "8"]
+        assert found["arguments"][-5:] == list(self.ARGUMENTS)
+        assert found["environment"]["DS_ENV_FILE"] == str(launch / "deepspeed_env")
+        assert (launch / "deepspeed_env").read_text() == "OMP_NUM_THREADS=1\nCUDA_DEVICE_MAX_CONNECTIONS=1\n"
+        (launch / "hostfile").unlink()
+        refused = self.run(stage, "deepspeed.sh", *self.ARGUMENTS)
+        assert refused.returncode == 2
+        assert "slots=8" in refused.stderr
+
+    def test_deepspeeds_own_parser_reads_the_hostfile(self, stage, plan, monkeypatch) -> None:
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        runner = pytest.importorskip("deepspeed.launcher.runner")
+        write(render(plan), stage / "out")
+        assert dict(runner.fetch_hostfile(str(stage / "out" / "launch" / "hostfile"))) == {"node-0": 8, "node-1": 8}
+
+    def test_torchrun_needs_to_know_its_place(self, stage, plan) -> None:
+        write(render(plan), stage / "out")
+        refused = self.run(stage, "torchrun.sh", *self.ARGUMENTS)
+        assert refused.returncode != 0
+        assert "NODE_RANK: is not set: the place of this node, 0 to 1" in refused.stderr
+        assert self.run(stage, "torchrun.sh", *self.ARGUMENTS, NODE_RANK="1", MASTER_ADDR="h").returncode == 0
+        assert self.called(stage)["arguments"] == [
+            *("--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "29500"),
+            *("--nproc-per-node", "8"),
+            *self.ARGUMENTS,
+        ]
+
+    def test_torchruns_own_parser_reads_the_options(self, stage, plan) -> None:
+        run = pytest.importorskip("torch.distributed.run")
+        write(render(plan), stage / "out")
+        self.run(stage, "torchrun.sh", *self.ARGUMENTS, NODE_RANK="1", MASTER_ADDR="h")
+        options = run.get_args_parser().parse_args(self.called(stage)["arguments"])
+        assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("2", "8", 1)
+        assert options.training_script == "train.py"
+        assert options.training_script_args == list(self.ARGUMENTS[1:])
+
+    def test_slurm_starts_one_torchrun_on_each_node_in_the_order_of_the_ranks(self, stage, plan) -> None:
+        write(render(plan), stage / "out")
+        done = self.run(stage, "slurm.sbatch", *self.ARGUMENTS, SLURM_JOB_NODELIST="host-[a-b]")
+        assert done.returncode == 0, done.stderr
+        found = self.called(stage)
+        assert found["program"] == "torchrun"
+        assert found["arguments"] == [
+            *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "8"),
+            *("--master-addr", "host-a", "--master-port", "29500"),
+            *self.ARGUMENTS,
+        ]
+        text = (stage / "out" / "launch" / "slurm.sbatch").read_text()
+        assert "#SBATCH --nodes=2\n" in text
+        assert "#SBATCH --gpus-per-node=8\n" in text
+
+    def test_an_allocation_of_another_size_is_refused(self, stage) -> None:
+        write(render(compile_tree(spec_tree(4, 8), stage)), stage / "out")
+        refused = self.run(stage, "slurm.sbatch", *self.ARGUMENTS, SLURM_JOB_NODELIST="host-[a-b]")
+        assert refused.returncode == 2
+        assert "the plan is for 4 nodes, the allocation has 2" in refused.stderr
+
+    @pytest.mark.parametrize("script", ["deepspeed.sh", "torchrun.sh", "slurm.sbatch"])
+    def test_without_a_script_they_say_how_they_are_used(self, stage, plan, script) -> None:
+        write(render(plan), stage / "out")
+        refused = self.run(stage, script)
+        assert refused.returncode == 2
+        assert refused.stderr == f"usage: {script} SCRIPT [ARGUMENTS]\n"
+
+    def test_kubernetes_manifests_ask_for_the_plans_machines(self, plan) -> None:
+        files = render(plan, ("kubernetes",))
+        job = yaml.safe_load(files["launch/pytorchjob.yaml"])
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        assert (job["kind"], job["spec"]["nprocPerNode"]) == ("PyTorchJob", "8")
+        assert [replicas[role]["replicas"] for role in ("Master", "Worker")] == [1, 1]
+        container = replicas["Worker"]["template"]["spec"]["containers"][0]
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+        assert {"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"} in container["env"]
+        trainer = yaml.safe_load(files["launch/trainjob.yaml"])["spec"]["trainer"]
+        assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+        assert job["metadata"]["annotations"]["parcompile/plan-hash"] == plan.plan_hash
+
+
+class TestQuoting:
+    @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+    def test_a_name_can_neither_break_out_nor_execute(self, name, tmp_path) -> None:
+        plan = compile_tree(spec_tree(1, 2, name=name), tmp_path)
+        files = render(plan, (ALL,))
+        write(files, tmp_path / "out")
+        assert Plan.load(tmp_path / "out").spec.name == name
+        for file, text in files.items():
+            if file.endswith((".sh", ".sbatch")):
+                # With nothing to start they stop at their usage; sourcing the array runs nothing at all.
+                subprocess.run(["bash", str(tmp_path / "out" / file)], cwd=tmp_path, capture_output=True, check=False)
+                subprocess.run(["bash", "-n", str(tmp_path / "out" / file)], check=True)
+                directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+                assert [line for line in directives if "--nodes" in line] in ([], ["#SBATCH --nodes=1"])
+            if file.endswith(".yaml"):
+                assert len(list(yaml.safe_load_all(text))) == 1
+        assert not list(tmp_path.rglob("pwned"))
+        job = yaml.safe_load(files["launch/pytorchjob.yaml"])
+        assert job["kind"] == "PyTorchJob"
+        label = job["metadata"]["name"]
+        assert label.replace("-", "").isalnum() and label.isascii() and label == label.lower()
+        if name.isprintable():
+            assert job["metadata"]["annotations"]["parcompile/name"] == name
+
+    def test_a_path_of_the_output_may_hold_anything(self, tmp_path) -> None:
+        plan = compile_tree(spec_tree(2, 2), tmp_path)
+        folder = tmp_path / "a $(touch pwned) 'b'"
+        write(render(plan), folder)
+        done = subprocess.run(
+            [str(folder / "launch" / "deepspeed.sh"), "train.py"],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOSTFILE": "missing $(touch pwned)"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "there is no missing $(touch pwned)" in done.stderr
+        assert not list(tmp_path.rglob("pwned"))
