@@ -129,6 +129,8 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
 def _store(environment: Environment) -> Store:
     """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing."""
     if not environment.launched:
+        # DeepSpeed insists on this variable, which a launcher would have set.
+        os.environ.setdefault("LOCAL_RANK", "0")
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
