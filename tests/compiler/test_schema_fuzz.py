@@ -34,7 +34,7 @@ def mutants(draw: st.DrawFn) -> Any:
                 node = node[step]
             action = draw(st.sampled_from(["set", "delete", "rename"]))
             if action == "set":
-                node[path[-1]] = draw(ODD)
+                node[path[-1]] = copy.deepcopy(draw(ODD))
             elif action == "delete":
                 del node[path[-1]]
             elif isinstance(node, dict):
