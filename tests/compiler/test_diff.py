@@ -1,0 +1,121 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from layout_cases import SMALL_MODEL, compile_tree, spec_tree
+
+from parcompile.cli.diff import command
+from parcompile.diff import Difference, Kind, Resume, difference
+from parcompile.targets.files import to_text
+
+BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
+
+
+def compared(folder: Path, *, before: dict[str, Any] | None = None, **after: Any) -> Difference:
+    """From the base spec (with `before` in it) to one with other sections."""
+    old = compile_tree(spec_tree(1, 8, **{**BASE, **(before or {})}), folder)
+    new = compile_tree(spec_tree(after.pop("nodes", 1), 8, **{**BASE, **(before or {}), **after}), folder)
+    return difference(old, new)
+
+
+def named(found: Difference, *kinds: Kind) -> dict[str, tuple[Any, Any]]:
+    return {change.what: (change.before, change.after) for change in found.of(*kinds)}
+
+
+def test_a_plan_is_the_same_as_itself(tmp_path) -> None:
+    found = compared(tmp_path)
+    assert found.same
+    assert (found.moved_ranks, found.resume, found.reasons) == (0, Resume.SAME_FILES, ())
+
+
+def test_another_batch_or_learning_rate_is_another_training(tmp_path) -> None:
+    training = {"global_batch_size": 16, "optimizer": {"lr": 1e-4}}
+    found = compared(tmp_path, training=training)
+    assert named(found, Kind.NUMERICS) == {"global_batch_size": (8, 16), "optimizer.lr": (3e-4, 1e-4)}
+    assert named(found, Kind.ROUNDING) == {"gradient_accumulation_steps": (4, 8)}
+    assert found.resume is Resume.SAME_FILES
+
+
+def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(tmp_path) -> None:
+    found = compared(tmp_path, parallelism={"tp": 4, "cp": 2})
+    assert named(found, Kind.NUMERICS) == {}
+    assert named(found, Kind.ROUNDING)["partial sums of a linear (tp)"] == (2, 4)
+    assert named(found, Kind.LAYOUT)["tp"] == (2, 4)
+    assert named(found, Kind.COST)["weight_bytes per rank"][1] < named(found, Kind.COST)["weight_bytes per rank"][0]
+    assert found.resume is Resume.UNIVERSAL
+    assert found.reasons[0].startswith("tp 2 → 4")
+    assert any(reason.startswith("dp · cp 4 → 2") for reason in found.reasons)
+
+
+def test_cp_and_dp_may_be_swapped_within_the_same_files(tmp_path) -> None:
+    found = compared(tmp_path, parallelism={"tp": 2, "cp": 4}, training={"global_batch_size": 8})
+    assert named(found, Kind.LAYOUT) == {"cp": (2, 4), "dp": (2, 1)}
+    assert found.resume is Resume.SAME_FILES
+
+
+def test_ranks_that_move_are_counted(tmp_path) -> None:
+    found = compared(tmp_path, parallelism={"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"})
+    # Of each block of four (tp × cp) the two with equal coordinates stay.
+    assert found.moved_ranks == 4
+    assert compared(tmp_path, parallelism={"tp": 2, "cp": 2, "order": "tp-cp-pp-dp"}).moved_ranks == 0
+    assert compared(tmp_path, nodes=2).moved_ranks is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ({}, {"model": {**SMALL_MODEL, "num_hidden_layers": 8}}, "the models have other shapes"),
+        (
+            {"training": {"global_batch_size": 8, "gradient_accumulation_dtype": "fp32"}},
+            {"parallelism": {"tp": 2, "cp": 2, "pp": 2}},
+            "pp 1 → 2",
+        ),
+        ({}, {"zero": {"stage": 2}}, "zero.stage 1 → 2"),
+        ({}, {"training": {"global_batch_size": 8, "precision": "fp16"}}, "precision or gradient_accumulation_dtype"),
+        ({}, {"training": {"global_batch_size": 8, "optimizer": {"type": "adam"}}}, "optimizer adamw → adam"),
+        ({}, {"parallelism": {"tp": 8}}, "kv heads are replicated"),
+        ({"model": {"preset": "gpt2"}}, {"parallelism": {"tp": 4, "cp": 2}}, "a fused projection"),
+    ],
+)
+def test_what_keeps_a_checkpoint_from_going_over(tmp_path, before, after, reason) -> None:
+    found = compared(tmp_path, before=before, **after)
+    assert found.resume is Resume.NO
+    assert any(one.startswith(reason) for one in found.reasons), found.reasons
+
+
+class TestCommand:
+    @pytest.fixture
+    def folder(self, tmp_path) -> Path:
+        for name, tp in (("a", 2), ("b", 4)):
+            tree = spec_tree(1, 8, parallelism={"tp": tp}, training={"global_batch_size": 8})
+            (tmp_path / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
+        plan = compile_tree(tree, tmp_path)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "plan.json").write_text(to_text(plan.to_json()), encoding="utf-8")
+        return tmp_path
+
+    def run(self, *arguments: object):
+        return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+    def test_specs_plans_and_folders_can_be_compared(self, folder) -> None:
+        same = self.run(folder / "b.json", folder / "out")
+        assert (same.exit_code, same.output) == (0, "The plans are the same.\n")
+        assert self.run(folder / "out" / "plan.json", folder / "out").output == same.output
+        text = self.run(folder / "a.json", folder / "out").output
+        assert "Rounding: the same sums in another order" in text
+        assert "Checkpoint: universal conversion" in text
+
+    def test_json_is_the_whole_of_standard_output(self, folder) -> None:
+        tree = json.loads(self.run(folder / "a.json", folder / "b.json", "--format", "json").stdout)
+        assert tree["checkpoint"]["resume"] == "universal conversion"
+        assert {"kind": "layout", "what": "tp", "before": 2, "after": 4, "note": ""} in tree["changes"]
+
+    def test_a_broken_spec_is_reported_and_a_missing_file_is_named(self, folder) -> None:
+        (folder / "a.json").write_text(json.dumps(spec_tree(1, 8, parallelism={"tp": 3})), encoding="utf-8")
+        broken = self.run(folder / "a.json", folder / "b.json")
+        assert broken.exit_code == 1
+        missing = self.run(folder / "none.json", folder / "b.json")
+        assert missing.exit_code != 0
+        assert "none.json" in missing.output

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
+# plan "llama-3-70b", 512 ranks
+# parcompile 0.1.0, spec sha256:3bfc22a67efae464fadb1f2a08f11cac26113177c6caff78180bb6aca13c22e2
+# several ranks share the cores of a node
+export OMP_NUM_THREADS=1
+# kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+MEGATRON_ARGS=(
+  --tensor-model-parallel-size 8
+  --context-parallel-size 1
+  --pipeline-model-parallel-size 4
+  --expert-model-parallel-size 1
+  --expert-tensor-parallel-size 8
+  --sequence-parallel
+  --use-distributed-optimizer
+  --num-layers 80
+  --hidden-size 8192
+  --ffn-hidden-size 28672
+  --num-attention-heads 64
+  --max-position-embeddings 8192
+  --vocab-size 128256
+  --make-vocab-size-divisible-by 128
+  --normalization RMSNorm
+  --norm-epsilon 1e-06
+  --init-method-std 0.02
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --position-embedding-type rope
+  --rotary-base 500000
+  --rotary-percent 1.0
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --seq-length 8192
+  --micro-batch-size 1
+  --global-batch-size 512
+  --optimizer adam
+  --lr 0.0003
+  --min-lr 0.0003
+  --lr-decay-style constant
+  --weight-decay 0.1
+  --adam-beta1 0.9
+  --adam-beta2 0.95
+  --adam-eps 1e-08
+  --clip-grad 1.0
+  --seed 1234
+  --train-iters 100000
+  --bf16
+  --accumulate-allreduce-grads-in-fp32
+  --recompute-granularity selective
+)

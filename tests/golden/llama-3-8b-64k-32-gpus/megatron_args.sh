@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
+# plan "llama-3-8b-64k", 32 ranks
+# parcompile 0.1.0, spec sha256:ab93620b490df7bf4b088adbaa9c6d11307205e2280fb80d8fa5a25005bd948d
+# several ranks share the cores of a node
+export OMP_NUM_THREADS=1
+# kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+MEGATRON_ARGS=(
+  --tensor-model-parallel-size 2
+  --context-parallel-size 4
+  --pipeline-model-parallel-size 1
+  --expert-model-parallel-size 1
+  --expert-tensor-parallel-size 2
+  --sequence-parallel
+  --cp-comm-type p2p
+  --use-distributed-optimizer
+  --num-layers 32
+  --hidden-size 4096
+  --ffn-hidden-size 14336
+  --num-attention-heads 32
+  --max-position-embeddings 65536
+  --vocab-size 128256
+  --make-vocab-size-divisible-by 128
+  --normalization RMSNorm
+  --norm-epsilon 1e-06
+  --init-method-std 0.02
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --position-embedding-type rope
+  --rotary-base 500000
+  --rotary-percent 1.0
+  --swiglu
+  --disable-bias-linear
+  --untie-embeddings-and-output-weights
+  --seq-length 65536
+  --micro-batch-size 1
+  --global-batch-size 64
+  --optimizer adam
+  --lr 0.0003
+  --min-lr 0.0003
+  --lr-decay-style constant
+  --weight-decay 0.1
+  --adam-beta1 0.9
+  --adam-beta2 0.95
+  --adam-eps 1e-08
+  --clip-grad 1.0
+  --seed 1234
+  --bf16
+  --accumulate-allreduce-grads-in-fp32
+  --recompute-granularity selective
+)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Starts a script under DeepSpeed's launcher.
+# plan "qwen3-8b, more tp than kv heads", 16 ranks
+# parcompile 0.1.0, spec sha256:02fa8e921afe5d394ff39fa0c90e2cb14781185703b5e6acd85d4d7ce8969505
+set -euo pipefail
+if [ "$#" -eq 0 ]; then
+  echo "usage: deepspeed.sh SCRIPT [ARGUMENTS]" >&2
+  exit 2
+fi
+# several ranks share the cores of a node
+export OMP_NUM_THREADS=1
+# kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+master_port="${MASTER_PORT:-29500}"
+exec deepspeed --num_gpus 16 --master_port "$master_port" --no_local_rank "$@"
