@@ -70,6 +70,9 @@ class Resolution:
         if self._is_invalid(path):
             raise Unavailable(format_path(path))
         value = self._lookup(path)
+        if isinstance(value, list) and any(found[: len(path)] == path for found in self._invalid):
+            # A list with a wrong entry is wrong as a whole.
+            raise Unavailable(format_path(path))
         if value is _MISSING:
             if default is _MISSING:
                 raise Unavailable(format_path(path))

@@ -41,7 +41,7 @@ DEVICE_BYTES = MappingProxyType(
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the static bytes of the fullest rank exceed the device's memory."""
     device, stage = DEVICE_BYTES.get(spec.cluster.accelerator), spec.zero_stage
-    if device is None or stage > 1:
+    if device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis("tp"):
         return
     try:
         memory = static_memory(spec.spec())

@@ -27,7 +27,7 @@ GOOD = """{
     "micro_batch_size": 1, "gradient_accumulation_steps": 16}
 }
 """
-BAD = GOOD.replace('"tp": 2', '"tp": "2"').replace('"global_batch_size": 64, ', '"global_batch_size": 100, ')
+BAD = GOOD.replace('"tp": 2', '"tp": "2"').replace('"global_batch_size": 64,', '"global_batch_size": 100,')
 WARNED = GOOD.replace('"tp": 2, "dp": 4', '"cp": 2, "dp": 4, "cp_layout": "contiguous"')
 
 
