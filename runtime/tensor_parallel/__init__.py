@@ -4,15 +4,15 @@ Usable on any process group, without the compiler and without DeepSpeed. With `g
 layer is its plain counterpart.
 """
 
+from .columns import column_parallel, share_input
 from .cross_entropy import vocab_parallel_cross_entropy
 from .dropout import ParallelDropout, rank_random
 from .embedding import VocabParallelEmbedding
 from .initialization import draw_slice, master_seed
-from .linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .marking import is_sharded, mark_shard
 from .norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from .replicas import ReplicasDifferError, check_replicated, watch_replicas
-from .shared_input import share_input
 from .weights import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
 
 __all__ = [

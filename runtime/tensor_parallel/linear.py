@@ -17,7 +17,7 @@ rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,17 +28,17 @@ from typing_extensions import Self
 from ..collectives import (
     Group,
     copy_to_group,
-    gather_from_group,
     group_rank,
     group_size,
     scatter_to_group,
 )
+from .columns import column_outputs
 from .initialization import draw_slice, master_seed, uniform
 from .marking import mark_shard
-from .matmul import column_matmul, row_matmul
+from .matmul import row_matmul
 from .weights import Ranges, even_range, slice_parameter
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_same_entry", "column_parallel"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
 class _ParallelLinear(nn.Module):
@@ -211,7 +211,7 @@ class ColumnParallelLinear(_ParallelLinear):
             return self.together(self, x)
         if self.group is None and not self.skip_bias_add:
             return F.linear(x, self.weight, self.bias)
-        return _outputs(x, (self,))[0]
+        return column_outputs(x, (self,))[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -283,45 +283,3 @@ class RowParallelLinear(_ParallelLinear):
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
-
-
-def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
-    """What each of the column layers returns for one input: q, k and v, or gate and up, with one collective for all.
-
-    Every layer keeps its own weight, bias, ranges and replicas.
-
-    Raises:
-        ValueError: The layers do not agree on how the input enters.
-    """
-    check_same_entry(layers)
-    return _outputs(x, layers)
-
-
-def check_same_entry(layers: Sequence[ColumnParallelLinear]) -> None:
-    """Refuse layers that cannot share their input.
-
-    Raises:
-        ValueError: They do not agree on how it enters.
-    """
-    names = ("group", "sequence_parallel", "sequence_dim", "input_is_ready", "keep_gathered")
-    for name in names:
-        values = [getattr(layer, name) for layer in layers]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"layers that share an input agree on {', '.join(names)}; these have {name} = {values}")
-
-
-def _outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
-    first = layers[0]
-    weights = [copy_to_group(layer.weight, layer.replica_group) for layer in layers]
-    biases = [None if layer.bias is None else copy_to_group(layer.bias, layer.replica_group) for layer in layers]
-    added = [None if layer.skip_bias_add else bias for layer, bias in zip(layers, biases, strict=True)]
-    if first.input_is_ready or first.group is None:
-        outs = tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True))
-    else:
-        dim = first.sequence_dim if first.sequence_parallel else None
-        outs = column_matmul(x, weights, added, first.group, dim, first.keep_gathered)
-    outs = tuple(
-        gather_from_group(y, -1, layer.group) if layer.gather_output else y
-        for y, layer in zip(outs, layers, strict=True)
-    )
-    return tuple((y, bias) if layer.skip_bias_add else y for y, bias, layer in zip(outs, biases, layers, strict=True))

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives import (
+from ..transport import (
     Gathering,
     Pending,
     group_size,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parcompile.runtime import collectives
+from parcompile.runtime import transport
 
 
 class World:
@@ -98,12 +98,12 @@ def _answer(check, args) -> tuple[bool, object]:
 
 def each_transport() -> Iterator[str]:
     """Once with gloo's own collectives, once with exchanges, whatever the size of the tensors."""
-    usual = collectives.EXCHANGE_BYTES
+    usual = transport.EXCHANGE_BYTES
     try:
-        for name, collectives.EXCHANGE_BYTES in (("collectives", 2**62), ("exchanges", 0)):
+        for name, transport.EXCHANGE_BYTES in (("collectives", 2**62), ("exchanges", 0)):
             yield name
     finally:
-        collectives.EXCHANGE_BYTES = usual
+        transport.EXCHANGE_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
