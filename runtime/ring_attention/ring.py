@@ -192,38 +192,40 @@ def _backward(
     The gradients of a rank's own keys stay with it. Those of others are summed while they travel behind the keys: they
     start in step 1 and are home after P − 1 hops. `bring_home` is what the pass before left; it is called after step 0.
     """
-    sums = Gradients(_sum_for(targets.query), _sum_for(targets.key), _sum_for(targets.value))
-    for total in (sums.query, sums.key, sums.value):
-        total.zero_()
+    grad_query, grad_key, grad_value = map(_zeroed_sum_for, (targets.query, targets.key, targets.value))
     exchange: Exchange | None = None
     spare: Pair | None = None
     for hop, tiles, keys, values in _around(job.group, one.steps, key, value):
         if hop is None:
             for tile in tiles:
-                add_gradients(job.kernel, tile, queries, keys, values, sums)
+                add_gradients(job.kernel, tile, queries, keys, values, Gradients(grad_query, grad_key, grad_value))
             if bring_home is not None:
                 bring_home()
             continue
-        travelling = spare or Pair.empty_like(keys, values, sums.key.dtype)
+        travelling = spare or Pair.empty_like(keys, values, grad_key.dtype)
         travelling.message.zero_()
-        into = Gradients(sums.query, travelling.first, travelling.second)
+        into = Gradients(grad_query, travelling.first, travelling.second)
         for tile in tiles:
             add_gradients(job.kernel, tile, queries, keys, values, into)
         if exchange is None:
-            incoming = Pair.empty_like(keys, values, sums.key.dtype)
+            incoming = Pair.empty_like(keys, values, grad_key.dtype)
         else:
             incoming, spare = exchange.wait(), exchange.outgoing
             travelling.message.add_(incoming.message)
         exchange = post_exchange(job.group, hop, travelling, incoming, Stream.GRADIENTS)
 
+    _keep(grad_query, targets.query)
+
     def finish() -> None:
+        nonlocal exchange
         if exchange is not None:
             own = exchange.wait()
-            sums.key.add_(own.first)
-            sums.value.add_(own.second)
-        _keep(sums.query, targets.query)
-        _keep(sums.key, targets.key)
-        _keep(sums.value, targets.value)
+            grad_key.add_(own.first)
+            grad_value.add_(own.second)
+            # Its buffers are free before the next pass needs as many.
+            exchange = None
+        _keep(grad_key, targets.key)
+        _keep(grad_value, targets.value)
 
     return finish
 
@@ -260,6 +262,10 @@ def _sum_for(target: Tensor) -> Tensor:
     """Where to sum up what `target` will hold: the tensor itself where its dtype is exact enough."""
     dtype = accumulation_dtype(target.dtype)
     return target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
+
+
+def _zeroed_sum_for(target: Tensor) -> Tensor:
+    return _sum_for(target).zero_()
 
 
 def _keep(total: Tensor, target: Tensor) -> None:
