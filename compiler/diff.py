@@ -1,7 +1,7 @@
 """What changes from one plan to another: numbers, layout and cost, and whether a checkpoint goes over.
 
-The checkpoint rules are those of DeepSpeed 0.19.8, as measured: files are read at the same tp and the same dp · cp; a universal checkpoint
-goes to any other tp, cp and dp.
+The checkpoint rules are those of DeepSpeed 0.19.8, as measured: files are read at the same tp and the same dp · cp; a
+universal checkpoint goes to any other tp, cp and dp.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Resume(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Everything that differs between two plans. `moved_ranks` is None when the world is too large to count, or differs."""
+    """Everything that differs. `moved_ranks` is None when the worlds differ or are too large to count."""
 
     changes: tuple[Change, ...]
     moved_ranks: int | None
@@ -196,8 +196,8 @@ def _resume(before: Plan, after: Plan) -> tuple[Resume, tuple[str, ...]]:
         reasons.append(f"tp {old.tp} → {new.tp}: DeepSpeed's files are one per tp rank")
     if old.zero_shards != new.zero_shards:
         reasons.append(
-            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and DeepSpeed "
-            "refuses another number"
+            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and "
+            "DeepSpeed refuses another number"
         )
     if _padded_vocabulary(before) != _padded_vocabulary(after):
         reasons.append(f"padded vocabulary {_padded_vocabulary(before)} → {_padded_vocabulary(after)}")
@@ -212,7 +212,8 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
     if old.pp != new.pp:
         yield f"pp {old.pp} → {new.pp}: parameters are named by their stage's layers"
     if before.spec.zero_stage != after.spec.zero_stage:
-        yield f"zero.stage {before.spec.zero_stage} → {after.spec.zero_stage}: the optimizer state is laid out otherwise"
+        stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
+        yield f"zero.stage {stages}: the optimizer state is laid out otherwise"
     first, second = before.spec.training, after.spec.training
     if first.precision != second.precision or first.gradient_accumulation_dtype != second.gradient_accumulation_dtype:
         yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"

@@ -1,0 +1,48 @@
+"""The rules about where groups lie, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from layout_cases import SMALL_MODEL, spec_tree
+
+from parcompile.diagnostics import Diagnostic, Severity
+from parcompile.pipeline import check_file
+
+
+def found(folder: Path, tree: dict[str, Any]) -> dict[str, Diagnostic]:
+    file = folder / "spec.json"
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    checked = check_file(file)
+    return {one.code: one for one in checked.diagnostics if one.code in {"W010", "W011"}}
+
+
+def test_an_order_that_takes_tp_off_its_node_is_warned_of_with_bytes_and_a_better_order(tmp_path) -> None:
+    warning = found(tmp_path, spec_tree(2, 8, parallelism={"tp": 8, "order": "dp-tp-cp-pp"}))["W010"]
+    assert warning.severity is Severity.WARNING
+    assert warning.message.startswith("2 of 2 tp groups leave their node (2 nodes each): with order dp-tp")
+    assert "MiB" in warning.message
+    assert warning.path == ("parallelism", "order")
+    order = warning.fixes[0].edits[0].value
+    assert isinstance(order, str)
+    assert order.startswith("tp-dp")
+    assert found(tmp_path, spec_tree(2, 8, parallelism={"tp": 8, "order": order})) == {}
+
+
+def test_a_ring_that_is_larger_than_the_node_is_a_remark(tmp_path) -> None:
+    remark = found(tmp_path, spec_tree(4, 8, parallelism={"tp": 4, "cp": 4}))["W011"]
+    assert remark.severity is Severity.INFO
+    assert "8 of 8 cp groups lie on 2 nodes" in remark.message
+
+
+def test_what_fits_a_node_is_not_mentioned(tmp_path) -> None:
+    assert found(tmp_path, spec_tree(4, 8, parallelism={"tp": 4, "cp": 2})) == {}
+    assert found(tmp_path, spec_tree(1, 8, parallelism={"tp": 4, "order": "dp-tp"})) == {}
+
+
+def test_the_rules_stay_quiet_when_another_rule_speaks(tmp_path) -> None:
+    assert found(tmp_path, spec_tree(2, 8, parallelism={"tp": 3, "order": "dp-tp"})) == {}
+    model = {**SMALL_MODEL, "num_hidden_layers": 3}
+    assert found(tmp_path, spec_tree(2, 8, model=model, parallelism={"tp": 8, "pp": 2, "order": "dp-pp-tp"})) == {}
