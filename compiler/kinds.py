@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-SPEC, DEEPSPEED = "spec", "ds_config"
+from .megatron_file import is_argument_tree
+
+SPEC, DEEPSPEED, MEGATRON = "spec", "ds_config", "megatron"
 
 _SPEC_KEYS = frozenset({"version", "model", "cluster", "parallelism", "training", "zero", "deepspeed"})
 _DEEPSPEED_KEYS = frozenset(
@@ -41,4 +43,6 @@ def kind_of(tree: object) -> str:
     if not isinstance(tree, dict):
         return SPEC
     spec_keys, deepspeed_keys = len(_SPEC_KEYS & tree.keys()), len(_DEEPSPEED_KEYS & tree.keys())
+    if spec_keys == 0 and is_argument_tree(tree):
+        return MEGATRON
     return DEEPSPEED if deepspeed_keys > spec_keys else SPEC

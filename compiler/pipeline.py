@@ -9,7 +9,8 @@ from pathlib import Path
 from . import schema, source
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .kinds import DEEPSPEED, SPEC, kind_of
+from .kinds import DEEPSPEED, MEGATRON, SPEC, kind_of
+from .megatron_file import from_shell, from_tree, is_shell_arguments
 from .plan import Plan, compile_plan
 from .resolve import Resolution
 from .rules import DEFAULT_TARGETS, check
@@ -49,8 +50,23 @@ def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> C
         SourceError: the file cannot be read.
     """
     read = source.read(path)
-    kind = kind_of(read.document.tree) if read.document else SPEC
+    read, kind = recognised(read)
     return check_read(read, _folder(path), targets, kind=kind)
+
+
+def recognised(read: source.Result) -> tuple[source.Result, str]:
+    """What a text is, and the document to check: of Megatron-LM's arguments, that of the flags."""
+    kind = kind_of(read.document.tree) if read.document else SPEC
+    if kind == MEGATRON and read.document is not None:
+        return replace(read, document=from_tree(read.document)), kind
+    is_script = Path(read.source.file).suffix not in (".json", ".yaml", ".yml")
+    if (
+        is_script
+        and not (read.document and isinstance(read.document.tree, dict))
+        and is_shell_arguments(read.source.text)
+    ):
+        return source.Result(read.source, from_shell(read.source)), MEGATRON
+    return read, kind
 
 
 def _folder(path: str | Path) -> Path:
@@ -132,6 +148,8 @@ def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
     from .rules.ds_config import autos
     from .rules.standalone import Settings, check_settings
 
+    if kind == MEGATRON:
+        return [document.locate(one) for one in check_settings(Settings(document.tree, frozenset()), kind)]
     validation = schema.validate(document, kind)
     # What is "auto" has rules of its own, which know who replaces it.
     unfilled = set(autos(document.tree))

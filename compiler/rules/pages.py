@@ -11,7 +11,7 @@ from parcompile.diagnostics import Severity
 from parcompile.file_codes import FILE_CODES
 
 from .registry import Example, Rule, all_rules
-from .standalone import file_rules
+from .standalone import DEEPSPEED, file_rules
 
 GROUPS = {
     "B": "Batch sizes and micro-batches",
@@ -72,7 +72,7 @@ def pages() -> Mapping[str, Page]:
             json.dumps(one.right, indent=2),
             "json",
             one.sources,
-            ("deepspeed",),
+            ("deepspeed" if one.kind == DEEPSPEED else "megatron",),
         )
         for one in file_rules()
     ]

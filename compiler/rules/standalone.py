@@ -12,8 +12,8 @@ from parcompile.diagnostics import Diagnostic, Path, Severity
 
 from .registry import Finding
 
-_MODULES = ("ds_config",)
-DEEPSPEED = "ds_config"
+_MODULES = ("ds_config", "megatron_layout", "megatron_training")
+DEEPSPEED, MEGATRON = "ds_config", "megatron"
 
 
 class Settings:
