@@ -1,6 +1,6 @@
-"""Reads the dimensions out of a Hugging Face `config.json` (a dictionary), family by family.
+"""Reads the dimensions out of a Hugging Face `config.json` (a dictionary).
 
-Defaults are those of the configuration classes of transformers 5.23; a key that a family cannot do without is an error.
+Defaults are those of the family; a key that a family cannot do without is an error.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .families import FAMILIES, Experts, Family, Norm, QkNorm
 from .shape import MlaShape, ModelShape, MoeShape
+
+__all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
 
 Config = Mapping[str, Any]
 
@@ -29,21 +32,6 @@ _GPT2_NAMES = {
     "max_position_embeddings": "n_positions",
 }
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma",
-    "gemma2",
-    "mixtral",
-    "deepseek_v3",
-    "gpt_neox",
-    "gpt2",
-)
-"""The model types whose parameters the compiler knows exactly."""
-
 
 def shape_from_config(config: Config) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
@@ -51,36 +39,36 @@ def shape_from_config(config: Config) -> ModelShape:
     Raises:
         ModelConfigError: an unknown model type, a missing key, or a value that is not a positive whole number.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ModelConfigError(f"model_type {family!r} is not one of: {', '.join(FAMILIES)}", "model_type")
-    read = _Reader(config, _GPT2_NAMES if family == "gpt2" else {})
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelConfigError(f"model_type {name!r} is not one of: {', '.join(FAMILIES)}", "model_type")
+    family = FAMILIES[name]
+    read = _Reader(config, family, _GPT2_NAMES if name == "gpt2" else {})
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    mla = _mla(read) if family == "deepseek_v3" else None
-    tied_by_default = family in {"gemma", "gemma2", "gpt2"}
-    bias = bool(config.get("attention_bias", family == "gpt_neox"))
-    has_biases = family in {"gpt2", "gpt_neox"}
+    mla = _mla(read) if name == "deepseek_v3" else None
+    one_width_heads = name in {"gpt2", "gpt_neox"}
     return ModelShape(
-        model_type=family,
+        model_type=name,
         hidden_size=hidden,
         num_hidden_layers=read.size("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=heads if has_biases else read.size("num_key_value_heads", heads),
+        num_key_value_heads=heads if one_width_heads else read.size("num_key_value_heads", heads),
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
-        intermediate_size=read.size("intermediate_size", 4 * hidden if family == "gpt2" else None),
+        intermediate_size=read.size("intermediate_size", 4 * hidden if name == "gpt2" else None),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", tied_by_default)),
-        rotary=family != "gpt2",
-        gated_mlp=not has_biases,
-        qkv_bias=family in {"gpt2", "qwen2"} or bias,
-        attention_output_bias=family == "gpt2" or (bias and family != "qwen2"),
-        mlp_bias=has_biases or bool(config.get("mlp_bias", False)),
-        qk_norm=family in {"qwen3", "qwen3_moe"},
-        norms_per_layer=4 if family == "gemma2" else 2,
-        norm_bias=has_biases,
+        tie_word_embeddings=family.is_on("tie_word_embeddings", config),
+        rotary=name != "gpt2",
+        gated_mlp=family.gated,
+        qkv_bias=family.is_on(family.qkv_bias, config),
+        attention_output_bias=family.is_on(family.output_bias, config),
+        mlp_bias=family.is_on(family.mlp_bias, config),
+        head_bias=family.is_on(family.head_bias, config),
+        qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
+        norms_per_layer=len(family.norms),
+        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or name == "gpt2",
         sliding_window=_sliding_window(config, family),
-        moe=_moe(read, family),
+        moe=None if family.experts is None else _moe(read, family.experts),
         mla=mla,
     )
 
@@ -88,67 +76,87 @@ def shape_from_config(config: Config) -> ModelShape:
 class _Reader:
     """Reads sizes under the family's own names and says which key is wrong."""
 
-    def __init__(self, config: Config, names: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, family: Family, names: Mapping[str, str]) -> None:
         self._config = config
+        self._family = family
         self._names = names
 
     def size(self, name: str, default: int | None = None) -> int:
+        """The value of a key; else the family's default, else `default`."""
         key = self._names.get(name, name)
         value = self._config.get(key, self._config.get(name))
         if value is None:
-            if default is None:
+            found = self._family.defaults.get(name, default)
+            if found is None:
                 raise ModelConfigError(f"{key} is missing", key)
-            return default
+            return int(found)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether there is a value or the family has a default."""
+        return self._config.get(name) is not None or name in self._family.defaults
 
-def _head_dim(read: _Reader, family: str, hidden: int, heads: int) -> int:
-    if family in {"gemma", "gemma2"}:
-        return read.size("head_dim", 256)
-    if family == "qwen3":
-        return read.size("head_dim", 128)
+    def layers(self, name: str) -> tuple[int, ...]:
+        """A list of layers, which may be left out."""
+        return tuple(self._config.get(name) or ())
+
+    def number(self, name: str, default: int) -> int:
+        """A whole number of 0 or more."""
+        value = self._config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
+        return value
+
+
+def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:
+    if family.own_head_dim and read.has("head_dim"):
+        return read.size("head_dim")
     if hidden % heads:
-        given = read.size("head_dim", -1)
-        if given < 0:
-            raise ModelConfigError(
-                f"hidden_size {hidden} / num_attention_heads {heads} is not whole and head_dim is not given",
-                "num_attention_heads",
-            )
-        return given
-    return read.size("head_dim", hidden // heads)
+        raise ModelConfigError(
+            f"hidden_size {hidden} / num_attention_heads {heads} is not whole and head_dim is not given",
+            "num_attention_heads",
+        )
+    return hidden // heads
 
 
-def _sliding_window(config: Config, family: str) -> int | None:
-    if family in {"qwen2", "qwen3", "qwen3_moe"} and not config.get("use_sliding_window", False):
+def _sliding_window(config: Config, family: Family) -> int | None:
+    if family.window_key is not None and not config.get(family.window_key, False):
         return None
-    window = config.get("sliding_window", 4096 if family == "gemma2" else None)
-    return window if isinstance(window, int) else None
+    window = config.get("sliding_window", family.defaults.get("sliding_window"))
+    return window if isinstance(window, int) and window > 0 else None
 
 
-def _moe(read: _Reader, family: str) -> MoeShape | None:
-    if family == "mixtral":
-        return MoeShape(
-            num_experts=read.size("num_local_experts", 8),
-            num_experts_per_token=read.size("num_experts_per_tok", 2),
-            intermediate_size=read.size("intermediate_size"),
+def _moe(read: _Reader, experts: Experts) -> MoeShape:
+    width = read.size(*experts.width)
+    shared = read.number(*experts.shared_count) if experts.shared_count else 0
+    shared_width = read.size(*experts.shared_width) if experts.shared_width else shared * width
+    return MoeShape(
+        num_experts=read.size(*experts.count),
+        num_experts_per_token=read.size(*experts.per_token),
+        intermediate_size=width,
+        num_shared_experts=shared or int(shared_width > 0),
+        shared_intermediate_size=shared_width,
+        first_moe_layer=_first_moe_layer(read, experts),
+    )
+
+
+def _first_moe_layer(read: _Reader, experts: Experts) -> int:
+    """The layers before it are dense; other patterns are refused: a stage is counted by its first and last layer."""
+    if experts.dense_layers:
+        return read.number(*experts.dense_layers)
+    dense = sorted(read.layers("mlp_only_layers"))
+    if dense != list(range(len(dense))):
+        raise ModelConfigError(
+            f"mlp_only_layers {dense}: dense layers have to come before those with experts", "mlp_only_layers"
         )
-    if family == "qwen3_moe":
-        return MoeShape(
-            num_experts=read.size("num_experts", 128),
-            num_experts_per_token=read.size("num_experts_per_tok", 8),
-            intermediate_size=read.size("moe_intermediate_size", 768),
+    if read.number("decoder_sparse_step", 1) != 1:
+        raise ModelConfigError(
+            "decoder_sparse_step has to be 1: every layer from the first with experts on has them",
+            "decoder_sparse_step",
         )
-    if family == "deepseek_v3":
-        return MoeShape(
-            num_experts=read.size("n_routed_experts", 256),
-            num_experts_per_token=read.size("num_experts_per_tok", 8),
-            intermediate_size=read.size("moe_intermediate_size", 2048),
-            num_shared_experts=read.size("n_shared_experts", 1),
-            first_moe_layer=read.size("first_k_dense_replace", 3),
-        )
-    return None
+    return len(dense)
 
 
 def _mla(read: _Reader) -> MlaShape:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .families import FAMILIES, Family, Norm, QkNorm
 from .shape import ModelShape
 
 
@@ -47,7 +48,9 @@ class Parameter:
     layers: range | None = None
     """The layers that have it; None when it stands outside the layers."""
     sequence_parallel: bool = False
-    """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp."""
+    """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp there."""
+    partial: bool = False
+    """Held by every tp rank but used on the rank's own heads or features: its gradient is always summed over tp."""
 
     @property
     def numel(self) -> int:
@@ -94,11 +97,7 @@ class ParameterTable:
 
 def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
-    if shape.model_type == "gpt2":
-        return _gpt2(shape)
-    if shape.model_type == "gpt_neox":
-        return _gpt_neox(shape)
-    return _llama_like(shape)
+    return _gpt2(shape) if shape.model_type == "gpt2" else _decoder(shape, FAMILIES[shape.model_type])
 
 
 @dataclass
@@ -118,22 +117,37 @@ class _Rows:
         expert_dim: int | None = None,
         layers: range | None = None,
         sequence_parallel: bool = False,
+        partial: bool = False,
     ) -> None:
         self.rows.append(
-            Parameter(self.prefix + name, shape, split, expert_dim, layers or self.layers, sequence_parallel)
+            Parameter(self.prefix + name, shape, split, expert_dim, layers or self.layers, sequence_parallel, partial)
         )
 
-    def linear(self, name: str, out_size: int, in_size: int, split: Split | None, *, bias: bool = False) -> None:
+    def linear(
+        self,
+        name: str,
+        out_size: int,
+        in_size: int,
+        split: Split | None,
+        *,
+        bias: bool = False,
+        layers: range | None = None,
+    ) -> None:
         """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is whole."""
-        self.add(f"{name}.weight", (out_size, in_size), split)
+        self.add(f"{name}.weight", (out_size, in_size), split, layers=layers)
         if bias:
             cut = split if split is not None and split.dim == 0 else None
-            self.add(f"{name}.bias", (out_size,), cut, sequence_parallel=cut is None)
+            self.add(f"{name}.bias", (out_size,), cut, layers=layers, sequence_parallel=cut is None)
 
-    def norm(self, name: str, width: int, *, bias: bool = False, in_sequence_region: bool = True) -> None:
-        self.add(f"{name}.weight", (width,), sequence_parallel=in_sequence_region)
-        if bias:
-            self.add(f"{name}.bias", (width,), sequence_parallel=in_sequence_region)
+    def norm(self, name: str, width: int, holds: Norm = Norm.WEIGHT) -> None:
+        """A norm of the residual stream."""
+        for kind in _kinds(holds):
+            self.add(f"{name}.{kind}", (width,), sequence_parallel=True)
+
+
+def _kinds(norm: Norm) -> tuple[str, ...]:
+    """The parameters of a norm."""
+    return {Norm.WEIGHT: ("weight",), Norm.WEIGHT_AND_BIAS: ("weight", "bias"), Norm.NOTHING: ()}[norm]
 
 
 def column(size: int, units: int | None = None) -> Split:
@@ -151,44 +165,68 @@ def vocabulary(size: int) -> Split:
     return Split(0, (Part(size, size),), pads_vocabulary=True)
 
 
-def _llama_like(shape: ModelShape) -> ParameterTable:
-    h, layers = shape.hidden_size, range(shape.num_hidden_layers)
-    rows = _Rows("model.layers.{layer}.", layers)
-    if shape.mla is not None:
-        _latent_attention(rows, shape)
-    else:
-        _attention(rows, shape)
-    first_moe = shape.moe.first_moe_layer if shape.moe else len(layers)
-    if first_moe > 0:
-        _gated_mlp(rows, shape, layers=range(first_moe))
-    if shape.moe is not None:
-        _experts(rows, shape, range(first_moe, len(layers)))
-    rows.norm("input_layernorm", h)
-    rows.norm("post_attention_layernorm", h)
-    if shape.norms_per_layer == 4:
-        rows.norm("pre_feedforward_layernorm", h)
-        rows.norm("post_feedforward_layernorm", h)
-    after = [Parameter("model.norm.weight", (h,), sequence_parallel=True)]
+def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
+    h, v, layers = shape.hidden_size, shape.vocab_size, range(shape.num_hidden_layers)
+    rows = _Rows(f"{family.base}.layers.{{layer}}.", layers)
+    for part in family.order:
+        if part == "attention":
+            (_latent_attention if shape.mla else _attention)(rows, shape, family)
+        elif part == "mlp":
+            _feed_forward(rows, shape, family)
+        else:
+            for name in family.norms:
+                rows.norm(name, h, family.norm)
+    embedding = Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))
+    after = [
+        Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
+        for kind in _kinds(family.norm)
+    ]
     if not shape.tie_word_embeddings:
-        after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
-    embedding = Parameter("model.embed_tokens.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size))
+        after.append(Parameter("lm_head.weight", (v, h), vocabulary(v)))
+    if shape.head_bias:
+        after.append(Parameter("lm_head.bias", (v,), vocabulary(v)))
     return ParameterTable((embedding,), tuple(rows.rows), tuple(after), len(layers))
 
 
-def _attention(rows: _Rows, shape: ModelShape) -> None:
+def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
     h, heads, kv_heads, width = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    bias = shape.qkv_bias
-    rows.linear("self_attn.q_proj", heads * width, h, column(heads * width, heads), bias=bias)
-    rows.linear("self_attn.k_proj", kv_heads * width, h, column(kv_heads * width, kv_heads), bias=bias)
-    rows.linear("self_attn.v_proj", kv_heads * width, h, column(kv_heads * width, kv_heads), bias=bias)
-    rows.linear("self_attn.o_proj", h, heads * width, row(heads * width, heads), bias=shape.attention_output_bias)
+    name = family.attention
+
+    def output() -> None:
+        size = heads * width
+        rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
+
+    if family.output_first:
+        output()
+    parts = [Part(count * width, count) for count in (heads, kv_heads, kv_heads)]
+    if family.heads_interleaved:
+        # Query, key and value follow one another head by head: one part whose units are heads.
+        parts = [Part(3 * heads * width, heads)]
+    if len(family.qkv) == 1:
+        size = sum(part.size for part in parts)
+        rows.linear(f"{name}.{family.qkv[0]}", size, h, Split(0, tuple(parts)), bias=shape.qkv_bias)
+    else:
+        for projection, part in zip(family.qkv, parts, strict=True):
+            rows.linear(f"{name}.{projection}", part.size, h, Split(0, (part,)), bias=shape.qkv_bias)
+    if not family.output_first:
+        output()
     if shape.qk_norm:
-        # One norm for all heads, used on each rank's own heads: a sum over tp whether or not sequences are split.
-        rows.norm("self_attn.q_norm", width, in_sequence_region=False)
-        rows.norm("self_attn.k_norm", width, in_sequence_region=False)
+        for norm, count in zip(family.qk_norm_names, (heads, kv_heads), strict=True):
+            _qk_norm(rows, f"{name}.{norm}", count, width, family)
 
 
-def _latent_attention(rows: _Rows, shape: ModelShape) -> None:
+def _qk_norm(rows: _Rows, name: str, heads: int, width: int, family: Family) -> None:
+    for kind in _kinds(family.qk_norm_holds):
+        if family.qk_norm is QkNorm.HEAD:
+            # One norm for all heads, used on each rank's own heads: a sum over tp whether or not sequences are split.
+            rows.add(f"{name}.{kind}", (width,), partial=True)
+        elif family.qk_norm is QkNorm.HEADS:
+            rows.add(f"{name}.{kind}", (heads, width), Split(0, (Part(heads, heads),)))
+        else:
+            rows.add(f"{name}.{kind}", (heads * width,), column(heads * width, heads))
+
+
+def _latent_attention(rows: _Rows, shape: ModelShape, family: Family) -> None:  # noqa: ARG001 -- as _attention
     mla = shape.mla
     assert mla is not None
     h, heads = shape.hidden_size, shape.num_attention_heads
@@ -202,37 +240,51 @@ def _latent_attention(rows: _Rows, shape: ModelShape) -> None:
     rows.linear("self_attn.o_proj", h, heads * mla.v_head_dim, row(heads * mla.v_head_dim, heads))
 
 
-def _gated_mlp(rows: _Rows, shape: ModelShape, *, layers: range, name: str = "mlp", width: int | None = None) -> None:
-    h, f = shape.hidden_size, width or shape.intermediate_size
-    for projection, size, split in (
-        ("gate_proj", (f, h), column(f)),
-        ("up_proj", (f, h), column(f)),
-        ("down_proj", (h, f), row(f)),
-    ):
-        rows.add(f"{name}.{projection}.weight", size, split, layers=layers)
-        if shape.mlp_bias:
-            cut = split if split.dim == 0 else None
-            rows.add(f"{name}.{projection}.bias", size[:1], cut, layers=layers, sequence_parallel=cut is None)
+def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:
+    first_moe, count = shape.moe.first_moe_layer if shape.moe else len(rows.layers), len(rows.layers)
+    if first_moe > 0:
+        _mlp(rows, shape, family, family.mlp, shape.intermediate_size, range(min(first_moe, count)))
+    if shape.moe is not None and first_moe < count:
+        _experts(rows, shape, family, range(first_moe, count))
 
 
-def _experts(rows: _Rows, shape: ModelShape, layers: range) -> None:
-    moe = shape.moe
+def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
+    h, bias = shape.hidden_size, shape.mlp_bias
+    parts = (Part(f, f),) * (2 if family.gated else 1)
+    if len(family.up) == 1:
+        rows.linear(f"{name}.{family.up[0]}", len(parts) * f, h, Split(0, parts), bias=bias, layers=layers)
+    else:
+        for projection in family.up:
+            rows.linear(f"{name}.{projection}", f, h, column(f), bias=bias, layers=layers)
+    rows.linear(f"{name}.{family.down}", h, f, row(f), bias=bias, layers=layers)
+    for scalar in family.activation:
+        rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
+
+
+def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> None:
+    moe, names = shape.moe, family.experts
     assert moe is not None
+    assert names is not None
     h, experts, f = shape.hidden_size, moe.num_experts, moe.intermediate_size
-    router = ("mlp.gate.weight", (experts, h))
-    weights = (
-        ("mlp.experts.gate_up_proj", (experts, 2 * f, h), Split(1, (Part(f, f), Part(f, f)))),
-        ("mlp.experts.down_proj", (experts, h, f), Split(2, (Part(f, f),))),
-    )
-    router_first = shape.model_type == "mixtral"
-    if router_first:
-        rows.add(*router, layers=layers, sequence_parallel=True)
-    for name, size, split in weights:
-        rows.add(name, size, split, expert_dim=0, layers=layers)
-    if not router_first:
-        rows.add(*router, layers=layers, sequence_parallel=True)
-    if moe.num_shared_experts:
-        _gated_mlp(rows, shape, layers=layers, name="mlp.shared_experts", width=moe.num_shared_experts * f)
+
+    def replicated(name: str, size: tuple[int, ...]) -> None:
+        # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
+        # experts: the gradient is a part.
+        rows.add(f"{names.block}.{name}", size, layers=layers, partial=True)
+
+    if names.router_first:
+        replicated(f"{names.router}.weight", (experts, h))
+    for name, size, split in (
+        ("gate_up_proj", (experts, 2 * f, h), Split(1, (Part(f, f), Part(f, f)))),
+        ("down_proj", (experts, h, f), Split(2, (Part(f, f),))),
+    ):
+        rows.add(f"{names.block}.experts.{name}", size, split, expert_dim=0, layers=layers)
+    if not names.router_first:
+        replicated(f"{names.router}.weight", (experts, h))
+    if moe.shared_intermediate_size:
+        _mlp(rows, shape, family, f"{names.block}.{names.shared}", moe.shared_intermediate_size, layers)
+    if names.shared_gate:
+        replicated(f"{names.shared_gate}.weight", (1, h))
 
 
 def _gpt2(shape: ModelShape) -> ParameterTable:
@@ -245,10 +297,10 @@ def _gpt2(shape: ModelShape) -> ParameterTable:
         cut = Split(0, split.parts) if split.dim == 1 else None
         rows.add(f"{name}.bias", (out_size,), cut, sequence_parallel=cut is None)
 
-    rows.norm("ln_1", h, bias=True)
+    rows.norm("ln_1", h, Norm.WEIGHT_AND_BIAS)
     conv1d("attn.c_attn", h, 3 * h, Split(1, (Part(h, heads),) * 3))
     conv1d("attn.c_proj", h, h, Split(0, (Part(h, heads),)))
-    rows.norm("ln_2", h, bias=True)
+    rows.norm("ln_2", h, Norm.WEIGHT_AND_BIAS)
     conv1d("mlp.c_fc", h, f, Split(1, (Part(f, f),)))
     conv1d("mlp.c_proj", f, h, Split(0, (Part(f, f),)))
     before = (
@@ -259,22 +311,3 @@ def _gpt2(shape: ModelShape) -> ParameterTable:
     if not shape.tie_word_embeddings:
         after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
     return ParameterTable(before, tuple(rows.rows), tuple(after), shape.num_hidden_layers)
-
-
-def _gpt_neox(shape: ModelShape) -> ParameterTable:
-    h, f, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
-    rows = _Rows("gpt_neox.layers.{layer}.", range(shape.num_hidden_layers))
-    rows.norm("input_layernorm", h, bias=True)
-    rows.norm("post_attention_layernorm", h, bias=True)
-    # Query, key and value are interleaved head by head: one part whose units are heads.
-    rows.linear("attention.query_key_value", 3 * h, h, column(3 * h, heads), bias=shape.qkv_bias)
-    rows.linear("attention.dense", h, h, row(h, heads), bias=shape.attention_output_bias)
-    rows.linear("mlp.dense_h_to_4h", f, h, column(f), bias=True)
-    rows.linear("mlp.dense_4h_to_h", h, f, row(f), bias=True)
-    embedding = Parameter("gpt_neox.embed_in.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size))
-    after = [
-        Parameter(f"gpt_neox.final_layer_norm.{kind}", (h,), sequence_parallel=True) for kind in ("weight", "bias")
-    ]
-    if not shape.tie_word_embeddings:
-        after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
-    return ParameterTable((embedding,), tuple(rows.rows), tuple(after), shape.num_hidden_layers)

@@ -15,6 +15,8 @@ class MoeShape:
     """Hidden width of one expert."""
     num_shared_experts: int = 0
     """Experts that every token passes through, as one MLP of this many widths."""
+    shared_intermediate_size: int = 0
+    """Hidden width of that MLP."""
     first_moe_layer: int = 0
     """Layers before this one keep the dense MLP."""
 
@@ -58,8 +60,9 @@ class ModelShape:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: bool = False
-    """A norm of width `head_dim` on each query and key head."""
+    """A norm of the queries and keys; over what, the family says."""
     norms_per_layer: int = 2
     norm_bias: bool = False
     sliding_window: int | None = None

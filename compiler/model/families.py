@@ -1,0 +1,293 @@
+"""What distinguishes the model families: names, fused weights, biases, norms, and defaults of their configurations.
+
+A family is data: how its parameters differ from Llama's, under the names that transformers gives them. The rows of
+`parcompile.model.parameters` follow from it.
+
+Source: the modeling files and configuration classes of transformers 5.23; the tests compare every family with them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Norm(enum.Enum):
+    """What a norm holds."""
+
+    WEIGHT = "weight"
+    WEIGHT_AND_BIAS = "weight and bias"
+    NOTHING = "nothing"
+
+
+class QkNorm(enum.Enum):
+    """The norm of queries and keys."""
+
+    NONE = "none"
+    HEAD = "one weight of a head's width, used by all heads"
+    HEADS = "a weight for each head"
+    WHOLE = "one norm over all heads together"
+
+
+Switch = bool | str | tuple[str, ...]
+"""A trait that is fixed, or the configuration key that decides it; several keys stand for the same thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    router_first: bool = True
+    shared: str = ""
+    shared_gate: str = ""
+    count: tuple[str, int] = ("num_local_experts", 8)
+    per_token: tuple[str, int] = ("num_experts_per_tok", 2)
+    width: tuple[str, int | None] = ("intermediate_size", None)
+    shared_width: tuple[str, int] | None = None
+    """The key of the shared expert's width."""
+    shared_count: tuple[str, int] | None = None
+    """The key of the number of shared experts, each as wide as the others."""
+    dense_layers: tuple[str, int] | None = None
+    """The key of how many first layers keep the dense MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names below `base.layers.N`, and traits. Without arguments it is Llama."""
+
+    base: str = "model"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    order: tuple[str, ...] = ("attention", "mlp", "norms")
+    """The parts of a layer in the order in which they are registered."""
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """One name stands for a fused projection."""
+    heads_interleaved: bool = False
+    """A fused projection holds query, key and value of one head after the other, not all queries first."""
+    output: str = "o_proj"
+    output_first: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_key: str | None = None
+    """The configuration key that switches the norm of queries and keys on."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_holds: Norm = Norm.WEIGHT
+    mlp: str = "mlp"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    """Two column-parallel projections; fused when `up` has one name."""
+    down: str = "down_proj"
+    activation: tuple[str, ...] = ()
+    """Learned scalars of the activation function."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm: Norm = Norm.WEIGHT
+    qkv_bias: Switch = "attention_bias"
+    output_bias: Switch = "attention_bias"
+    mlp_bias: Switch = False
+    head_bias: Switch = False
+    experts: Experts | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a configuration leaves out, where they are not those of Llama's."""
+    own_head_dim: bool = True
+    """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
+    window_key: str | None = None
+    """The key without which a sliding window is not used."""
+
+    def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
+        """What a configuration makes of a trait."""
+        if isinstance(switch, bool):
+            return switch
+        for key in (switch,) if isinstance(switch, str) else switch:
+            value = config.get(key)
+            if value is not None or key in self.defaults:
+                return bool(self.defaults.get(key) if value is None else value)
+        return False
+
+
+_TIED = {"tie_word_embeddings": True}
+_FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_UP_ONLY: tuple[str, ...] = ("up_proj",)
+_FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
+_INTERNLM3_BIAS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
+
+
+def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **others: Any) -> dict[str, Any]:
+    found = {"num_key_value_heads": kv_heads, "head_dim": head_dim, **others}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(mlp_bias="mlp_bias"),
+    "mistral": Family(qkv_bias=False, output_bias=False, defaults=_defaults(8, sliding_window=4096)),
+    "ministral": Family(qkv_bias=False, output_bias=False, defaults=_defaults(8, sliding_window=4096)),
+    "qwen2": Family(
+        qkv_bias=True,
+        output_bias=False,
+        own_head_dim=True,
+        window_key="use_sliding_window",
+        defaults=_defaults(32, sliding_window=4096),
+    ),
+    "qwen3": Family(
+        qk_norm=QkNorm.HEAD,
+        window_key="use_sliding_window",
+        defaults=_defaults(32, 128, sliding_window=4096),
+    ),
+    "gemma": Family(defaults=_defaults(16, 256, **_TIED)),
+    "gemma2": Family(norms=_FOUR_NORMS, defaults=_defaults(4, 256, sliding_window=4096, **_TIED)),
+    "gemma3_text": Family(
+        norms=_FOUR_NORMS, qk_norm=QkNorm.HEAD, defaults=_defaults(4, 256, sliding_window=4096, **_TIED)
+    ),
+    "phi": Family(
+        final_norm="final_layernorm",
+        output="dense",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="qk_layernorm",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_holds=Norm.WEIGHT_AND_BIAS,
+        up=("fc1",),
+        gated=False,
+        down="fc2",
+        norms=("input_layernorm",),
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    ),
+    "phi3": Family(qkv=("qkv_proj",), output_first=True, up=_FUSED_UP, qkv_bias=False, output_bias=False),
+    "olmo": Family(norm=Norm.NOTHING),
+    "olmo2": Family(qk_norm=QkNorm.WHOLE, norms=_POST_NORMS),
+    "olmo3": Family(qk_norm=QkNorm.WHOLE, norms=_POST_NORMS, defaults=_defaults(sliding_window=4096)),
+    "cohere": Family(
+        qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm", norms=("input_layernorm",), defaults=_defaults(**_TIED)
+    ),
+    "cohere2": Family(norms=("input_layernorm",), defaults=_defaults(sliding_window=4096, **_TIED)),
+    "glm": Family(up=_FUSED_UP, output_bias=False, defaults=_defaults(2, 128, attention_bias=True)),
+    "glm4": Family(
+        up=_FUSED_UP,
+        norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+        output_bias=False,
+        defaults=_defaults(2, 128, attention_bias=True),
+    ),
+    "granite": Family(mlp_bias="mlp_bias"),
+    "starcoder2": Family(
+        up=("c_fc",),
+        gated=False,
+        down="c_proj",
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        defaults=_defaults(2, use_bias=True, **_TIED),
+    ),
+    "smollm3": Family(mlp_bias="mlp_bias", window_key="use_sliding_window", defaults=_defaults(4, **_TIED)),
+    "nemotron": Family(up=_UP_ONLY, gated=False, norm=Norm.WEIGHT_AND_BIAS, mlp_bias="mlp_bias"),
+    "helium": Family(output_bias=False, mlp_bias="mlp_bias", defaults=_defaults(20, 128)),
+    "gpt_neox": Family(
+        base="gpt_neox",
+        embedding="embed_in",
+        final_norm="final_layer_norm",
+        order=("norms", "attention", "mlp"),
+        attention="attention",
+        qkv=("query_key_value",),
+        heads_interleaved=True,
+        output="dense",
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        norm=Norm.WEIGHT_AND_BIAS,
+        mlp_bias=True,
+        defaults={"attention_bias": True},
+        own_head_dim=False,
+    ),
+    "internlm3": Family(
+        qkv_bias=_INTERNLM3_BIAS, output_bias=_INTERNLM3_BIAS, mlp_bias=_INTERNLM3_BIAS, defaults=_defaults(2, 128)
+    ),
+    "seed_oss": Family(
+        output_bias="attention_out_bias", mlp_bias="mlp_bias", defaults=_defaults(8, 128, attention_bias=True)
+    ),
+    "exaone4": Family(
+        qk_norm=QkNorm.HEAD,
+        norms=_POST_NORMS,
+        qkv_bias=False,
+        output_bias=False,
+        defaults=_defaults(32, sliding_window=4096),
+    ),
+    "ernie4_5": Family(
+        qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", defaults=_defaults(2, 128, **_TIED)
+    ),
+    "arcee": Family(up=_UP_ONLY, gated=False, mlp_bias="mlp_bias"),
+    "apertus": Family(
+        qk_norm=QkNorm.HEAD,
+        up=_UP_ONLY,
+        gated=False,
+        activation=("act_fn.alpha_p", "act_fn.alpha_n"),
+        norms=("attention_layernorm", "feedforward_layernorm"),
+    ),
+    "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING, defaults=_defaults(6)),
+    "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(), defaults=_defaults(8)),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        output_bias=False,
+        window_key="use_sliding_window",
+        experts=Experts(
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+            count=("num_experts", 60),
+            per_token=("num_experts_per_tok", 4),
+            width=("moe_intermediate_size", 1408),
+            shared_width=("shared_expert_intermediate_size", 5632),
+        ),
+        defaults=_defaults(16, qkv_bias=True, sliding_window=4096),
+    ),
+    "qwen3_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        window_key="use_sliding_window",
+        experts=Experts(
+            router_first=False,
+            count=("num_experts", 128),
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 768),
+        ),
+        defaults=_defaults(4, sliding_window=4096),
+    ),
+    "olmoe": Family(
+        qk_norm=QkNorm.WHOLE,
+        experts=Experts(count=("num_experts", 64), per_token=("num_experts_per_tok", 8)),
+        defaults=_defaults(16),
+    ),
+    "phimoe": Family(
+        norm=Norm.WEIGHT_AND_BIAS,
+        head_bias="lm_head_bias",
+        experts=Experts(router="router", count=("num_local_experts", 16)),
+        defaults=_defaults(8),
+    ),
+    "granitemoe": Family(
+        order=("attention", "norms", "mlp"), experts=Experts(block="block_sparse_moe", router="router")
+    ),
+    "deepseek_v3": Family(
+        qkv_bias=False,
+        output_bias=False,
+        experts=Experts(
+            router_first=False,
+            shared="shared_experts",
+            count=("n_routed_experts", 256),
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 2048),
+            shared_count=("n_shared_experts", 1),
+            dense_layers=("first_k_dense_replace", 3),
+        ),
+    ),
+    "gpt2": Family(base="transformer", qkv_bias=True, output_bias=True, mlp_bias=True, gated=False, defaults=_TIED),
+}
+"""The model types whose parameters the compiler knows exactly."""

@@ -1,0 +1,89 @@
+"""A tiny configuration of every family, with what makes it special switched on: windows, soft-caps, biases, norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parcompile.model.hf_config import FAMILIES
+
+_COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "ministral": {"head_dim": 8, **_MIXED},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 8, **_MIXED, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, **_MIXED, "query_pre_attn_scalar": 8},
+    "phi3": {"sliding_window": 5},
+    "olmo": {"clip_qkv": 0.8},
+    "olmo3": _MIXED,
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {**_MIXED, "logit_scale": 0.5},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "granite": {
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+    },
+    "starcoder2": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "nemotron": {"head_dim": 8},
+    "helium": {"head_dim": 8},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "internlm3": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "exaone4": _MIXED,
+    "ernie4_5": {"head_dim": 8},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
+    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """`config.json` of a tiny model of the family."""
+    common = {"vocab_size": 61} if family == "gpt2" else _COMMON
+    return {"model_type": family, **common, **_SPECIAL.get(family, {}), **changes}
+
+
+__all__ = ["FAMILIES", "tiny_config"]
