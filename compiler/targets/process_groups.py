@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.layout.groups import EXPERT_AXES
 from parcompile.layout.groups import Groups as PlanGroups
 from parcompile.plan import Plan
-from parcompile.plan_tree import strided
+from parcompile.plan_sections import strided
 
 EXPANDED_WORLD = 4096
 """Up to this world size every group is spelled out.

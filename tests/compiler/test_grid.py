@@ -101,6 +101,11 @@ def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() 
                 index = group.index(rank)
                 expected = group[index // 2 * 2 : index // 2 * 2 + 2] if level == 0 else group[index % 2 :: 2]
                 assert family.of_rank(rank) == expected
+    # The example of Megatron-Core's create_hierarchical_groups: sixteen ranks in levels of 2, 2 and 4.
+    levels = [list(family.all()) for family in hierarchical_cp_families(Grid.of(("cp",), {"cp": 16}), (2, 2, 4))]
+    assert levels[0] == [(first, first + 1) for first in range(0, 16, 2)]
+    assert levels[1] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert levels[2] == [(first, first + 4, first + 8, first + 12) for first in range(4)]
     with pytest.raises(ValueError, match="2 · 3 = 6 ≠ cp 8"):
         hierarchical_cp_families(grid, (2, 3))
 
