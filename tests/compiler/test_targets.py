@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +123,20 @@ class TestMegatron:
                 assert type(one) is python_types[entry["type"]], name
                 assert entry["choices"] is None or one in entry["choices"], name
 
+    @pytest.mark.parametrize("model", MODELS)
+    def test_megatrons_own_parser_reads_the_same_values(self, model, tmp_path) -> None:
+        megatron = pytest.importorskip("megatron.training.arguments")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        megatron.add_megatron_arguments(parser)
+        files = render(model_plan(model, tmp_path), ("megatron",))
+        parsed = parser.parse_args(json.loads(files["megatron_args.json"])["arguments"])
+        actions = {option: action for action in parser._actions for option in action.option_strings}
+        for name, value in arguments(model_plan(model, tmp_path)).items():
+            action = actions[f"--{name}"]
+            found = getattr(parsed, action.dest)
+            if name != "moe-layer-freq":
+                assert found == (action.const if value is True else value), name
+
     def test_what_matters_is_said_even_where_it_is_the_default(self, plan) -> None:
         found = arguments(plan)
         assert found["tensor-model-parallel-size"] == found["context-parallel-size"] == 2
@@ -222,6 +238,7 @@ class TestLaunch:
             capture_output=True,
             text=True,
             check=False,
+            timeout=120,
         )
 
     def called(self, stage: Path) -> dict[str, Any]:
@@ -279,6 +296,22 @@ class TestLaunch:
         assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("2", "8", 1)
         assert options.training_script == "train.py"
         assert options.training_script_args == list(self.ARGUMENTS[1:])
+
+    @pytest.mark.ranks
+    def test_the_real_torchrun_starts_the_plans_ranks(self, stage) -> None:
+        pytest.importorskip("torch")
+        write(render(compile_tree(spec_tree(1, 2, cluster={"accelerator": "cpu"}), stage)), stage / "out")
+        (stage / "bin" / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+        (stage / "hello.py").write_text(
+            "import os, sys, pathlib\n"
+            "pathlib.Path('rank-' + os.environ['RANK']).write_text(os.environ['WORLD_SIZE'] + ' ' + sys.argv[1])\n"
+        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        done = self.run(stage, "torchrun.sh", "hello.py", "a b", MASTER_PORT=port)
+        assert done.returncode == 0, done.stderr
+        assert [(stage / f"rank-{rank}").read_text() for rank in range(2)] == ["2 a b", "2 a b"]
 
     def test_slurm_starts_one_torchrun_on_each_node_in_the_order_of_the_ranks(self, stage, plan) -> None:
         write(render(plan), stage / "out")
