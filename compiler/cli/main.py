@@ -10,7 +10,7 @@ import click
 
 from parcompile.version import __version__
 
-_COMMANDS = ("compile", "check", "diff", "explain", "groups", "schema")
+_COMMANDS = ("compile", "check", "diff", "explain", "groups", "import", "init", "schema")
 """Subcommands; each is the function `command` of the module of its name, imported when it is called."""
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
@@ -26,7 +26,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command = importlib.import_module(f"parcompile.cli.{cmd_name}").command
+        module = "import_" if cmd_name == "import" else cmd_name  # a word of the language is no name for a module
+        command = importlib.import_module(f"parcompile.cli.{module}").command
         assert isinstance(command, click.Command)
         return command
 

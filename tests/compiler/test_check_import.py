@@ -1,0 +1,160 @@
+"""`parcompile import` accounts for every key; `parcompile init` writes a spec that compiles."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from parcompile.cli import main
+from parcompile.imported import Imported, import_tree
+from parcompile.kinds import DEEPSPEED, MEGATRON
+from parcompile.megatron_file import from_shell
+from parcompile.pipeline import check_any, compile_file
+from parcompile.source import SourceText
+from parcompile.targets import megatron
+from parcompile.targets.deepspeed import ds_config
+
+POSITIVE = Path(__file__).parents[1] / "specs" / "positive"
+NEOX = {
+    "pipe-parallel-size": 1,
+    "model-parallel-size": 2,
+    "num-layers": 12,
+    "hidden-size": 768,
+    "num-attention-heads": 12,
+    "seq-length": 2048,
+    "max-position-embeddings": 2048,
+    "pos-emb": "rotary",
+    "no-weight-tying": True,
+    "norm": "layernorm",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "gradient_clipping": 1.0,
+    "train-iters": 320000,
+    "lr-decay-style": "cosine",
+    "data-path": "data/enron",
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parcompile", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def flat(tree: Any, path: tuple[str, ...] = ()) -> set[str]:
+    found: set[str] = set()
+    for key, value in tree.items():
+        name = (*path, key.lstrip("-").replace("-", "_"))
+        found |= flat(value, name) if isinstance(value, dict) and value else {".".join(name)}
+    return found
+
+
+def accounted(result: Imported) -> set[str]:
+    assert not set(result.carried) & set(result.lost)
+    return set(result.carried) | set(result.lost)
+
+
+@pytest.mark.parametrize("name", ["W001-tp-2-of-8", "T007-joint-factor", "P004-fp32-sums", "design-64k"])
+def test_megatron_arguments_come_back_as_the_same_layout(name: str, tmp_path: Path) -> None:
+    plan, _ = compile_file(POSITIVE / f"{name}.json")
+    assert plan is not None
+    text = " \\\n".join(megatron.as_list(megatron.arguments(plan)))
+    tree: Any = from_shell(SourceText("a.sh", f"torchrun --nnodes {plan.spec.cluster.nodes} \\\n{text}")).tree
+    result = import_tree(tree, MEGATRON, {("cluster", "gpus_per_node"): 8})
+    assert accounted(result) == flat(tree)
+    assert result.missing == []
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(result.spec), encoding="utf-8")
+    again, checked = compile_file(file)
+    assert again is not None, [one.message for one in checked.diagnostics if one.is_error]
+    assert again.spec.model.shape.num_hidden_layers == plan.spec.model.shape.num_hidden_layers
+    assert again.parameters.numel == plan.parameters.numel
+    for axis in ("tp", "cp", "pp", "ep", "dp", "sequence_parallel"):
+        assert getattr(again.spec.parallelism, axis) == getattr(plan.spec.parallelism, axis)
+    for value in ("sequence_length", "global_batch_size", "micro_batch_size", "precision", "optimizer"):
+        assert getattr(again.spec.training, value) == getattr(plan.spec.training, value)
+
+
+def test_an_emitted_deepspeed_config_comes_back(tmp_path: Path) -> None:
+    plan, _ = compile_file(POSITIVE / "W001-tp-2-of-8.json")
+    assert plan is not None
+    tree = ds_config(plan)
+    given = {
+        ("model",): {"preset": "llama-3-8b"},
+        ("cluster", "gpus_per_node"): 8,
+        ("training", "sequence_length"): 8192,
+        ("parallelism", "tp"): 2,
+    }
+    result = import_tree(tree, DEEPSPEED, given)
+    assert accounted(result) == flat(tree)
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(result.spec), encoding="utf-8")
+    again, checked = compile_file(file)
+    assert again is not None, [one.message for one in checked.diagnostics if one.is_error]
+    assert again.spec.training == plan.spec.training
+
+
+def test_a_neox_file_is_carried_and_what_is_lost_has_a_reason(run: Any) -> None:
+    Path("neox.yml").write_text(yaml.safe_dump(NEOX), encoding="utf-8")
+    code, out, err = run("import", "neox.yml", "--gpus-per-node", "8")
+    spec = json.loads(out)
+    assert spec["model"]["model_type"] == "gpt_neox"
+    assert spec["parallelism"] == {"tp": 2, "pp": 1}
+    assert spec["training"]["micro_batch_size"] == 4
+    assert spec["zero"] == {"stage": 1}
+    assert spec["training"]["optimizer"] == {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "type": "adamw"}
+    assert "data_path: data belongs to the training script" in err
+    assert "missing: model.vocab_size" in err
+    assert code == 1
+    result = import_tree(NEOX, DEEPSPEED, {})
+    assert accounted(result) == flat(NEOX)
+
+
+def test_auto_is_lost_and_said(run: Any) -> None:
+    Path("ds.json").write_text(json.dumps({"train_batch_size": "auto", "bf16": {"enabled": True}}), encoding="utf-8")
+    options = ("--model", "llama-3-8b", "--gpus-per-node", "8", "--sequence-length", "8192", "-o", "spec.json")
+    code, _, err = run("import", "ds.json", *options)
+    assert code == 0
+    assert 'train_batch_size: "auto" has no value' in err
+    assert check_any("spec.json").valid
+
+
+def test_unreadable_files_are_usage_errors(run: Any) -> None:
+    assert run("import", "nothing.json")[0] == 2
+    Path("broken.json").write_text("{", encoding="utf-8")
+    assert run("import", "broken.json")[0] == 2
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("llama-3-8b", 1), ("llama-3-70b", 4), ("meta-llama/Llama-2-7b-hf", 1)])
+def test_a_first_spec_compiles(run: Any, model: str, nodes: int) -> None:
+    code, _, _ = run("init", "--model", model, "--nodes", str(nodes), "-o", "spec.json")
+    assert code == 0
+    plan, _ = compile_file("spec.json")
+    assert plan is not None
+    assert run("init", "--model", model, "-o", "spec.json")[0] == 2
+
+
+def test_a_model_that_fits_nowhere_is_said(run: Any) -> None:
+    code, _, err = run("init", "--model", "llama-3.1-405b")
+    assert code == 2
+    assert "add nodes" in err
+
+
+def test_an_unknown_model_is_named_with_the_nearest(run: Any) -> None:
+    assert "did you mean llama-3-8b?" in run("init", "--model", "lama-3-8b")[2]
