@@ -27,12 +27,8 @@ Value = int | float | str | bool | list[str]
 Arguments = dict[str, Value]
 """Flags without their dashes; True is a flag without a value."""
 
-_NO_MEGATRON = {
-    "gemma": "gated GELU and embeddings scaled by √h",
-    "gemma2": "gated GELU, soft-capped logits and four norms per layer",
-    "gpt_neox": "parallel attention and MLP",
-}
-"""Model types that Megatron-LM's GPT model does not compute, and what is missing."""
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2")
+"""Model types whose layers the arguments here describe in full; others have activations, norms or scales of their own."""
 
 
 def arguments(plan: Plan) -> Arguments:
@@ -74,9 +70,14 @@ def losses(plan: Plan) -> list[Loss]:
     spec = plan.spec
     found = order_loss(spec.parallelism, "Megatron-LM", _ORDERS)
     family = spec.model.shape.model_type
-    if family in _NO_MEGATRON:
+    if family not in _FAMILIES:
         found.append(
-            Loss(f"model_type {family}", f"its GPT model has no {_NO_MEGATRON[family]}", "another target", True)
+            Loss(
+                f"model_type {family}",
+                "the arguments here do not describe its layers in full",
+                f"one of {', '.join(_FAMILIES)}",
+                fatal=True,
+            )
         )
     window = spec.model.shape.sliding_window
     if window is not None and window < spec.training.sequence_length:
