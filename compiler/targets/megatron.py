@@ -28,7 +28,7 @@ Arguments = dict[str, Value]
 """Flags without their dashes; True is a flag without a value."""
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2")
-"""Model types whose layers the arguments here describe in full; others have activations, norms or scales of their own."""
+"""Model types whose layers these arguments describe in full; others have activations, norms or scales of their own."""
 
 
 def arguments(plan: Plan) -> Arguments:
