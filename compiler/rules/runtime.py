@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
+from parcompile.model.families import FAMILIES
 from parcompile.resolve import Resolution
 
-from .places import also, model_path
+from .places import model_path
 from .registry import Finding, rule
 
-RUNTIME_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2", "deepseek_v3"})
 """Model types that the runtime injects."""
 
 
@@ -76,26 +77,4 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
             f"parcompile.runtime does not inject {family}",
             model_path(spec, "model_type"),
             help=f"it injects {', '.join(RUNTIME_FAMILIES)}",
-        )
-
-
-@rule(
-    "X005",
-    "the ring has no sliding window",
-    """Ring attention computes full causal attention. A model with a sliding window shorter than the sequence would be
-    trained with another mask than its own.""",
-    wrong={"model": {"preset": "mistral-7b"}},
-    right={"model": {"preset": "mistral-7b"}, "training": {"sequence_length": 4096}},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-)
-def window_covers_the_sequence(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the window is shorter than the sequence."""
-    window, length = spec.shape.sliding_window, spec.sequence_length
-    if window is not None and window < length:
-        yield Finding(
-            f"sliding_window {window} < sequence_length {length}: parcompile.runtime attends to the whole sequence",
-            ("training", "sequence_length"),
-            help=f"use a sequence_length of {window} or less, or a config without a window",
-            related=also(spec, model_path(spec, "sliding_window")),
         )

@@ -20,23 +20,21 @@ from ..ring_attention import ring_attention
 NAME = "parcompile"
 """The name under which the attention is registered."""
 
+DOCUMENTS = "documents"
+"""The model is called with the borders of packed documents under this name; see `ring_attention`."""
+
 _ATTRIBUTE = "parcompile_ring"
 
-_UNSUPPORTED = {
-    "sliding_window": "a sliding window",
-    "softcap": "soft-capped scores",
-    "s_aux": "attention sinks",
-}
-"""Arguments that change the attention and that the ring does not compute yet: refused, never ignored."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RingPlace:
-    """The ring of an attention module; `group` is None when one rank holds the whole sequence."""
+    """The ring of a model's attention modules; `group` is None when one rank holds the whole sequence."""
 
     group: dist.ProcessGroup | None
     layout: CpLayout
     sequence_length: int
+    documents: list[list[int]] | None = None
+    """Borders of the documents in each row of the batch that the model works on."""
 
 
 def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
@@ -49,6 +47,22 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     for module in model.modules():
         setattr(module, _ATTRIBUTE, place)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
+    model.register_forward_pre_hook(_take_documents, with_kwargs=True)
+
+
+def _take_documents(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Not every model hands unknown arguments on to its attention, so they take this way."""
+    place: RingPlace = getattr(model, _ATTRIBUTE)
+    place.documents = kwargs.pop(DOCUMENTS, None)
+    if kwargs.pop("attention_mask", None) is not None:
+        raise RunError(
+            "the model was called with an attention_mask, which the ring does not read: prepare batches with "
+            "split_batch, which turns padding on the right into a document of its own",
+            everywhere=True,
+        )
+    return args, kwargs
 
 
 def _attention(
@@ -59,20 +73,34 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **kwargs: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     place: RingPlace = getattr(module, _ATTRIBUTE)
     name = type(module).__name__
     if attention_mask is not None:
         raise RunError(
-            f"{name} passes an attention mask; the ring computes plain causal attention only", everywhere=True
+            f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
         )
     if dropout:
         raise RunError(f"{name} uses attention dropout {dropout}; set attention_dropout to 0", everywhere=True)
-    for argument, meaning in _UNSUPPORTED.items():
-        given = kwargs.get(argument)
-        covers = argument == "sliding_window" and isinstance(given, int) and given >= place.sequence_length
-        if given is not None and not covers:
-            raise RunError(f"{name} uses {meaning} ({argument}), which the ring does not compute", everywhere=True)
-    out = ring_attention(query, key, value, group=place.group, layout=place.layout, causal=True, scale=scaling)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
+    covered = not sliding_window or sliding_window >= place.sequence_length
+    out = ring_attention(
+        query,
+        key,
+        value,
+        group=place.group,
+        layout=place.layout,
+        causal=True,
+        scale=scaling,
+        window=None if covered else sliding_window,
+        documents=place.documents,
+        sinks=s_aux,
+        softcap=softcap,
+    )
     return out.transpose(1, 2), None

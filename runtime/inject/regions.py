@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group, gather_from_sequence
 
-_SEQUENCE_DIM = 1
+SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""
 
 
@@ -27,7 +27,7 @@ def enter_region(module: nn.Module, group: dist.ProcessGroup, *, sequence_parall
 
     def _entered(hidden: Tensor) -> Tensor:
         if sequence_parallel:
-            return gather_from_sequence(hidden, _SEQUENCE_DIM, group)
+            return gather_from_sequence(hidden, SEQUENCE_DIM, group)
         return copy_to_group(hidden, group)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -53,11 +53,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 8},
     "qwen2_moe": {
         "num_experts": 4,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 40,
         "mlp_only_layers": [0],
     },
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 8},
     "mixtral": {"num_local_experts": 4, "sliding_window": 5},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},

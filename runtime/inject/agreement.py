@@ -1,0 +1,84 @@
+"""Does the model agree with the plan? Its own tensor-parallel plan must not contradict; what has no rule is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from ..errors import RunError
+from .slices import Slices
+
+EXPERTS = "moe_tp_experts"
+"""The entry of a module whose experts are cut, each of them, over all tp ranks."""
+
+_COLUMN = ("colwise", "colwise_gather_output", "packed_colwise")
+_ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
+_PARTIAL = "replicated_with_grad_allreduce"
+# Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
+# weights part by part, and a norm over all heads sums its squares over the ranks.
+_KNOWN = (*_COLUMN, *_ROW, _PARTIAL, EXPERTS)
+
+
+def entries(model: nn.Module) -> dict[str, str]:
+    """What of the model its own tensor-parallel plan names, a module or a parameter, with its entry."""
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    found = {}
+    for name in names:
+        local = name.removeprefix(f"{prefix}.")
+        style = plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", local))
+        if style is not None:
+            found[name] = style
+    return found
+
+
+def check_agreement(model: nn.Module, slices: Slices) -> None:
+    """The model's own tensor-parallel plan cuts what the compiled plan cuts, along the same dim.
+
+    Raises:
+        RunError: there is no such plan, it has an entry without a rule here, or they contradict each other.
+    """
+    named = entries(model)
+    if not named:
+        raise RunError(f"{type(model).__name__} has no base_model_tp_plan to inject from", everywhere=True)
+    parameters = dict(model.named_parameters())
+    for name, style in named.items():
+        if style not in _KNOWN:
+            raise RunError(
+                f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
+            )
+        if style == EXPERTS:
+            continue
+        if style == _PARTIAL:
+            kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in parameters]
+            agrees = all(slices.of(f"{name}.{kind}").parameter.partial for kind in kinds)
+            if not agrees:
+                raise RunError(f"{name} is {style} for transformers, but not for the plan", everywhere=True)
+            continue
+        weight = name if name in parameters else f"{name}.weight"
+        if weight not in parameters:
+            raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
+        dims = parameters[weight].dim()
+        wanted = dims - 2 if style in _COLUMN else dims - 1
+        if slices.of(weight).dim != wanted:
+            raise RunError(
+                f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True
+            )
+
+
+def check_settings(model: nn.Module, ranks: int) -> None:
+    """Settings of the configuration that would train something else than they say.
+
+    Raises:
+        RunError: there is one.
+    """
+    config: Any = model.config
+    if ranks > 1 and getattr(config, "output_router_logits", False):
+        raise RunError(
+            "output_router_logits adds a loss that balances experts over all tokens, and a rank sees only its own: "
+            "set it to false",
+            everywhere=True,
+        )

@@ -1,0 +1,78 @@
+"""Which part of each parameter this rank holds: the plan's rows, looked up by the names that the model uses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from parcompile.layout.tensor import TensorLayout
+from parcompile.model.parameters import Parameter
+
+from ..errors import RunError
+from ..groups import Mesh
+
+_LAYER = re.compile(r"\.\d+\.")
+
+
+def row_name(name: str) -> str:
+    """The row of the plan that a parameter belongs to: its name, without the number of its layer."""
+    return _LAYER.sub(".{layer}.", name, count=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A row of the plan and this rank's ranges of it; `ranges` is None when every rank holds the whole."""
+
+    parameter: Parameter
+    layout: TensorLayout
+    ranges: tuple[tuple[int, int], ...] | None
+    replica_group: dist.ProcessGroup | None
+    """The ranks that hold the same slice, when there are several."""
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is cut."""
+        return self.layout.dim
+
+    @property
+    def padded_size(self) -> int | None:
+        """The size along the cut dim, with padding."""
+        return None if self.layout.dim is None else self.layout.full_shape[self.layout.dim]
+
+
+class Slices:
+    """The plan's rows for one rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._tensors = mesh.plan.tensors()
+
+    def of(self, name: str) -> Slice:
+        """This rank's part of the parameter of that name in the whole model."""
+        parameter, layout = self._tensors[row_name(name)]
+        if layout.ranges is None:
+            return Slice(parameter, layout, None, None)
+        replicas = self._mesh.kv_replica_group if layout.replicas > 1 else None
+        return Slice(parameter, layout, layout.ranges[self._mesh.index("tp")], replicas)
+
+    def compare(self, model: nn.Module) -> None:
+        """Every parameter of the whole model is in the plan with its shape, and the other way round.
+
+        Raises:
+            RunError: it is not so; the message names the first parameter.
+        """
+        planned = {name: parameter.shape for name, parameter in self._mesh.plan.parameters.expanded()}
+        found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name, shape in found.items():
+            if name not in planned:
+                raise RunError(f"the model has {name} {list(shape)}, which the plan does not know", everywhere=True)
+            if planned[name] != shape:
+                raise RunError(
+                    f"{name} is {list(shape)} in the model and {list(planned[name])} in the plan", everywhere=True
+                )
+        missing = planned.keys() - found.keys()
+        if missing:
+            raise RunError(f"the plan has {min(missing)}, which the model does not have", everywhere=True)

@@ -1,0 +1,60 @@
+"""The embedding and the head, cut along the padded vocabulary; tied ones stay tied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..groups import Mesh
+from ..tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from .regions import enter_region
+
+
+def cut_vocabulary(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+    """Replaces the embedding and the head, where anything has to be cut or padded.
+
+    Raises:
+        RunError: the embedding does more than look up and scale.
+    """
+    causal: Any = model
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
+    padded = next(
+        layout.full_shape[0]
+        for parameter, layout in mesh.plan.tensors().values()
+        if parameter.split and parameter.split.pads_vocabulary
+    )
+    if group is None and padded == mesh.plan.spec.model.shape.vocab_size:
+        return
+    tied = head.weight is embedding.weight
+    new_embedding = VocabParallelEmbedding.from_embedding(
+        embedding, group=group, padded_num_embeddings=padded, sequence_parallel=sequence_parallel, sequence_dim=1
+    )
+    _keep_scale(embedding, new_embedding)
+    causal.set_input_embeddings(new_embedding)
+    new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, group=group, input_is_ready=True)
+    if tied:
+        new_head.weight = new_embedding.weight
+    causal.set_output_embeddings(new_head)
+    if group is not None:
+        enter_region(new_head, group, sequence_parallel=sequence_parallel)
+
+
+def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
+    """Gemma 3's embedding multiplies what it looks up."""
+    if type(old) is nn.Embedding:
+        return
+    if not isinstance(getattr(old, "embed_scale", None), Tensor):
+        raise RunError(
+            f"the embedding is a {type(old).__name__}: only nn.Embedding, with a scale or without, is injected",
+            everywhere=True,
+        )
+    new.register_buffer("embed_scale", old.embed_scale, persistent=False)
+
+    def scale(module: Any, _: Any, rows: Tensor) -> Tensor:
+        return rows * module.embed_scale.to(rows.dtype)
+
+    new.register_forward_hook(scale)

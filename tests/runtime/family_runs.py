@@ -1,0 +1,132 @@
+"""Two AdamW steps of every family, injected on live ranks and plain in one process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import tiny_config
+from torch import Tensor, nn
+
+from parcompile.plan import Plan, compile_plan
+from parcompile.resolve import Resolution
+from parcompile.rules import check
+
+STEPS = 2
+CLIPPING = 0.5
+
+
+def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **changes: Any) -> Plan:
+    """The plan of a `config.json`, as users compile it."""
+    tree = {
+        "version": 1,
+        "name": family,
+        "model": {"hf_config": "config.json"},
+        "cluster": {"gpus_per_node": world_size, "accelerator": "cpu"},
+        "parallelism": {"make_vocab_size_divisible_by": 8, **parallelism},
+        "training": {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2, "precision": "fp32"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(tiny_config(family, **changes)), encoding="utf-8")
+        resolution = Resolution(tree, folder=Path(folder))
+        diagnostics = check(resolution)
+        assert not [found for found in diagnostics if found.is_error], diagnostics
+        plan = compile_plan(resolution.spec(), tree, diagnostics)
+    assert not plan.refusals, plan.refusals
+    return plan
+
+
+def drawn_model(plan: Plan) -> nn.Module:
+    """The plan's model with every norm, bias and scalar drawn too: ones and zeros hide mistakes."""
+    from parcompile.runtime import build_model
+
+    model = build_model(plan)
+    generator = torch.Generator().manual_seed(11)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    # Phi-MoE draws its experts at random in training, which no two layouts can do alike.
+    return model.eval() if plan.spec.model.shape.model_type == "phimoe" else model.train()
+
+
+def batch_of(plan: Plan) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (2, plan.spec.training.sequence_length)
+    ids = torch.randint(0, plan.spec.model.shape.vocab_size, shape, generator=generator)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # A gradient that is zero but for rounding must not become a step: hence the large epsilon.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def train_plain(plan: Plan) -> dict[str, Any]:
+    model = drawn_model(plan)
+    optimizer, losses, norms = optimizer_of(model), [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch_of(plan)).loss
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "parameters": named(model)}
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_injected(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
+    """Every plan's family in one world: the plans have the same layout, so that the groups of the first serve all."""
+    from parcompile.runtime import join
+
+    mesh = join(plans[0])
+    found = []
+    for plan in plans:
+        try:
+            found.append({"rank": rank, **_train_on(plan, replace(mesh, plan=plan))})
+        except Exception as error:
+            found.append({"rank": rank, "error": f"{type(error).__name__}: {error}"})
+    return found
+
+
+def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
+    from parcompile.runtime import reduce_loss, split_batch
+    from parcompile.runtime.inject import inject
+
+    model = inject(drawn_model(plan), mesh)
+    optimizer, losses, norms = optimizer_of(model), [], []
+    batch = split_batch(batch_of(plan), mesh)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        norms.append(_clip(model, mesh))
+        optimizer.step()
+        losses.append(reduce_loss(loss, mesh))
+    return {"losses": losses, "norms": norms, "parameters": named(model)}
+
+
+def _clip(model: nn.Module, mesh: Any) -> float:
+    """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once."""
+    square = torch.zeros(())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))
+        if getattr(parameter, "tensor_model_parallel", mesh.index("tp") == 0):
+            square += parameter.grad.square().sum()
+    dist.all_reduce(square, group=mesh.group("tp"))
+    norm = float(square.sqrt())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(min(1.0, CLIPPING / (norm + 1e-6)))
+    return norm

@@ -1,0 +1,106 @@
+"""Contract: every family that the runtime injects gives, in any layout, the numbers of the original in one process.
+
+Two AdamW steps with clipping, in fp32. Losses, gradient norms and gathered parameters agree within 1e-5 relative
+(measured: up to 3e-6 in a norm, 3e-7 elsewhere). All families share one world per layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from family_runs import family_plan, train_injected, train_plain
+from ranks import run_ranks
+from training_runs import whole_parameters
+
+from parcompile.rules.runtime import RUNTIME_FAMILIES
+
+pytestmark = pytest.mark.ranks
+
+TOLERANCE = 1e-5
+
+REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "olmoe", "phi3")
+"""Families for tp 4 with 2 kv heads: each way in which a kv head that two ranks hold can matter."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "tp2": (2, {"tp": 2}, RUNTIME_FAMILIES),
+    "cp2": (2, {"cp": 2}, RUNTIME_FAMILIES),
+    "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, RUNTIME_FAMILIES),
+    "tp4, kv heads replicated": (4, {"tp": 4}, REPLICATED),
+}
+
+Results = Callable[[str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def injected() -> Iterator[Results]:
+    """What each rank of a layout found for a family; the world runs once, for all of them."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+
+    def results(layout: str, family: str) -> list[dict[str, Any]]:
+        if layout not in found:
+            world_size, parallelism, families = LAYOUTS[layout]
+            plans = [family_plan(name, world_size, parallelism) for name in families]
+            ranks = run_ranks(world_size, train_injected, plans, timeout=280)
+            found[layout] = {name: [rank[place] for rank in ranks] for place, name in enumerate(families)}
+        return found[layout][family]
+
+    yield results
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[str], dict[str, Any]]:
+    """The original in one process: the same for every layout."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def results(family: str) -> dict[str, Any]:
+        if family not in found:
+            found[family] = train_plain(family_plan(family, 1, {}))
+        return found[family]
+
+    return results
+
+
+def relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [(layout, family) for layout, (_, _, families) in LAYOUTS.items() for family in families if family != "phi3"]
+    + [(layout, "phi3") for layout in list(LAYOUTS)[:3]],
+)
+def test_an_injected_model_trains_as_the_original(
+    layout: str, family: str, injected: Results, plain: Callable[[str], dict[str, Any]]
+) -> None:
+    ranks, expected = injected(layout, family), plain(family)
+    assert "error" not in ranks[0], ranks[0]["error"]
+    world_size, parallelism, _ = LAYOUTS[layout]
+    for rank in ranks:
+        assert relative(rank["losses"], expected["losses"]) < TOLERANCE
+        assert relative(rank["norms"], expected["norms"]) < TOLERANCE
+    whole = whole_parameters(family_plan(family, world_size, parallelism), ranks)
+    for name, value in expected["parameters"].items():
+        assert float((whole[name] - value).norm() / value.norm()) < TOLERANCE, name
+
+
+def test_replicated_kv_heads_inside_a_fused_weight_are_refused(injected: Results) -> None:
+    for rank in injected("tp4, kv heads replicated", "phi3"):
+        assert "phi3 keeps queries, keys and values in one weight, and tp 4 > num_key_value_heads 2" in rank["error"]
+
+
+def refusals(rank: int, plans: list[Any]) -> list[str]:
+    return [found.get("error", "") for found in train_injected(rank, plans)]
+
+
+def test_what_would_train_something_else_is_refused() -> None:
+    plans = [
+        family_plan("seed_oss", 2, {"tp": 2}, attention_dropout=0.1),
+        family_plan("mixtral", 2, {"tp": 2}, output_router_logits=True),
+        family_plan("gemma3_text", 2, {"tp": 2}, use_bidirectional_attention=True),
+    ]
+    dropout, router, direction = run_ranks(2, refusals, plans)[0]
+    assert "SeedOssAttention uses attention dropout 0.1" in dropout
+    assert "output_router_logits" in router
+    assert "Gemma3Attention attends in both directions" in direction
