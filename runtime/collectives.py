@@ -12,6 +12,10 @@ The six functions are three such pairs; the backward of each is its partner.
 | `scatter_to_group` | own slice | all-gather | a replicated tensor is cut |
 | `gather_from_group` | all-gather | own slice | a cut tensor is put together, for replicated use |
 
+A sequence that the ranks do not divide is continued with zeros to the next multiple (`pad=True`) and cut to its length
+where it is whole again (`size`). The zeros are the last tokens of the last ranks; their gradient is zero, as nobody
+uses what becomes of them.
+
 Reductions are sums. `group` is any process group that holds the calling rank; None, or a group of one, makes every
 function the identity (None does *not* mean the default group). Slices lie in group-rank order along `dim`.
 
@@ -25,6 +29,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .transport import (
@@ -40,10 +45,12 @@ from .transport import (
 __all__ = [
     "Group",
     "copy_to_group",
+    "cut_padding",
     "gather_from_group",
     "gather_from_sequence",
     "group_rank",
     "group_size",
+    "pad_to_multiple",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "scatter_to_group",
@@ -61,35 +68,76 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     return x if group_size(group) == 1 else _apply(_Reduce, x, group)
 
 
-def gather_from_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Put a split tensor together for rank-dependent work: [.., n, ..] becomes [.., n · ranks, ..] along `dim`."""
-    return x if group_size(group) == 1 else _apply(_GatherSum, x, dim, group)
+def gather_from_sequence(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
+    """Put a split tensor together for rank-dependent work: [.., n, ..] becomes [.., n · ranks, ..] along `dim`.
+
+    With `size`, padding is cut off: [.., size, ..].
+
+    Raises:
+        ValueError: The slices are not those of `size`.
+    """
+    return cut_padding(x if group_size(group) == 1 else _apply(_GatherSum, x, dim, group), dim, group, size)
 
 
-def reduce_scatter_to_sequence(x: Tensor, dim: int, group: Group) -> Tensor:
+def reduce_scatter_to_sequence(x: Tensor, dim: int, group: Group, *, pad: bool = False) -> Tensor:
     """Sum partial results over the ranks and keep the own slice: [.., n · ranks, ..] becomes [.., n, ..] along `dim`.
 
     Raises:
-        ValueError: The size along `dim` is not a multiple of the number of ranks.
+        ValueError: The size along `dim` is not a multiple of the number of ranks, and `pad` is not set.
     """
-    return x if group_size(group) == 1 else _apply(_ReduceScatter, x, dim, group)
+    if group_size(group) == 1:
+        return x
+    return _apply(_ReduceScatter, pad_to_multiple(x, dim, group) if pad else x, dim, group)
 
 
-def scatter_to_group(x: Tensor, dim: int, group: Group) -> Tensor:
+def scatter_to_group(x: Tensor, dim: int, group: Group, *, pad: bool = False) -> Tensor:
     """Keep the own slice of a replicated tensor: [.., n · ranks, ..] becomes [.., n, ..] along `dim`.
 
     Raises:
-        ValueError: The size along `dim` is not a multiple of the number of ranks.
+        ValueError: The size along `dim` is not a multiple of the number of ranks, and `pad` is not set.
     """
-    return x if group_size(group) == 1 else _apply(_Scatter, x, dim, group)
+    if group_size(group) == 1:
+        return x
+    return _apply(_Scatter, pad_to_multiple(x, dim, group) if pad else x, dim, group)
 
 
-def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
+def gather_from_group(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
     """Put a split tensor together for replicated work: [.., n, ..] becomes [.., n · ranks, ..] along `dim`.
 
-    Every rank must then do the same with the result, since only its own slice of the gradient is used.
+    Every rank must then do the same with the result, since only its own slice of the gradient is used. With `size`,
+    padding is cut off: [.., size, ..].
+
+    Raises:
+        ValueError: The slices are not those of `size`.
     """
-    return x if group_size(group) == 1 else _apply(_Gather, x, dim, group)
+    return cut_padding(x if group_size(group) == 1 else _apply(_Gather, x, dim, group), dim, group, size)
+
+
+def pad_to_multiple(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Continue `x` along `dim` with zeros to a multiple of the number of ranks; nothing is copied where it is one."""
+    padding = -x.shape[dim] % group_size(group)
+    if not padding:
+        return x
+    after = x.ndim - 1 - dim % x.ndim  # F.pad counts dims from the last
+    return F.pad(x, (*(0, 0) * after, 0, padding))
+
+
+def cut_padding(x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:
+    """Undo `pad_to_multiple`: the first `size` along `dim`; None leaves x as it is.
+
+    Raises:
+        ValueError: x is not what `pad_to_multiple` makes of `size`.
+    """
+    if size is None or x.shape[dim] == size:
+        return x
+    ranks, found = group_size(group), x.shape[dim]
+    expected = -(-size // ranks) * ranks
+    if found != expected:
+        raise ValueError(
+            f"a sequence of {size} on {ranks} ranks is {expected // ranks} on each of them, {expected} in all with "
+            f"padding; dim {dim} of the gathered shape {tuple(x.shape)} is {found}"
+        )
+    return x.narrow(dim, 0, size)
 
 
 scatter_to_sequence = scatter_to_group

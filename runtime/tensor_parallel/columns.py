@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..collectives import copy_to_group, gather_from_group
+from ..collectives import copy_to_group, cut_padding, gather_from_group
 from .matmul import column_matmul
 
 if TYPE_CHECKING:
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["column_outputs", "column_parallel", "share_input"]
 
 
-def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
+def column_parallel(
+    x: Tensor, layers: Sequence[ColumnParallelLinear], sequence_length: int | None = None
+) -> tuple[Any, ...]:
     """What each of the column layers returns for one input: q, k and v, or gate and up, with one collective for all.
 
-    Every layer keeps its own weight, bias, ranges and replicas.
+    Every layer keeps its own weight, bias, ranges and replicas. `sequence_length` is as in the layers, for this call.
 
     Raises:
         ValueError: The layers do not agree on how the input enters.
     """
     check_same_entry(layers)
-    return column_outputs(x, layers)
+    return column_outputs(x, layers, sequence_length)
 
 
 def check_same_entry(layers: Sequence[ColumnParallelLinear]) -> None:
@@ -40,14 +42,16 @@ def check_same_entry(layers: Sequence[ColumnParallelLinear]) -> None:
     Raises:
         ValueError: They do not agree on how it enters.
     """
-    names = ("group", "sequence_parallel", "sequence_dim", "input_is_ready", "keep_gathered")
+    names = ("group", "sequence_parallel", "sequence_dim", "input_is_ready", "keep_gathered", "sequence_length")
     for name in names:
         values = [getattr(layer, name) for layer in layers]
         if any(value != values[0] for value in values):
             raise ValueError(f"layers that share an input agree on {', '.join(names)}; these have {name} = {values}")
 
 
-def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
+def column_outputs(
+    x: Tensor, layers: Sequence[ColumnParallelLinear], sequence_length: int | None = None
+) -> tuple[Any, ...]:
     """`column_parallel` for layers that are known to agree."""
     first = layers[0]
     weights = [copy_to_group(layer.weight, layer.replica_group) for layer in layers]
@@ -58,6 +62,9 @@ def column_outputs(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[A
     else:
         dim = first.sequence_dim if first.sequence_parallel else None
         outs = column_matmul(x, weights, added, first.group, dim, first.keep_gathered)
+        if dim is not None:
+            length = sequence_length or first.sequence_length
+            outs = tuple(cut_padding(y, dim, first.group, length) for y in outs)
     outs = tuple(
         gather_from_group(y, -1, layer.group) if layer.gather_output else y
         for y, layer in zip(outs, layers, strict=True)
@@ -85,14 +92,15 @@ class _Waiting:
 
     def __init__(self, layers: tuple[ColumnParallelLinear, ...]) -> None:
         self.layers = layers
-        self.source: tuple[Tensor, int] | None = None
+        self.source: tuple[Tensor, int, int | None] | None = None
         self.results: dict[int, Any] = {}
 
-    def take(self, layer: ColumnParallelLinear, x: Tensor) -> Any:
-        fresh = self.source is not None and self.source[0] is x and self.source[1] == x._version
+    def take(self, layer: ColumnParallelLinear, x: Tensor, sequence_length: int | None) -> Any:
+        fresh = self.source is not None and self.source[0] is x and self.source[1:] == (x._version, sequence_length)
         if not fresh or id(layer) not in self.results:
-            self.source = (x, x._version)
-            self.results = {id(one): out for one, out in zip(self.layers, column_parallel(x, self.layers), strict=True)}
+            self.source = (x, x._version, sequence_length)
+            outs = column_parallel(x, self.layers, sequence_length)
+            self.results = {id(one): out for one, out in zip(self.layers, outs, strict=True)}
         out = self.results.pop(id(layer))
         if not self.results:
             self.source = None  # nothing is kept alive beyond the last call

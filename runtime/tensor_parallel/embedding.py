@@ -31,6 +31,8 @@ class VocabParallelEmbedding(nn.Module):
             and no token reaches them.
         sequence_parallel: Return the result split along `sequence_dim`: a reduce-scatter in place of the all-reduce.
         sequence_dim: The dim of the result that is the sequence.
+        pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
+            multiple; otherwise it is refused.
         check_tokens: Whether every call looks for tokens outside the vocabulary. None looks on the CPU only: on a GPU
             the answer costs a synchronisation.
         device: Where the table is made.
@@ -50,6 +52,7 @@ class VocabParallelEmbedding(nn.Module):
         padded_num_embeddings: int | None = None,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        pad_sequence: bool = False,
         check_tokens: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -66,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.group = group
         self.sequence_parallel, self.sequence_dim = sequence_parallel and group_size(group) > 1, sequence_dim
-        self.check_tokens = check_tokens
+        self.pad_sequence, self.check_tokens = pad_sequence, check_tokens
         what = "num_embeddings" if padded_num_embeddings is None else "padded_num_embeddings"
         self.start, self.stop = even_range(self.padded_num_embeddings, group_rank(group), group_size(group), what)
         self.weight = nn.Parameter(torch.empty(self.stop - self.start, embedding_dim, device=device, dtype=dtype))
@@ -118,7 +121,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), self.weight, local_padding)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence(rows, self.sequence_dim, self.group)
+            return reduce_scatter_to_sequence(rows, self.sequence_dim, self.group, pad=self.pad_sequence)
         return reduce_from_group(rows, self.group)
 
     def _check(self, tokens: Tensor) -> None:

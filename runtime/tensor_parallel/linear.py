@@ -30,6 +30,7 @@ from ..collectives import (
     copy_to_group,
     group_rank,
     group_size,
+    pad_to_multiple,
     scatter_to_group,
 )
 from .columns import column_outputs
@@ -157,6 +158,8 @@ class ColumnParallelLinear(_ParallelLinear):
         input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
             block, so that several layers (q, k and v; gate and up) share one collective.
         keep_gathered: With `sequence_parallel`, keep the gathered input for backward rather than gather it again there.
+        sequence_length: With `sequence_parallel`, the tokens of the whole sequence when the ranks do not divide them:
+            the output is cut to it, so that no padding is seen inside the region. A call can say otherwise.
         device: Where the weight is made.
         dtype: The weight's type.
 
@@ -181,6 +184,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: int = -2,
         input_is_ready: bool = False,
         keep_gathered: bool = False,
+        sequence_length: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -203,15 +207,22 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         self.gather_output, self.input_is_ready = gather_output, input_is_ready
         self.keep_gathered = keep_gathered
-        self.together: Callable[[ColumnParallelLinear, Tensor], Any] | None = None  # see share_input
+        self.sequence_length = sequence_length
+        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # see share_input
 
-    def forward(self, x: Tensor) -> Any:
-        """[…, I] to […, O/tp], or […, O] with `gather_output`."""
+    def forward(self, x: Tensor, sequence_length: int | None = None) -> Any:
+        """[…, I] to […, O/tp], or […, O] with `gather_output`.
+
+        `sequence_length` is that of the constructor, for this call.
+
+        Raises:
+            ValueError: The input is not a slice of a sequence of `sequence_length` tokens.
+        """
         if self.together is not None and not torch.compiler.is_compiling():
-            return self.together(self, x)
+            return self.together(self, x, sequence_length)
         if self.group is None and not self.skip_bias_add:
             return F.linear(x, self.weight, self.bias)
-        return column_outputs(x, (self,))[0]
+        return column_outputs(x, (self,), sequence_length)[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -228,6 +239,8 @@ class RowParallelLinear(_ParallelLinear):
         skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
         sequence_parallel: Return the output split along `sequence_dim`.
         sequence_dim: The dim of the output that is the sequence.
+        pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
+            multiple; otherwise it is refused. The column layers after it need its `sequence_length`.
         device: Where the weight is made.
         dtype: The weight's type.
 
@@ -249,6 +262,7 @@ class RowParallelLinear(_ParallelLinear):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        pad_sequence: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -267,14 +281,20 @@ class RowParallelLinear(_ParallelLinear):
             device=device,
             dtype=dtype,
         )
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.pad_sequence = input_is_parallel, pad_sequence
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`."""
+        """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`.
+
+        Raises:
+            ValueError: The ranks do not divide the sequence, and `pad_sequence` is not set.
+        """
         if self.group is None:
             return (F.linear(x, self.weight), self.bias) if self.skip_bias_add else F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to_group(x, -1, self.group)
+        if self.sequence_parallel and self.pad_sequence:
+            x = pad_to_multiple(x, self.sequence_dim, self.group)
         bias: Tensor | None = self.bias
         y = row_matmul(x, self.weight, self.group, self.sequence_dim if self.sequence_parallel else None)
         if self.sequence_parallel:
