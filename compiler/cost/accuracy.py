@@ -1,0 +1,197 @@
+"""How far estimates err on models that were not fitted: fits every split, judges it, writes the figures.
+
+    python -m parcompile.cost.accuracy FOLDER --fit COEFFICIENTS.json --page docs/accuracy.md
+
+FOLDER holds the two measurement files. Without `--fit` the stored coefficients are judged as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .calibration import INFINIBAND, MEGATRON_KERNELS, Judgement, fit_memory, fit_time, judge
+from .coefficients import TIME, CoefficientSet, Fit, coefficient_sets
+from .measurements import Measurement, is_possible, read_measurements
+
+NANOTRON, MEGATRON = "nanotron_h100_1b_3b.csv", "megatron_a100_3.6b_18.4b.csv"
+
+GOALS: Mapping[str, float] = {
+    "memory, mean absolute error": 0.10,
+    "fits or not": 0.97,
+    "step time, mean absolute error": 0.08,
+    "regret": 0.05,
+    "interval, least coverage": 0.85,
+    "interval, most coverage": 0.95,
+}
+"""What is aimed at on models that were never fitted."""
+
+FLOORS: Mapping[str, Mapping[str, float]] = {
+    "1B -> 3B": {"memory": 0.110, "fits": 0.948, "time": 0.083, "memory coverage": 0.85, "time coverage": 0.85},
+    "3B -> 1B": {"memory": 0.110, "fits": 0.930, "time": 0.113, "memory coverage": 0.85, "time coverage": 0.78},
+    "3.6B -> 18.4B": {"time": 0.195, "time coverage": 0.40},
+    "18.4B -> 3.6B": {"time": 0.170, "time coverage": 0.40},
+}
+"""What has been reached, rounded to the worse side: the tests hold it."""
+
+QUIET_NODES = 16
+"""Up to so many nodes the measured groups repeat; beyond, the same layout differs by factors from run to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Fit on one model, judge on another. `name` is also that of the stored set of coefficients."""
+
+    name: str
+    fitted: str
+    judged: str
+    file: str
+
+    @property
+    def title(self) -> str:
+        """Both models."""
+        return f"{self.fitted} -> {self.judged}"
+
+
+SPLITS = (
+    Split("nanotron-1b", "1B", "3B", NANOTRON),
+    Split("nanotron-3b", "3B", "1B", NANOTRON),
+    Split("megatron-3.6b", "3.6B", "18.4B", MEGATRON),
+    Split("megatron-18.4b", "18.4B", "3.6B", MEGATRON),
+)
+
+
+def read(folder: Path) -> dict[str, list[Measurement]]:
+    """The runs of both files; those that could not start for want of layers are left out."""
+    return {
+        name: [one for one in read_measurements(folder / name) if is_possible(one)] for name in (NANOTRON, MEGATRON)
+    }
+
+
+def fit_all(runs: Mapping[str, Sequence[Measurement]]) -> dict[str, CoefficientSet]:
+    """A set for each split, and one of each machine for use. Megatron's runs are few: they stay near a prior."""
+    nanotron, megatron = runs[NANOTRON], runs[MEGATRON]
+    time = fit_time(nanotron)
+    # What a machine and its kernels decide is not carried over: other network, fused kernels, no overlap.
+    prior = {**{name: one.start for name, one in TIME.items()}, **INFINIBAND, **MEGATRON_KERNELS}
+    found = [_set("nanotron-h100", NANOTRON, "1B and 3B", "h100-sxm", fit_memory(nanotron), time)]
+    found.append(_set("megatron-a100", MEGATRON, "3.6B and 18.4B", "a100-80gb", None, fit_time(megatron, prior)))
+    for split in SPLITS:
+        rows = [one for one in runs[split.file] if one.model == split.fitted]
+        if split.file == NANOTRON:
+            found.append(_set(split.name, NANOTRON, split.fitted, "h100-sxm", fit_memory(rows), fit_time(rows)))
+        else:
+            found.append(_set(split.name, MEGATRON, split.fitted, "a100-80gb", None, fit_time(rows, prior)))
+    return {one.name: one for one in found}
+
+
+def _set(name: str, file: str, models: str, accelerator: str, memory: Fit | None, time: Fit | None) -> CoefficientSet:
+    return CoefficientSet(name, f"{file}, {models}", accelerator, memory, time)
+
+
+def judge_all(runs: Mapping[str, Sequence[Measurement]], sets: Mapping[str, CoefficientSet]) -> dict[str, Judgement]:
+    """Each split judged on the model that it was not fitted to."""
+    return {
+        split.title: judge([one for one in runs[split.file] if one.model == split.judged], sets[split.name])
+        for split in SPLITS
+    }
+
+
+_COUNTED = """What is counted: memory on every run with a measured peak. *Fits or not* on these and on crashes that may
+have been of memory: a crash is left out when a larger micro-batch of the same layout, or the same with ZeRO 0, ran.
+Step time on layouts that took at most twice as long as the best of their model and number of nodes. Left out
+everywhere: rows whose batch contradicts their label, and runs with stages that have nothing to do."""
+
+_REGRET = """Regret: the share of the best measured throughput that the predicted choice loses, by model and nodes; a
+choice that crashed loses all of it. A layout is chosen when it fits with a probability of at least 90 %; among layouts
+within 5 % of the fastest prediction the one with fewest stages is taken."""
+
+_MISSING = (
+    """Memory: the same layout was measured with two kinds of software. In one, the gathered inputs of each block stay
+    in memory, in the other they do not (`gathered` 1 or 0). No column of the file tells which; with tp 16 and 32 the
+    two differ by a factor of 2. The median error is well below the mean.""",
+    """Fits or not: crashes of other causes (time-outs, network) that no later run contradicts stay in.""",
+    f"""Regret beyond {QUIET_NODES} nodes, and on 8 nodes for 1B: equal layouts differ by factors of 2 to 20 from run to
+    run there (on 64 nodes 1B reaches 5 % of the peak at best), so that the best measured run is partly luck.""",
+    """Megatron: 41 runs in all, and the file does not say which of them interleaved their stages.""",
+    """1B fitted on 3B: small layers are bound by launches and bandwidth, which 3B shows little of. The other
+    direction, from small to large, is the one that users need.""",
+)
+
+_HEAD = (
+    "fitted -> judged",
+    "memory, mean / median error",
+    "90 % interval covers",
+    "fits or not, right",
+    "step time, mean / median error",
+    "90 % interval covers",
+)
+
+
+def page(judged: Mapping[str, Judgement]) -> str:
+    """docs/accuracy.md."""
+    lines = [
+        "# Accuracy of the estimates",
+        "",
+        "Written by `python -m parcompile.cost.accuracy FOLDER --page docs/accuracy.md`; a test compares it with a new",
+        "judgement. Coefficients are fitted on one model and judged on the other, never on rows that were fitted.",
+        "",
+        _row(_HEAD),
+        _row(["---"] * len(_HEAD)),
+    ]
+    for title, one in judged.items():
+        memory = f"{_pc(one.memory_error)} / {_pc(one.memory_median)} of {one.memory_rows}" if one.memory_rows else "–"
+        cover = _pc(one.memory_coverage) if one.memory_rows else "–"
+        fits = f"{_pc(one.fits_share)} of {one.fits_rows}" if one.fits_rows else "–"
+        time = f"{_pc(one.time_error)} / {_pc(one.time_median)} of {one.time_rows}"
+        lines.append(_row([title, memory, cover, fits, time, _pc(one.time_coverage)]))
+    goals = "Goals: memory ≤ 10 %, fits or not ≥ 97 %, step time ≤ 8 %, coverage of the interval 85-95 %, regret ≤ 5 %."
+    lines += ["", goals, "", _filled(_COUNTED), "", _filled(_REGRET), ""]
+    lines += [_row(["fitted -> judged", "nodes: regret"]), _row(["---", "---"])]
+    for title, one in judged.items():
+        shown = ", ".join(f"{nodes}: {_pc(value)}" for (_, nodes), value in one.regret.items())
+        lines.append(_row([title, shown]))
+    lines += ["", "## What is not reached, and why", ""]
+    lines += [_filled(text, first="- ", other="  ") for text in _MISSING]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _filled(text: str, first: str = "", other: str = "") -> str:
+    return textwrap.fill(" ".join(text.split()), 118, initial_indent=first, subsequent_indent=other)
+
+
+def _pc(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command of this module."""
+    parser = argparse.ArgumentParser(description="Judge the estimates on models that were not fitted.")
+    parser.add_argument("folder", type=Path, help="folder of the measurement files")
+    parser.add_argument("--fit", type=Path, help="fit anew, and write the coefficients to this file")
+    parser.add_argument("--page", type=Path, help="write the page here instead of printing it")
+    options = parser.parse_args(arguments)
+    runs = read(options.folder)
+    sets = fit_all(runs) if options.fit else coefficient_sets()
+    if options.fit:
+        tree = {"sets": {name: one.to_json() for name, one in sets.items()}}
+        options.fit.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        # As they will be read: stored figures are rounded.
+        sets = {name: CoefficientSet.from_json(name, one) for name, one in tree["sets"].items()}
+    text = page(judge_all(runs, sets))
+    if options.page:
+        options.page.write_text(text, encoding="utf-8")
+    else:
+        print(text)  # noqa: T201 -- the command's output
+
+
+if __name__ == "__main__":
+    main()

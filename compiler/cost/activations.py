@@ -1,0 +1,75 @@
+"""Bytes that the forward pass keeps for the backward pass.
+
+`korthikanti` gives the published forms for GPT with stored attention scores (arXiv 2205.05198, table 2);
+`layer_bytes` the forms for fused attention, grouped heads, gated MLPs, latent attention and experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parcompile.model.shape import ModelShape
+
+KORTHIKANTI_RECOMPUTE = ("none", "selective", "full")
+
+
+def korthikanti(
+    *, s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: str = "none"
+) -> float:
+    """Bytes of one layer and micro-batch in 16 bits with ffn 4h and stored scores: arXiv 2205.05198, table 2.
+
+    Raises:
+        ValueError: `recompute` is none of the table's.
+    """
+    if recompute not in KORTHIKANTI_RECOMPUTE:
+        raise ValueError(f"recompute {recompute!r} is not one of: {', '.join(KORTHIKANTI_RECOMPUTE)}")
+    if recompute == "full":
+        return 2.0 * s * b * h
+    scores = 5 * a * s / h if recompute == "none" else 0.0
+    if sequence_parallel:
+        return s * b * h / t * (34 + scores)
+    return s * b * h * (10 + 24 / t + scores / t)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one layer for one token of a rank, by what is kept."""
+
+    stream: float
+    """Norm inputs and outputs, on the residual stream."""
+    attention: float
+    mlp: float
+    gathered: float
+    """Full-sequence copies of the two blocks' inputs under sequence parallelism, beyond the rank's own share."""
+
+    @property
+    def total(self) -> float:
+        """All of it, each component counted once."""
+        return self.stream + self.attention + self.mlp + self.gathered
+
+
+def layer_bytes(
+    shape: ModelShape, *, tp: int, sequence_parallel: bool, element_bytes: int = 2, moe: bool = False
+) -> LayerBytes:
+    """What one layer keeps for each token, with fused attention: scores are never stored (arXiv 2205.14135)."""
+    h, width = shape.hidden_size, float(element_bytes)
+    norms = shape.norms_per_layer * 2 * h
+    kv_heads = max(shape.num_key_value_heads / tp, 1.0)
+    heads = shape.num_attention_heads / tp
+    if shape.mla is not None:
+        mla = shape.mla
+        attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + mla.q_lora_rank + mla.kv_lora_rank
+    else:
+        attention = (2 * heads + 2 * kv_heads) * shape.head_dim
+    projections = 3 if shape.gated_mlp else 2
+    if moe and shape.moe is not None:
+        experts = shape.moe
+        active = experts.num_experts_per_token + experts.num_shared_experts
+        # Routing makes a copy of each token for each of its experts, on the way there and back.
+        mlp = active * projections * experts.intermediate_size / tp + 2.0 * experts.num_experts_per_token * h
+        mlp += experts.num_experts
+    else:
+        mlp = projections * shape.intermediate_size / tp
+    stream = norms / tp if sequence_parallel else float(norms)
+    gathered = 2 * h * (1 - 1 / tp) if sequence_parallel else 0.0
+    return LayerBytes(width * stream, width * attention, width * mlp, width * gathered)

@@ -1,0 +1,283 @@
+"""Fits coefficients to measurements, and says how far predictions err on others.
+
+What is fitted: the logarithm of measured / predicted, with the robust loss of `fitting`, within the physical bounds of
+`coefficients`. What is judged must never have been fitted: `parcompile calibrate` takes the two from different files or
+models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
+from .fitting import fit
+from .footprint import (
+    GIB,
+    Footprint,
+    footprint,
+    layout_class,
+    memory_terms,
+    memory_values,
+    peak_bytes,
+)
+from .hardware import find_accelerator
+from .measurements import Measurement
+from .step import step_seconds, step_terms, timing
+from .workload import Workload
+
+USABLE = 2.0
+"""A layout is worth judging when it is at most this many times slower than the best of its group."""
+OTHER_WEIGHT = 0.3
+"""Weight of the residuals of slower layouts in a fit of time."""
+
+PRIOR_WEIGHT = 0.6
+"""Leaving the prior by the whole width of the bounds counts like one residual of this size."""
+
+TRANSFER = 1.04
+"""Other models err more than those that were fitted: intervals are widened by this factor on both sides."""
+TIE = 1.05
+"""Layouts whose predictions differ by less than this cannot be told apart: the simpler one is chosen."""
+
+SAFE = 0.9
+"""A layout is chosen when it fits with at least this probability."""
+
+INFINIBAND: Mapping[str, float] = {"network_link": 0.8, "network_ports": 1.0, "network_scale": 0.0}
+"""Prior for networks with a rail for each rank, whose rings do not slow down with the number of nodes."""
+
+MEGATRON_KERNELS: Mapping[str, float] = {"launch_seconds": 1.5e-3, "elementwise": 2.0, "overlap": 0.0, "narrow": 40.0}
+"""Prior for fused kernels and gradients that are reduced after the backward pass."""
+
+Group = tuple[str, int]
+
+
+def groups(rows: Sequence[Measurement]) -> dict[Group, list[Measurement]]:
+    """Runs by model and number of nodes: what a search chooses among."""
+    found: dict[Group, list[Measurement]] = defaultdict(list)
+    for one in rows:
+        found[one.model, one.work.nodes].append(one)
+    return dict(found)
+
+
+def usable(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Runs that took at most `USABLE` times as long as the fastest run of their model on as many nodes."""
+    found = []
+    for members in groups([one for one in rows if one.step_seconds is not None]).values():
+        best = min(one.step_seconds or math.inf for one in members)
+        found += [one for one in members if (one.step_seconds or math.inf) <= USABLE * best]
+    return found
+
+
+def fit_memory(rows: Sequence[Measurement]) -> Fit:
+    """Memory coefficients of the runs whose peak was measured, and the limit up to which runs did not crash.
+
+    Raises:
+        ValueError: no peak was measured.
+    """
+    measured = [one for one in rows if one.peak_bytes]
+    if not measured:
+        raise ValueError("no run has a measured peak: nothing to fit memory to")
+    terms = [(one, memory_terms(one.work)) for one in measured]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        named = dict(zip(MEMORY, values, strict=True))
+        return [peak_bytes(one.work, parts, named) / (one.peak_bytes or 1) - 1 for one, parts in terms]
+
+    values = _fitted(residuals, MEMORY)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for one, parts in terms:
+        ratios[layout_class(one.work)].append((one.peak_bytes or 0) / peak_bytes(one.work, parts, values))
+    error = [abs(1 / ratio - 1) for members in ratios.values() for ratio in members]
+    spread = {name: quantiles(members) for name, members in ratios.items()}
+    for name in ("tp<=4", "tp>4"):
+        spread.setdefault(name, quantiles([ratio for members in ratios.values() for ratio in members]))
+    found = Fit(values, spread, len(measured), sum(error) / len(error))
+    return replace(found, limit_gib=_limit(rows, found))
+
+
+def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = None) -> Fit:
+    """Time coefficients of the runs whose step was measured; `USABLE` ones count fully.
+
+    `prior` is what to stay near where the runs say little; left out, the start of each coefficient.
+
+    Raises:
+        ValueError: no step was measured.
+    """
+    measured = [one for one in rows if one.step_seconds]
+    if not measured:
+        raise ValueError("no run has a measured step: nothing to fit time to")
+    good = set(map(id, usable(rows)))
+    terms = [(one, step_terms(one.work), 1.0 if id(one) in good else OTHER_WEIGHT) for one in measured]
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        named = dict(zip(TIME, values, strict=True))
+        return [w * math.log(step_seconds(parts, named) / (one.step_seconds or 1)) for one, parts, w in terms]
+
+    values = _fitted(residuals, TIME, prior)
+    ratios = [(one.step_seconds or 0) / step_seconds(parts, values) for one, parts, w in terms if w == 1]
+    error = [abs(1 / ratio - 1) for ratio in ratios]
+    return Fit(values, {"all": quantiles(ratios)}, len(measured), sum(error) / len(error))
+
+
+def _fitted(
+    residuals: Callable[[Sequence[float]], list[float]],
+    table: Mapping[str, Coefficient],
+    prior: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    start, low, high = ([getattr(one, part) for one in table.values()] for part in ("start", "low", "high"))
+    if prior is not None:
+        start = [prior[name] for name in table]
+
+    def held(values: Sequence[float]) -> list[float]:
+        pulls = [
+            PRIOR_WEIGHT * (value - first) / (top - bottom)
+            for value, first, bottom, top in zip(values, start, low, high, strict=True)
+        ]
+        return [*residuals(values), *pulls]
+
+    return dict(zip(table, fit(held, start, low, high), strict=True))
+
+
+def quantiles(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The 5 %, 50 % and 95 % quantiles of measured / predicted, the outer two widened by `TRANSFER`."""
+    ordered = sorted(ratios)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        index = int(place)
+        following = ordered[min(index + 1, len(ordered) - 1)]
+        return ordered[index] + (place - index) * (following - ordered[index])
+
+    return at(0.05) / TRANSFER, at(0.5), at(0.95) * TRANSFER
+
+
+def crashed_of_memory(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Crashes that may have been of memory.
+
+    Left out are those that cannot: a larger micro-batch of the same layout ran, or the same with ZeRO 0.
+    """
+    largest: dict[tuple[object, ...], int] = {}
+    for one in rows:
+        if one.peak_bytes:
+            for stage in range(one.work.zero_stage, 2):
+                key = (one.model, _layout(one.work), stage)
+                largest[key] = max(largest.get(key, 0), one.work.micro_batch)
+    return [
+        one
+        for one in rows
+        if one.crashed and one.work.micro_batch > largest.get((one.model, _layout(one.work), one.work.zero_stage), 0)
+    ]
+
+
+def _layout(work: Workload) -> tuple[int, ...]:
+    return (work.nodes, work.tp, work.cp, work.dp, work.pp)
+
+
+def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
+    """The limit in GiB that tells most runs from most crashes."""
+    crashed = crashed_of_memory(rows)
+    if not crashed:
+        return None
+    ran = [one for one in rows if one.peak_bytes]
+    device = find_accelerator(ran[0].work.accelerator).memory_bytes
+    if device is None:
+        return None
+    sizes = {
+        flag: [peak_bytes(one.work, memory_terms(one.work), memory_values(one.work, found)) for one in members]
+        for flag, members in (("ran", ran), ("crashed", crashed))
+    }
+    candidates = [device * share / 100 for share in range(80, 98)]
+
+    def right(limit: float) -> int:
+        return sum(size <= limit for size in sizes["ran"]) + sum(size > limit for size in sizes["crashed"])
+
+    return max(candidates, key=right) / GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How predictions compare with runs that were not fitted. Shares are between 0 and 1."""
+
+    memory_rows: int
+    memory_error: float
+    memory_median: float
+    memory_coverage: float
+    fits_rows: int
+    fits_share: float
+    time_rows: int
+    time_error: float
+    time_median: float
+    time_coverage: float
+    regret: Mapping[Group, float]
+
+
+def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
+    """Judges both parts of a set; a part that is not fitted or not measured counts no rows."""
+    memory: list[tuple[float, bool]] = []
+    fits: list[bool] = []
+    if fitted.memory is not None:
+        for one in rows:
+            if one.peak_bytes:
+                found = footprint(one.work, fitted.memory)
+                low, high = found.interval_bytes
+                memory.append((found.peak.total_bytes / one.peak_bytes - 1, low <= one.peak_bytes <= high))
+                fits.append(found.fits)
+        fits += [not footprint(one.work, fitted.memory).fits for one in crashed_of_memory(rows)]
+    time: list[tuple[float, bool]] = []
+    if fitted.time is not None:
+        for one in usable(rows):
+            timed, seconds = timing(one.work, fitted.time), one.step_seconds or 0.0
+            low, high = timed.interval_seconds
+            time.append((timed.step.seconds / seconds - 1, low <= seconds <= high))
+    return Judgement(
+        *_summary(memory),
+        fits_rows=len(fits) if any(one.crashed for one in rows) else 0,
+        fits_share=sum(fits) / max(len(fits), 1),
+        **dict(zip(("time_rows", "time_error", "time_median", "time_coverage"), _summary(time), strict=True)),  # type: ignore[arg-type]
+        regret=regret(rows, fitted) if fitted.time is not None else {},
+    )
+
+
+def _summary(found: Sequence[tuple[float, bool]]) -> tuple[int, float, float, float]:
+    errors = sorted(abs(error) for error, _ in found)
+    if not errors:
+        return 0, 0.0, 0.0, 0.0
+    return len(errors), sum(errors) / len(errors), errors[len(errors) // 2], sum(one for _, one in found) / len(found)
+
+
+def picked(members: Sequence[Measurement], fitted: CoefficientSet) -> Measurement | None:
+    """The run that the predictions choose among those that are predicted to fit; None when none is."""
+    assert fitted.time is not None
+    fitting = [one for one in members if fitted.memory is None or is_safe(footprint(one.work, fitted.memory))]
+    seconds = {id(one): timing(one.work, fitted.time).step.seconds for one in fitting}
+    if not seconds:
+        return None
+    close = [one for one in fitting if seconds[id(one)] <= TIE * min(seconds.values())]
+    return min(close, key=lambda one: (simplicity(one.work), seconds[id(one)]))
+
+
+def is_safe(found: Footprint) -> bool:
+    """Whether a layout fits with the probability that a choice asks for."""
+    return found.probability is None or found.probability >= SAFE
+
+
+def simplicity(work: Workload) -> tuple[int, int, int]:
+    """What to prefer among equals: fewer stages, sharded optimizer state, tensor parallelism on its node."""
+    return work.pp, int(work.zero_stage == 0), int(work.tp > work.gpus_per_node)
+
+
+def regret(rows: Sequence[Measurement], fitted: CoefficientSet) -> dict[Group, float]:
+    """For each model and number of nodes, the share of the best measured throughput that the choice loses.
+
+    A choice that crashed loses all of it.
+    """
+    found = {}
+    for key, members in sorted(groups(rows).items()):
+        rates = {id(one): one.work.tokens_per_step / one.step_seconds for one in members if one.step_seconds}
+        if not rates:
+            continue
+        choice = picked(members, fitted)
+        found[key] = 1 - (rates.get(id(choice), 0.0) if choice else 0.0) / max(rates.values())
+    return found

@@ -1,0 +1,155 @@
+"""Fitted coefficients: where they come from, how far they err, and the physical bounds within which they were fitted.
+
+They live in `coefficients.json`; `parcompile calibrate` writes files of the same form.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """One coefficient: its physical bounds, where a fit starts, and what it means."""
+
+    start: float
+    low: float
+    high: float
+    meaning: str
+
+
+MEMORY: Mapping[str, Coefficient] = {
+    "base_gib": Coefficient(0.3, 0.0, 1.5, "GiB that the framework holds before the first layer"),
+    "attention": Coefficient(2.5, 1.0, 3.2, "copies of queries, keys, values and output: 1 fused, 3 eager with rotary"),
+    "mlp": Coefficient(1.1, 1.0, 1.34, "copies of the MLP's width: 1 compiled, 4/3 with the activation's output kept"),
+    "gathered": Coefficient(0.8, 0.0, 1.0, "share of gathered block inputs that is kept, without pipeline"),
+    "gathered_pipeline": Coefficient(0.1, 0.0, 1.0, "the same with a pipeline"),
+    "logits": Coefficient(7.0, 4.0, 12.0, "bytes of a logit: 2 + 4 (fp32 copy) + 4 (its gradient) + 2"),
+    "logits_kept": Coefficient(2.0, 0.0, 4.0, "bytes of a logit of the previous micro-batch that is still held"),
+    "weights_extra": Coefficient(1.0, 0.0, 4.0, "bytes of a parameter beyond weights and gradients (ZeRO 1)"),
+    "unsharded_extra": Coefficient(1.0, 0.0, 3.0, "bytes of a parameter beyond weights, gradients, optimizer (ZeRO 0)"),
+}
+"""Of the memory of a rank."""
+
+TIME: Mapping[str, Coefficient] = {
+    "matmul": Coefficient(0.7, 0.4, 0.85, "share of the peak rate that matrix products reach"),
+    "narrow": Coefficient(100.0, 0.0, 400.0, "h / t at which matrix products take twice as long: narrow tiles"),
+    "attention": Coefficient(0.4, 0.2, 0.75, "share of the peak rate that fused attention reaches"),
+    "elementwise": Coefficient(3.0, 0.5, 8.0, "passes over the kept activations that elementwise kernels make"),
+    "launch_seconds": Coefficient(4e-3, 0.0, 8e-3, "shortest time of a layer, forward and backward: launching kernels"),
+    "launch_tp_pp_seconds": Coefficient(
+        2e-3, 0.0, 5e-3, "more of it for each further tp rank in a pipeline over nodes (nanotron)"
+    ),
+    "launch_tp_far_seconds": Coefficient(4e-4, 0.0, 5e-3, "more of it for each tp rank when tp leaves the node"),
+    "node_link": Coefficient(0.7, 0.3, 0.9, "share of the node link's rate that collectives reach"),
+    "network_link": Coefficient(0.6, 0.2, 0.9, "share of the network port's rate that collectives reach"),
+    "network_ports": Coefficient(0.6, 0.0, 1.0, "exponent with which more ports of a node speed up one group"),
+    "network_scale": Coefficient(0.2, 0.0, 0.6, "exponent with which more nodes slow a group down"),
+    "overlap": Coefficient(
+        0.7, 0.0, 1.0, "share of the last backward pass behind which gradients are reduced (ZeRO 0)"
+    ),
+    "send_seconds": Coefficient(3e-4, 0.0, 2e-2, "latency of one exchange between stages"),
+}
+"""Of the time of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients with the error that they left on the rows that they were fitted to.
+
+    `spread` holds the 5 %, 50 % and 95 % quantiles of measured / predicted, by class of layout.
+    """
+
+    values: Mapping[str, float]
+    spread: Mapping[str, tuple[float, float, float]]
+    rows: int
+    mean_absolute_error: float
+    limit_gib: float | None = None
+    """Memory up to which runs of that machine did not crash, fitted to measured crashes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {
+            "values": {name: _short(value) for name, value in self.values.items()},
+            "spread": {name: [_short(one) for one in triple] for name, triple in self.spread.items()},
+            "rows": self.rows,
+            "mean_absolute_error": _short(self.mean_absolute_error),
+            "limit_gib": self.limit_gib,
+        }
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Fit:
+        """What `to_json` wrote."""
+        spread = {name: (one[0], one[1], one[2]) for name, one in tree["spread"].items()}
+        return cls(dict(tree["values"]), spread, tree["rows"], tree["mean_absolute_error"], tree["limit_gib"])
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientSet:
+    """What was fitted to one collection of measurements; a part that it does not measure is None."""
+
+    name: str
+    provenance: str
+    accelerator: str
+    memory: Fit | None
+    time: Fit | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {
+            "provenance": self.provenance,
+            "accelerator": self.accelerator,
+            "memory": self.memory.to_json() if self.memory else None,
+            "time": self.time.to_json() if self.time else None,
+        }
+
+    @classmethod
+    def from_json(cls, name: str, tree: Mapping[str, Any]) -> CoefficientSet:
+        """What `to_json` wrote."""
+        memory, time = (Fit.from_json(tree[part]) if tree[part] else None for part in ("memory", "time"))
+        return cls(name, tree["provenance"], tree["accelerator"], memory, time)
+
+
+FUSED = {
+    "base_gib": 1.0,
+    "attention": 1.0,
+    "mlp": 1.0,
+    "gathered": 0.0,
+    "gathered_pipeline": 0.0,
+    "logits": 10.0,
+    "logits_kept": 0.0,
+    "weights_extra": 0.0,
+    "unsharded_extra": 0.0,
+}
+"""Memory by the formulas alone, for frameworks with fused kernels: nothing of it is fitted."""
+
+
+@functools.cache
+def coefficient_sets() -> Mapping[str, CoefficientSet]:
+    """All sets of the package by name."""
+    text = (importlib.resources.files("parcompile.cost") / "coefficients.json").read_text(encoding="utf-8")
+    return {name: CoefficientSet.from_json(name, tree) for name, tree in json.loads(text)["sets"].items()}
+
+
+def default_memory() -> Fit:
+    """The memory coefficients of all measurements together."""
+    found = coefficient_sets()["nanotron-h100"].memory
+    assert found is not None
+    return found
+
+
+def default_time(accelerator: str) -> Fit:
+    """The time coefficients of the nearest measured machine: shares of the peak carry over, seconds do roughly."""
+    name = "megatron-a100" if accelerator.startswith("a100") else "nanotron-h100"
+    found = coefficient_sets()[name].time
+    assert found is not None
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,70 @@
+"""Floating-point operations of a step, and model FLOPs utilisation.
+
+Convention of this project: 6 operations for each parameter in a matrix product (head included, embedding not) and
+token, plus 12 · S · L · a · dh for attention without halving it for the causal mask (arXiv 2204.02311, appendix B).
+What is recomputed does not count.
+"""
+
+from __future__ import annotations
+
+from parcompile.model.shape import ModelShape
+
+CONVENTION = (
+    "6 N + 12 L a dh S per token (arXiv 2204.02311, appendix B): head counted, no causal discount, no recompute"
+)
+
+
+def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
+    """Parameters of one layer that multiply each token: routed experts count as often as a token visits them."""
+    h, heads = shape.hidden_size, shape.num_attention_heads
+    if shape.mla is not None:
+        mla = shape.mla
+        attention = h * mla.q_lora_rank + mla.q_lora_rank * heads * mla.qk_head_dim
+        attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        attention += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
+    else:
+        attention = h * shape.head_dim * (2 * heads + 2 * shape.num_key_value_heads)
+    projections = 3 if shape.gated_mlp else 2
+    if moe and shape.moe is not None:
+        active = shape.moe.num_experts_per_token + shape.moe.num_shared_experts
+        return attention + projections * h * shape.moe.intermediate_size * active + h * shape.moe.num_experts
+    return attention + projections * h * shape.intermediate_size
+
+
+def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
+    """Forward operations of scores and weighted values for one token of a layer, causal: half of the keys are seen."""
+    if shape.mla is not None:
+        width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim)
+    else:
+        width = 2 * shape.num_attention_heads * shape.head_dim
+    keys = sequence_length / 2
+    if shape.sliding_window is not None and shape.sliding_window < sequence_length:
+        keys = shape.sliding_window * (1 - shape.sliding_window / (2 * sequence_length))
+    return 2.0 * keys * width
+
+
+def moe_layers(shape: ModelShape) -> int:
+    """Layers with routed experts."""
+    return shape.num_hidden_layers - shape.moe.first_moe_layer if shape.moe else 0
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model that multiply each token, head included."""
+    sparse = moe_layers(shape)
+    total = layer_matmul_parameters(shape) * (shape.num_hidden_layers - sparse) + shape.vocab_size * shape.hidden_size
+    return total + (layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0)
+
+
+def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
+    """Operations of one training token by the convention of this module."""
+    if shape.mla is not None:
+        width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim) / 2
+    else:
+        width = shape.num_attention_heads * shape.head_dim
+    return 6.0 * matmul_parameters(shape) + 12.0 * shape.num_hidden_layers * width * sequence_length
+
+
+def narayanan_flops(*, b: int, s: int, layers: int, h: int, v: int, recompute: bool) -> float:
+    """Operations of a GPT step as Megatron-LM counts them, recomputation included (arXiv 2104.04473, section 5.1)."""
+    factor, head = (96, 16) if recompute else (72, 12)
+    return factor * b * s * layers * h * h * (1 + s / (6 * h) + v / (head * layers * h))

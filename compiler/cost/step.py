@@ -1,0 +1,246 @@
+"""The time of a step: computation, launches, what communication does not hide, the pipeline's bubble, the optimizer.
+
+A layer takes the larger of its work (matrix products, attention and elementwise kernels, each at its share of the
+hardware's peak, plus the collectives that it waits for) and of the time in which its kernels can be launched. A step is
+m · (slowest stage) + (all other stages once) / v, then gradients, then the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .activations import layer_bytes
+from .coefficients import Fit, default_time
+from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
+from .hardware import Accelerator, find_accelerator
+from .traffic import ring_hop_bytes
+from .workload import Workload
+
+OPTIMIZER_BYTES = 28
+"""Read and written for each element of Adam: gradient, master weight and two moments read, three of them written."""
+SOFTMAX_BYTES = 20
+"""Read and written for each logit by an fp32 softmax and its backward pass."""
+LEAST_EXPOSED = 0.1
+"""The share of gradient traffic that is never hidden: the last bucket starts when the backward pass has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """What the coefficients multiply, in seconds at the hardware's peak; layer terms are for one micro-batch."""
+
+    work: Workload
+    matmul: float
+    attention: float
+    elementwise: float
+    tp_bytes: float
+    ep_bytes: float
+    cp_bytes: float
+    head_matmul: float
+    head_elementwise: float
+    stage_layers: tuple[int, ...]
+    stage_heads: tuple[bool, ...]
+    exchange_bytes: float
+    gradient_bytes: float
+    optimizer: float
+    node_bytes_per_s: float
+    network_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step's parts in seconds. `stages` are the busy seconds of each stage for one micro-batch."""
+
+    compute: float
+    launch: float
+    tensor: float
+    context: float
+    expert: float
+    bubble: float
+    exchange: float
+    gradients: float
+    optimizer: float
+    stages: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by component."""
+        return {
+            "computation": self.compute,
+            "kernel launches": self.launch,
+            "tp, exposed": self.tensor,
+            "cp, exposed": self.context,
+            "ep, exposed": self.expert,
+            "pipeline bubble and imbalance": self.bubble,
+            "stage exchange": self.exchange,
+            "gradients, exposed": self.gradients,
+            "optimizer": self.optimizer,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A predicted step with its interval and what follows from it. `utilisation` is by `flops.CONVENTION`."""
+
+    step: StepTime
+    interval_seconds: tuple[float, float]
+    tokens_per_second_per_gpu: float
+    utilisation: float
+
+
+def step_terms(work: Workload, accelerator: Accelerator | None = None) -> StepTerms:
+    """The terms of a layout.
+
+    Raises:
+        ValueError: the layout cannot be cut, or the accelerator is unknown.
+    """
+    machine = accelerator or find_accelerator(work.accelerator)
+    shape, tokens, stages = work.shape, work.local_tokens, work.stages
+    again = 4 / 3 if work.recompute == "full" else 1.0
+    moe = shape.moe is not None
+    kept = layer_bytes(shape, tp=work.tp, sequence_parallel=True, element_bytes=work.element_bytes, moe=moe)
+    flops = 6 * layer_matmul_parameters(shape, moe=moe) * tokens * again
+    attention = 3 * attention_flops_per_token(shape, work.sequence_length) * tokens * again
+    activation = tokens * shape.hidden_size * work.element_bytes
+    collectives = 6 if work.recompute == "full" else 4
+    logits = work.padded_vocabulary / work.tp * tokens
+    share = (work.shards - 1) / work.shards
+    numel = max(work.stage_parameters(stage) for stage in stages)
+    reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
+    gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
+    experts = shape.moe.num_experts_per_token if shape.moe else 0
+    return StepTerms(
+        work=work,
+        matmul=flops / work.tp / machine.flops_per_s,
+        attention=attention / work.tp / machine.flops_per_s,
+        elementwise=3 * again * tokens * (kept.total - kept.gathered) / machine.memory_bytes_per_s,
+        tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * activation,
+        ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
+        cp_bytes=(work.cp - 1) * (2 + 4 / work.element_bytes) * ring_hop_bytes(work) if work.cp > 1 else 0.0,
+        head_matmul=6 * logits * shape.hidden_size / machine.flops_per_s,
+        head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
+        stage_layers=tuple(len(stage.layers) for stage in stages),
+        stage_heads=tuple(stage.has_head for stage in stages),
+        exchange_bytes=activation,
+        gradient_bytes=(reduced + gathers) * numel * share,
+        optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
+        node_bytes_per_s=machine.node_link.bytes_per_s,
+        network_bytes_per_s=machine.network_link.bytes_per_s,
+    )
+
+
+def bandwidth(terms: StepTerms, stride: int, ranks: int, values: Mapping[str, float]) -> float:
+    """Bytes per second that a rank of a collective reaches; a group uses the network ports of all its ranks on a node.
+
+    Never more than the hardware has: the node link, and the ports together.
+    """
+    per_node, inside = terms.work.gpus_per_node, terms.node_bytes_per_s * values["node_link"]
+    if stride * ranks <= per_node:
+        return inside
+    ports = max(1, per_node // stride)
+    nodes = stride * ranks / per_node
+    speed = terms.network_bytes_per_s * values["network_link"] * ports ** values["network_ports"]
+    return min(inside, float(speed / max(nodes / 2, 1.0) ** values["network_scale"]))
+
+
+def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
+    """The step by its parts."""
+    work = terms.work
+    narrow = (1 + values["narrow"] * work.tp / work.shape.hidden_size) / values["matmul"]
+    work_layer = terms.matmul * narrow + values["elementwise"] * terms.elementwise
+    attention = terms.attention / values["attention"]
+    tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values) if work.tp > 1 else 0.0
+    context = 0.0
+    if work.cp > 1:
+        # The ring hides behind attention.
+        context = max(0.0, terms.cp_bytes / bandwidth(terms, work.stride("cp"), work.cp, values) - attention)
+    expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
+    busy = work_layer + attention + tensor + context + expert
+    layer = max(busy, _launch(terms, values))
+    head = terms.head_matmul * narrow + values["elementwise"] * terms.head_elementwise
+    stages = tuple(
+        count * layer + has_head * head for count, has_head in zip(terms.stage_layers, terms.stage_heads, strict=True)
+    )
+    slowest = max(stages)
+    index = stages.index(slowest)
+    layers, passes = terms.stage_layers[index], work.micro_batches
+    bubble = (sum(stages) - slowest) / work.virtual_stages
+    exchange = 0.0
+    if work.pp > 1:
+        far = work.nodes > 1 and work.stride("pp") * work.pp > work.gpus_per_node
+        speed = (
+            terms.network_bytes_per_s * values["network_link"] if far else terms.node_bytes_per_s * values["node_link"]
+        )
+        sends = (passes + work.pp - 1) * 2 * work.virtual_stages
+        exchange = sends * (terms.exchange_bytes / speed + values["send_seconds"])
+    gradients = _gradients(terms, values, slowest)
+    return StepTime(
+        compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head),
+        launch=passes * layers * (layer - busy),
+        tensor=passes * layers * tensor,
+        context=passes * layers * context,
+        expert=passes * layers * expert,
+        bubble=bubble,
+        exchange=exchange,
+        gradients=gradients,
+        optimizer=terms.optimizer,
+        stages=stages,
+    )
+
+
+def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
+    work = terms.work
+    seconds = values["launch_seconds"]
+    far = work.nodes > 1 and work.stride("pp") * work.pp > work.gpus_per_node
+    if work.framework == "nanotron" and work.pp > 1 and far:
+        seconds += values["launch_tp_pp_seconds"] * (work.tp - 1)
+    if work.tp > work.gpus_per_node:
+        seconds += values["launch_tp_far_seconds"] * work.tp
+    return seconds
+
+
+def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) -> float:
+    work = terms.work
+    if work.shards == 1:
+        return 0.0
+    stride = min(work.stride(axis) for axis, size in (("dp", work.dp), ("cp", work.cp)) if size > 1)
+    seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
+    if work.zero_stage == 0:
+        # Reduced during the last backward pass, which is two thirds of a micro-batch.
+        return max(LEAST_EXPOSED * seconds, seconds - values["overlap"] * slowest * 2 / 3)
+    return seconds
+
+
+def step_seconds(terms: StepTerms, values: Mapping[str, float]) -> float:
+    """The whole step: what a fit compares with a measurement."""
+    return step_time(terms, values).seconds
+
+
+def timing(work: Workload, fit: Fit | None = None, accelerator: Accelerator | None = None) -> Timing:
+    """The predicted step of a layout.
+
+    Raises:
+        ValueError: the layout cannot be cut, or the accelerator is unknown.
+    """
+    machine = accelerator or find_accelerator(work.accelerator)
+    fitted = fit or default_time(work.accelerator)
+    step = step_time(step_terms(work, machine), fitted.values)
+    low, _, high = fitted.spread["all"]
+    rate = work.tokens_per_step / step.seconds / work.world_size
+    return Timing(
+        step=step,
+        interval_seconds=(step.seconds * low, step.seconds * high),
+        tokens_per_second_per_gpu=rate,
+        utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / machine.flops_per_s,
+    )
+
+
+def run_days(timed: Timing, work: Workload, tokens: float) -> float:
+    """Days for a budget of tokens."""
+    return math.ceil(tokens / work.tokens_per_step) * timed.step.seconds / 86400

@@ -1,0 +1,170 @@
+"""What a step computes, stores and sends depends on these numbers only: a spec becomes one, and so does a measurement.
+
+Symbols as in the literature: t, c, e, d, p are the sizes of tp, cp, ep, dp and pp; b the micro-batch, m the
+micro-batches of a step, S the sequence, h the hidden size, f the width of the MLP, V the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from parcompile.layout.grid import AXES
+from parcompile.layout.stages import Stage, even_stages
+from parcompile.layout.tensor import padded_vocab_size
+from parcompile.model.parameters import parameter_table
+from parcompile.model.shape import ModelShape
+from parcompile.spec import Spec
+
+from .parameters import stage_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """What a training framework does beside the formulas.
+
+    `activations` names the set of activation coefficients; `gathered_inputs` says that the inputs which sequence
+    parallelism gathers are kept for the backward pass instead of being gathered again.
+    """
+
+    name: str
+    activations: str
+    gathered_inputs: bool
+
+
+FRAMEWORKS = MappingProxyType(
+    {
+        "deepspeed": Framework("deepspeed", "eager", gathered_inputs=False),
+        "nanotron": Framework("nanotron", "eager", gathered_inputs=True),
+        "megatron": Framework("megatron", "fused", gathered_inputs=False),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step of one layout. Sizes are counted in ranks, sequences and tokens."""
+
+    shape: ModelShape
+    nodes: int
+    gpus_per_node: int
+    accelerator: str
+    sequence_length: int
+    micro_batch: int
+    micro_batches: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: tuple[str, ...] = AXES
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    element_bytes: int = 2
+    gradient_bytes: int = 4
+    zero_stage: int = 1
+    vocab_divisible_by: int = 128
+    virtual_stages: int = 1
+    stage_layers: tuple[Stage, ...] | None = None
+    framework: str = "deepspeed"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The layers of each pp rank.
+
+        Raises:
+            ValueError: the layers do not divide.
+        """
+        return self.stage_layers or even_stages(self.shape.num_hidden_layers, self.pp)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of one micro-batch on one rank, before sequence parallelism."""
+        return self.micro_batch * self.sequence_length // self.cp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step."""
+        return self.micro_batch * self.micro_batches * self.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.global_batch * self.sequence_length
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer state."""
+        return self.dp * self.cp
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding over all tp ranks."""
+        return padded_vocab_size(self.shape.vocab_size, self.tp, self.vocab_divisible_by)
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along an axis."""
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        distance = 1
+        for name in self.order:
+            if name == axis:
+                return distance
+            distance *= sizes.get(name, 1)
+        return distance
+
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations the first chunk of a stage holds at its peak (arXiv 2205.05198, section 4).
+
+        1F1B holds min(p − stage, m); interleaving makes it 1 + (p − 1) / (p · v) times as many on the first stage.
+        """
+        held = float(min(self.pp - stage, self.micro_batches))
+        if self.virtual_stages > 1 and self.pp > 1:
+            held *= 1 + (self.pp - 1) / (self.pp * self.virtual_stages)
+        return held
+
+    def stage_parameters(self, stage: Stage) -> int:
+        """Parameters on one rank of a stage, exact.
+
+        Raises:
+            SplitError: a tensor cannot be cut over tp.
+        """
+        return _stage_numel(self.shape, stage, self.tp, self.ep, self.vocab_divisible_by)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, divisible_by: int) -> int:
+    return stage_numel(
+        parameter_table(shape), stage, tp, ep=ep, vocab_divisible_by=divisible_by, tied=shape.tie_word_embeddings
+    )
+
+
+def workload_of(spec: Spec) -> Workload:
+    """The step of a resolved spec, as the DeepSpeed runtime executes it."""
+    axes, training = spec.parallelism, spec.training
+    return Workload(
+        shape=spec.model.shape,
+        nodes=spec.cluster.nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        accelerator=spec.cluster.accelerator,
+        sequence_length=training.sequence_length,
+        micro_batch=training.micro_batch_size,
+        micro_batches=training.gradient_accumulation_steps,
+        tp=axes.tp,
+        cp=axes.cp,
+        ep=axes.ep,
+        dp=axes.dp,
+        pp=axes.pp,
+        order=axes.order,
+        sequence_parallel=axes.sequence_parallel,
+        recompute=training.activation_checkpointing,
+        element_bytes=training.precision.bytes,
+        gradient_bytes=training.gradient_accumulation_dtype.bytes,
+        zero_stage=spec.zero_stage,
+        vocab_divisible_by=axes.make_vocab_size_divisible_by,
+    )

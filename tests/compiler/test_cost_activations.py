@@ -1,0 +1,136 @@
+"""Activation formulas against the published ones, and what they imply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parcompile.cost.activations import korthikanti, layer_bytes
+from parcompile.cost.footprint import GIB, fit_probability, footprint
+from parcompile.cost.measurements import gpt_shape, llama_shape
+from parcompile.cost.workload import Workload
+
+GIB_22B = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "recompute", "expected"),
+    [
+        (False, "none", 2048 * 4 * 6144 * (10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8))),
+        (True, "none", 2048 * 4 * 6144 / 8 * (34 + 5 * 64 * 2048 / 6144)),
+        (False, "selective", 2048 * 4 * 6144 * (10 + 24 / 8)),
+        (True, "selective", 34 * 2048 * 4 * 6144 / 8),
+        (False, "full", 2 * 2048 * 4 * 6144),
+    ],
+)
+def test_the_published_forms_are_kept(sequence_parallel: bool, recompute: str, expected: float) -> None:
+    assert korthikanti(**GIB_22B, sequence_parallel=sequence_parallel, recompute=recompute) == pytest.approx(expected)
+
+
+def test_an_unknown_recomputation_is_refused() -> None:
+    with pytest.raises(ValueError, match="'some' is not one of: none, selective, full"):
+        korthikanti(s=1, b=1, h=1, a=1, recompute="some")
+
+
+def test_a_gpt_layer_with_fused_attention_keeps_what_the_selective_form_keeps() -> None:
+    """34 s b h counts two dropout masks (1 byte each) and their inputs' copies, which are not kept without dropout."""
+    found = layer_bytes(gpt_shape(24, 2304, 24), tp=1, sequence_parallel=False)
+    assert found.total == 2 * 2304 * (4 + 4 + 8)
+    assert found.total <= korthikanti(s=1, b=1, h=2304, a=24, recompute="selective")
+
+
+def test_grouped_heads_and_gated_mlp_follow_the_component_form() -> None:
+    shape = llama_shape(layers=2, hidden=4096, heads=32, kv_heads=8, width=14336, vocab=32000, tied=False)
+    found = layer_bytes(shape, tp=4, sequence_parallel=True)
+    assert found.attention == 2 * (2 * 32 + 2 * 8) * 128 / 4
+    assert found.mlp == 2 * 3 * 14336 / 4
+    assert found.stream == 2 * 4 * 4096 / 4
+    assert found.gathered == 2 * 2 * 4096 * 3 / 4
+
+
+def test_kv_heads_below_tp_are_kept_by_every_rank() -> None:
+    shape = llama_shape(layers=2, hidden=4096, heads=32, kv_heads=2, width=14336, vocab=32000, tied=False)
+    assert layer_bytes(shape, tp=8, sequence_parallel=False).attention == 2 * (2 * 4 + 2 * 1) * 128
+
+
+WORK = Workload(
+    shape=llama_shape(layers=32, hidden=4096, heads=32, kv_heads=8, width=14336, vocab=128256, tied=False),
+    nodes=4,
+    gpus_per_node=8,
+    accelerator="h100-sxm",
+    sequence_length=8192,
+    micro_batch=1,
+    micro_batches=16,
+    tp=4,
+    dp=2,
+    pp=4,
+)
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages() -> None:
+    held = [stage.components["activations"] for stage in footprint(WORK).stages]
+    assert held == pytest.approx([held[3] * 4, held[3] * 3, held[3] * 2, held[3]])
+    one = footprint(replace(WORK, micro_batches=1)).stages
+    assert one[0].components["activations"] == pytest.approx(held[3])
+
+
+def test_interleaving_holds_more_by_its_factor() -> None:
+    plain, interleaved = footprint(WORK).stages[0], footprint(replace(WORK, virtual_stages=2)).stages[0]
+    ratio = interleaved.components["activations"] / plain.components["activations"]
+    assert ratio == pytest.approx(1 + 3 / (4 * 2))
+
+
+def test_logits_stand_on_the_last_stage_and_the_peak_names_its_rank() -> None:
+    found = footprint(WORK)
+    assert [stage.components["logits"] > 0 for stage in found.stages] == [False, False, False, True]
+    assert [stage.rank for stage in found.stages] == [0, 8, 16, 24]
+    assert found.peak.total_bytes == max(stage.total_bytes for stage in found.stages)
+    assert found.peak.largest in found.peak.components
+
+
+def test_cp_cuts_activations_and_logits() -> None:
+    whole, cut = footprint(replace(WORK, dp=4, cp=1)), footprint(replace(WORK, dp=2, cp=2))
+    for name in ("activations", "logits"):
+        sizes = [one.stages[-1].components[name] for one in (whole, cut)]
+        assert sizes[1] == pytest.approx(sizes[0] / 2)
+
+
+def test_full_recomputation_keeps_layer_inputs_and_one_layer() -> None:
+    full, none = footprint(replace(WORK, recompute="full")), footprint(WORK)
+    assert full.stages[0].components["activations"] < 0.3 * none.stages[0].components["activations"]
+    inputs = 8 * 4 * 8192 * 4096 * 2
+    assert full.stages[0].components["activations"] > inputs
+
+
+def test_the_probability_follows_the_interval() -> None:
+    assert fit_probability(70.0, (60.0, 80.0), 80.0) == pytest.approx(0.95, abs=0.001)
+    assert fit_probability(70.0, (60.0, 80.0), 70.0) == pytest.approx(0.5)
+    assert fit_probability(70.0, (60.0, 80.0), 60.0) == pytest.approx(0.05, abs=0.001)
+
+
+def test_the_static_part_of_a_deepspeed_plan_is_certain() -> None:
+    found = footprint(WORK)
+    low, high = found.interval_bytes
+    assert low >= found.peak.static_bytes
+    assert low <= found.peak.total_bytes <= high
+
+
+def test_what_a_7b_model_holds_beyond_static_memory_is_near_the_measured_figure() -> None:
+    """Measured with Megatron on H100: 19.24 GiB static, 53.22 GiB peak. The static part is of a plain MLP, too."""
+    shape = llama_shape(layers=32, hidden=4096, heads=32, kv_heads=8, width=16384, vocab=131073, tied=True)
+    work = Workload(
+        shape=replace(shape, gated_mlp=False),
+        nodes=1,
+        gpus_per_node=8,
+        accelerator="h100-sxm",
+        sequence_length=8192,
+        micro_batch=2,
+        micro_batches=4,
+        tp=4,
+        dp=2,
+        framework="megatron",
+    )
+    assert work.padded_vocabulary == 131584
+    peak = footprint(work).peak
+    assert peak.total_bytes / GIB - peak.static_bytes / GIB == pytest.approx(53.22 - 19.24, rel=0.1)
