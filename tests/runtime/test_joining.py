@@ -65,8 +65,10 @@ def test_a_plan_that_the_runtime_does_not_execute_is_refused_with_its_rule() -> 
 
 LATE = """
 import os, sys
-os.environ.update(RANK=sys.argv[2], WORLD_SIZE="2", LOCAL_RANK=sys.argv[2], MASTER_ADDR="127.0.0.1",
-MASTER_PORT=sys.argv[3]) from parcompile.runtime import Plan, join, report_errors with report_errors():
+os.environ.update(RANK=sys.argv[2], LOCAL_RANK=sys.argv[2], WORLD_SIZE="2")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
+from parcompile.runtime import Plan, join, report_errors
+with report_errors():
     join(Plan.load(sys.argv[1]))
 """
 
