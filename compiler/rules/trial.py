@@ -15,16 +15,23 @@ Recheck = Callable[[Document], Sequence[Diagnostic]]
 
 MOST_OFFERED = 3
 """So many fixes of one diagnostic are worth reading."""
+MOST_WORK = 1500
+LARGEST = 200_000
+"""A trial checks the whole file again, which takes as long as there are findings: of trials times findings there are no
+more than so many, and none in a file of more characters than this. What is not tried is not offered."""
 
 
 def tried(diagnostics: Iterable[Diagnostic], document: Document, recheck: Recheck) -> list[Diagnostic]:
     """The diagnostics, each with the first few of its fixes that work."""
     found = list(diagnostics)
     errors = Counter(_identity(one) for one in found if one.is_error)
-    return [
-        replace(one, fixes=tuple(_working(one, errors, document, recheck))[:MOST_OFFERED]) if one.fixes else one
-        for one in found
-    ]
+    budget = MOST_WORK // max(1, len(found)) if len(document.text) <= LARGEST else 0
+    kept: list[Diagnostic] = []
+    for one in found:
+        fixes = _working(one, errors, document, recheck) if len(one.fixes) <= budget else []
+        budget -= len(one.fixes)
+        kept.append(replace(one, fixes=tuple(fixes)))
+    return kept
 
 
 def _working(one: Diagnostic, errors: Counter[tuple[str, Path]], document: Document, recheck: Recheck) -> list[Fix]:
