@@ -136,6 +136,8 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     if "model_type" not in given:
         return
     family = spec.get("model", "model_type")
+    if family not in _KEYS:
+        return
     for key in given:
         if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
             yield Finding(
