@@ -9,8 +9,8 @@ from pathlib import Path
 from . import schema, source
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .kinds import DEEPSPEED, MEGATRON, SPEC, kind_of
-from .megatron_file import from_shell, from_tree, is_shell_arguments
+from .importers.kinds import DEEPSPEED, MEGATRON, SPEC, kind_of
+from .importers.megatron_file import from_shell, from_tree, is_shell_arguments
 from .plan import Plan, compile_plan
 from .resolve import Resolution
 from .rules import DEFAULT_TARGETS, check

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from parcompile import source
-from parcompile.imported import Imported, import_tree
+from parcompile.importers.conversion import Imported, import_tree
 from parcompile.pipeline import recognised
 
 from .main import SPEC_HAS_ERRORS

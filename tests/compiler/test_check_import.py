@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from parcompile.cli import main
-from parcompile.imported import Imported, import_tree
-from parcompile.kinds import DEEPSPEED, MEGATRON
-from parcompile.megatron_file import from_shell
+from parcompile.importers.conversion import Imported, import_tree
+from parcompile.importers.kinds import DEEPSPEED, MEGATRON
+from parcompile.importers.megatron_file import from_shell
 from parcompile.pipeline import check_any, compile_file
 from parcompile.source import SourceText
 from parcompile.targets import megatron

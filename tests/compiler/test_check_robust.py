@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from parcompile import source
-from parcompile.kinds import DEEPSPEED, MEGATRON
-from parcompile.megatron_file import from_shell
+from parcompile.importers.kinds import DEEPSPEED, MEGATRON
+from parcompile.importers.megatron_file import from_shell
 from parcompile.pipeline import check_any, check_read
 from parcompile.rules.examples import example_spec
 from parcompile.rules.standalone import file_rules

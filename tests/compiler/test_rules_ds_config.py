@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.kinds import DEEPSPEED, SPEC, kind_of
+from parcompile.importers.kinds import DEEPSPEED, SPEC, kind_of
 from parcompile.pipeline import Checked, check_any
 from parcompile.rules.standalone import FileRule, file_rules
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parcompile.kinds import MEGATRON, SPEC
+from parcompile.importers.kinds import MEGATRON, SPEC
 from parcompile.pipeline import Checked, check_any, compile_file
 from parcompile.rules.standalone import FileRule, file_rules
 from parcompile.targets import megatron

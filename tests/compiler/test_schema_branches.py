@@ -70,7 +70,7 @@ CASES: list[tuple[dict[str, Any], list[tuple[str, tuple[object, ...]]]]] = [
 def test_the_deepest_useful_error_is_said(
     tree: dict[str, Any], expected: list[tuple[str, tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
 ):
-    for function in (schema._validator, schema._view):
+    for function in (schema.validation._validator, schema.validation._view):
         monkeypatch.setattr(schema, function.__name__, function.__wrapped__)
     monkeypatch.setattr(schema, "load", lambda _: ALTERNATIVES)
     found = schema.validate(tree, "test").diagnostics

@@ -8,11 +8,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .diagnostics import Diagnostic, Path, in_file_order
-from .schema_findings import Findings
-from .schema_messages import explain
-from .schema_view import SchemaView
-from .source import Document
+from parcompile.diagnostics import Diagnostic, Path, in_file_order
+from parcompile.source import Document
+
+from .findings import Findings
+from .messages import explain
+from .view import SchemaView
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

@@ -1,0 +1,9 @@
+"""What a schema finds wrong in a document, said so that a person can mend it.
+
+`validation` runs a schema; `messages` and the modules behind it turn what jsonschema says into diagnostics: the deepest
+useful error, the branch that was meant, the key or value that was nearly written.
+"""
+
+from .validation import UnknownSchemaError, Validation, load, names, text, validate
+
+__all__ = ["UnknownSchemaError", "Validation", "load", "names", "text", "validate"]

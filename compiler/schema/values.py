@@ -1,0 +1,136 @@
+"""Values, and what a schema expects of them, in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_LONGEST = 60
+
+
+def quoted(value: object) -> str:
+    """`value` as it is written in JSON, cut to fit into a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = "".join(character if character.isprintable() else "·" for character in text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + "…" + text[-1]
+
+
+def listed(values: Iterable[object]) -> str:
+    """`"a", "b" or "c"`."""
+    texts = [quoted(value) for value in values]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1] if texts else ""
+
+
+def describe_found(value: object) -> str:
+    """`text "8"`, `the number 8.5`, `a list`."""
+    if isinstance(value, str):
+        return f"text {quoted(value)}"
+    if value is None or isinstance(value, bool):
+        return quoted(value)
+    if isinstance(value, (int, float)):
+        return f"the number {quoted(value)}"
+    if isinstance(value, list):
+        return f"the list {quoted(value)}" if value else "an empty list"
+    return f"the object {quoted(value)}" if value else "an empty object"
+
+
+def describe_expected(schema: dict[str, Any]) -> str:
+    """What a schema takes, as `a whole number of at least 1`."""
+    if "const" in schema:
+        return quoted(schema["const"])
+    if "enum" in schema and len(schema["enum"]) <= 12:
+        return listed(schema["enum"])
+    names = types_of(schema)
+    text = " or ".join(_TYPES.get(name, name) for name in names) or "another value"
+    if names in (["integer"], ["number"]):
+        if "minimum" in schema:
+            text += f" of at least {quoted(schema['minimum'])}"
+        elif "exclusiveMinimum" in schema:
+            text += f" above {quoted(schema['exclusiveMinimum'])}"
+    if names == ["array"] and schema.get("minItems") is not None and schema.get("minItems") == schema.get("maxItems"):
+        text += f" of {schema['minItems']}"
+    return text
+
+
+def types_of(schema: dict[str, Any]) -> list[str]:
+    """The JSON types that a schema names, an empty list when it names none."""
+    named = schema.get("type", [])
+    if isinstance(named, str):
+        return [named]
+    if named:
+        return list(named)
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return list(dict.fromkeys(type_of(choice) for choice in choices))
+
+
+def type_of(value: object) -> str:
+    """The narrowest JSON type of a value."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value) and value == int(value)):
+        return "integer"
+    names: dict[type, str] = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "object")
+
+
+def is_type(value: object, schema: Any) -> bool:
+    """Whether a schema takes values of this type."""
+    names = types_of(schema) if isinstance(schema, dict) else []
+    kind = type_of(value)
+    return kind in names or (kind == "integer" and "number" in names)
+
+
+def fitting(value: object, schema: dict[str, Any]) -> bool:
+    """Whether `value` passes the simple keywords of a schema: type, enum, const, bounds, pattern."""
+    from jsonschema.validators import Draft202012Validator
+
+    simple = (
+        "type",
+        "enum",
+        "const",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "pattern",
+        "multipleOf",
+    )
+    part = {key: schema[key] for key in simple if key in schema}
+    return bool(part) and is_type(value, schema) and Draft202012Validator(part).is_valid(value)
+
+
+def as_number(text: object) -> int | float | None:
+    """The number that a text spells."""
+    if not isinstance(text, str) or not text.strip() or len(text) > 40 or "n" in text.lower():
+        return None
+    plain = text.strip().replace("_", "").replace(",", "") if text.strip()[0] != "," else text
+    try:
+        return int(plain)
+    except ValueError:
+        pass
+    try:
+        number = float(plain)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_truth(text: object) -> bool | None:
+    """The truth value that a text spells."""
+    if not isinstance(text, str):
+        return None
+    word = text.strip().lower()
+    if word in ("true", "yes", "on", "y"):
+        return True
+    return False if word in ("false", "no", "off", "n") else None
