@@ -1,10 +1,12 @@
 """Which tokens each context-parallel rank holds, and what it computes in each step of the ring.
 
-The sequence is cut into equal *chunks*; a rank holds one chunk (contiguous) or two (zigzag). In step i of the ring a
-rank works on the keys and values of rank `rank - i`; what it computes is described by *blocks*, rectangles in units of
-its local chunks. The runtime executes these blocks as they are.
+The sequence is cut into equal *chunks*; a rank holds one chunk (contiguous, striped) or two (zigzag). A chunk is a
+stretch of tokens, or with the striped layout every cp-th token. In step i of the ring a rank works on the keys and
+values of rank `rank - i`; what it computes is described by *blocks*, rectangles in units of its local chunks. The
+runtime executes these blocks as they are.
 
-Sources: zigzag assignment as in Llama 3 (arXiv 2407.21783, section 3.3.2); ring attention, arXiv 2310.01889.
+Sources: zigzag assignment as in Llama 3 (arXiv 2407.21783, section 3.3.2); striped attention, arXiv 2311.09431; ring
+attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -19,26 +21,36 @@ class CpLayout(str, enum.Enum):
 
     ZIGZAG = "zigzag"
     CONTIGUOUS = "contiguous"
+    STRIPED = "striped"
+    """Rank r holds the tokens r, r + cp, r + 2 · cp, …"""
 
     @property
     def chunks_per_rank(self) -> int:
         """Chunks that each rank holds: the sequence length is a multiple of this times cp."""
         return 2 if self is CpLayout.ZIGZAG else 1
 
+    def stride(self, cp: int) -> int:
+        """Positions from one token of a chunk to the next."""
+        return cp if self is CpLayout.STRIPED else 1
+
 
 class Mask(str, enum.Enum):
-    """What a block computes: every query sees every key, or only keys that are not later than itself."""
+    """What a block computes: every query sees every key, or only some, counted in the block's own rows and columns."""
 
     FULL = "full"
     CAUSAL = "causal"
+    """Row i sees the columns up to i."""
+    STRICT = "strict"
+    """Row i sees the columns before i: strictly below the diagonal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Local query chunks `[q_start, q_stop)` against the source's key chunks `[kv_start, kv_stop)`.
 
-    A causal block covers the same chunks on both sides (queries and keys of one rank), so its diagonal is the causal
-    diagonal.
+    A causal or strict block is square. Where chunks are stretches it covers the same chunks on both sides (queries and
+    keys of one rank), so its diagonal is the causal diagonal. Striped chunks interleave: the keys of an earlier rank
+    are seen up to the diagonal, those of a later one up to the token before it.
     """
 
     q_start: int
@@ -49,9 +61,12 @@ class Block:
 
     @property
     def area(self) -> Fraction:
-        """Work in units of one full chunk × chunk block; a causal block is half of its square."""
+        """Work in units of one full chunk × chunk block; causal and strict blocks are half of their square.
+
+        The tokens of the diagonal itself, one part in twice the chunk's length, are not told apart.
+        """
         whole = (self.q_stop - self.q_start) * (self.kv_stop - self.kv_start)
-        return Fraction(whole, 2) if self.mask is Mask.CAUSAL else Fraction(whole)
+        return Fraction(whole) if self.mask is Mask.FULL else Fraction(whole, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +96,7 @@ def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> 
     """The positions of the sequence that `rank` holds, in the order in which it holds them.
 
     Adjacent chunks are joined, so that a rank with neighbouring chunks (cp 1, or the middle of a zigzag) holds one
-    range.
+    range. With the striped layout that range has a step of cp.
 
     Raises:
         ValueError: the sequence length is not a multiple of the number of chunks.
@@ -92,6 +107,9 @@ def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> 
             f"sequence_length {sequence_length} is not a multiple of {chunks} "
             f"({layout.value} layout: {layout.chunks_per_rank} · cp {cp} chunks)"
         )
+    if layout is CpLayout.STRIPED:
+        _check_rank(cp, rank)
+        return (range(rank, sequence_length, cp),)
     length = sequence_length // chunks
     joined: list[range] = []
     for chunk in chunk_ids(layout, cp, rank):
@@ -170,6 +188,8 @@ def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) 
         return (Block(0, len(queries), 0, len(keys), Mask.FULL),)
     if rank == source:
         return (Block(0, len(queries), 0, len(keys), Mask.CAUSAL),)
+    if layout is CpLayout.STRIPED:
+        return (Block(0, 1, 0, 1, Mask.CAUSAL if source < rank else Mask.STRICT),)
     # Chunks are in ascending order on both sides: each query chunk sees a prefix of the key chunks, which grows with
     # it.
     blocks: list[Block] = []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from .blockwise import all_gather_attention, ring_attention
 from .documents import document_borders, padding_borders
+from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
 from .recompute import keep_attention
-from .ring import ring_attention
 from .sequence import gather_sequence, local_positions, split_sequence
-from .ulysses import ulysses_attention
+from .ulysses import UspGroups, ulysses_attention, usp_attention
 
 __all__ = [
+    "IMPLEMENTATIONS",
+    "UspGroups",
+    "all_gather_attention",
+    "attention",
     "document_borders",
+    "double_ring_attention",
     "gather_sequence",
     "keep_attention",
     "local_positions",
@@ -17,4 +23,5 @@ __all__ = [
     "ring_attention",
     "split_sequence",
     "ulysses_attention",
+    "usp_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +53,21 @@ class Exchange:
 
     def wait(self) -> Pair:
         """What was received. On CUDA the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
+        _wait(self.works)
+        return self.incoming
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """Messages to several ranks and from several, all under way."""
+
+    works: tuple[dist.Work, ...]
+    outgoing: Sequence[Pair]
+    incoming: Sequence[Pair]
+
+    def wait(self) -> Sequence[Pair]:
+        """What was received, in the order of the hops."""
+        _wait(self.works)
         return self.incoming
 
 
@@ -61,11 +75,37 @@ def post_exchange(
     group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, stream: Stream
 ) -> Exchange:
     """Start both messages at once, so that no order of the ranks can deadlock."""
+    return Exchange(_post(_messages(group, hop, outgoing, incoming, stream)), outgoing, incoming)
+
+
+def post_exchanges(
+    group: dist.ProcessGroup | None,
+    hops: Sequence[Hop],
+    outgoing: Sequence[Pair],
+    incoming: Sequence[Pair],
+    stream: Stream,
+) -> Exchanges:
+    """Start the messages of several hops at once."""
+    messages = [
+        message for each in zip(hops, outgoing, incoming, strict=True) for message in _messages(group, *each, stream)
+    ]
+    return Exchanges(_post(messages), outgoing, incoming)
+
+
+def _messages(
+    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, stream: Stream
+) -> list[dist.P2POp]:
     assert group is not None, "a ring of one rank exchanges nothing"
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(stream)),
-            dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(stream)),
-        ]
-    )
-    return Exchange(tuple(works), outgoing, incoming)
+    return [
+        dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(stream)),
+        dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(stream)),
+    ]
+
+
+def _post(messages: list[dist.P2POp]) -> tuple[dist.Work, ...]:
+    return tuple(dist.batch_isend_irecv(messages)) if messages else ()
+
+
+def _wait(works: tuple[dist.Work, ...]) -> None:
+    for work in works:
+        work.wait()

@@ -14,9 +14,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parcompile.layout.sequence import Block, CpLayout, Mask, chunk_ids, ring_schedule
+from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
 
-from .tiles import CAUSAL, FULL, Band, Tile
+from .tiles import CAUSAL, FULL, STRICT, Band, Tile
+
+_BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,10 @@ class Hop:
 
     send_to: int
     receive_from: int
+
+    def reversed(self) -> Hop:
+        """The way back."""
+        return Hop(self.receive_from, self.send_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,89 +67,151 @@ class Masking:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_route(layout: CpLayout, size: int, rank: int, local_length: int, masking: Masking) -> tuple[Step, ...]:
+def plan_route(
+    layout: CpLayout, size: int, rank: int, local_length: int, masking: Masking, inner: int | None = None
+) -> tuple[Step, ...]:
     """The steps of `rank` in a ring of `size` ranks, each of which holds `local_length` tokens.
 
+    `inner`: a double ring. Keys go round among this many neighbouring ranks before all of them move on to the next such
+    neighbours at once (arXiv 2406.18485, section 4.4).
+
     Raises:
-        ValueError: the local tokens or documents cannot be cut into the layout's chunks, or the documents do not fill
-        the sequence.
+        ValueError: the local tokens or documents cannot be cut into the layout's chunks, the documents do not fill the
+            sequence, or the inner rings do not fill the outer one.
     """
-    if size == 1:
-        # One rank holds the whole sequence in order, whatever the layout.
-        layout = CpLayout.CONTIGUOUS
-    _check(layout, size, local_length, masking)
-    tiles = [tuple(_tiles(layout, size, rank, step, local_length, masking)) for step in range(size)]
-    needed = [0, *(step for step in range(1, size) if _is_needed(layout, size, step, local_length, masking))]
-    hops = [
-        Hop((rank + after - before) % size, (rank - after + before) % size)
-        for before, after in zip(needed, [*needed[1:], size], strict=True)
-    ]
+    layout = effective_layout(layout, size)
+    inner = inner or size
+    if size % inner:
+        raise ValueError(f"ring attention: inner rings of {inner} ranks do not divide a ring of {size} ranks")
+    check_route(layout, size, local_length, masking)
+    needed = needed_steps(layout, size, local_length, masking, inner)
+    hops = []
+    for now, then in zip(needed, [*needed[1:], 0], strict=True):
+        # The keys of `mine` go to the rank that has its turn with them next; those of `theirs` are mine then.
+        mine, theirs = _source(now, rank, size, inner), _source(then, rank, size, inner)
+        hops.append(Hop(_holder(then, mine, size, inner), _holder(now, theirs, size, inner)))
     last = len(needed) - 1
     return tuple(
-        Step(tiles[step], hops[index] if index < last else None, hops[index] if index > 0 else None)
+        Step(
+            tuple(source_tiles(layout, size, rank, _source(step, rank, size, inner), local_length, masking)),
+            hops[index] if index < last else None,
+            hops[index] if index > 0 else None,
+        )
         for index, step in enumerate(needed)
     )
 
 
-def _is_needed(layout: CpLayout, size: int, step: int, local_length: int, masking: Masking) -> bool:
-    if not masking.refines_blocks:
-        return any(ring_schedule(layout, size, rank, causal=masking.causal)[step].blocks for rank in range(size))
-    return any(next(_tiles(layout, size, rank, step, local_length, masking), None) is not None for rank in range(size))
+def effective_layout(layout: CpLayout, size: int) -> CpLayout:
+    """One rank holds the whole sequence in order, whatever the layout."""
+    return layout if size > 1 else CpLayout.CONTIGUOUS
 
 
-def _tiles(layout: CpLayout, size: int, rank: int, step: int, local_length: int, masking: Masking) -> Iterator[Tile]:
-    """What the schedule and the masks leave to compute for `rank` in `step`."""
-    scheduled = ring_schedule(layout, size, rank, causal=masking.causal)[step]
-    for start, stop in _dealt_alone(size, local_length, masking):
+def needed_steps(
+    layout: CpLayout, size: int, local_length: int, masking: Masking, inner: int | None = None
+) -> tuple[int, ...]:
+    """The steps in which any rank has something to compute, beginning with 0, the rank's own keys."""
+
+    def is_needed(step: int) -> bool:
+        pairs = ((rank, _source(step, rank, size, inner or size)) for rank in range(size))
+        if not masking.refines_blocks:
+            return any(
+                ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size].blocks
+                for rank, source in pairs
+            )
+        return any(
+            next(source_tiles(layout, size, rank, source, local_length, masking), None) is not None
+            for rank, source in pairs
+        )
+
+    return (0, *(step for step in range(1, size) if is_needed(step)))
+
+
+def _source(step: int, rank: int, size: int, inner: int) -> int:
+    """Whose keys a rank holds in a step. With one inner ring that is all: `rank - step`, as the compiler says."""
+    outer_step, inner_step = divmod(step, inner)
+    node, place = divmod(rank, inner)
+    return (node - outer_step) % (size // inner) * inner + (place - inner_step) % inner
+
+
+def _holder(step: int, source: int, size: int, inner: int) -> int:
+    """Who holds the keys of a rank in a step."""
+    outer_step, inner_step = divmod(step, inner)
+    node, place = divmod(source, inner)
+    return (node + outer_step) % (size // inner) * inner + (place + inner_step) % inner
+
+
+def source_tiles(
+    layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
+) -> Iterator[Tile]:
+    """What the schedule and the masks leave to compute for `rank` on the keys of `source`."""
+    scheduled = ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size]
+    for start, stop in dealt_alone(size, local_length, masking):
         chunk = (stop - start) // layout.chunks_per_rank
         for block in scheduled.blocks:
-            tile = Tile(
-                slice(start + block.q_start * chunk, start + block.q_stop * chunk),
-                slice(start + block.kv_start * chunk, start + block.kv_stop * chunk),
-                CAUSAL if block.mask is Mask.CAUSAL else FULL,
-            )
             if not masking.refines_blocks:
-                trimmed = tile.trimmed()
+                trimmed = Tile(
+                    slice(start + block.q_start * chunk, start + block.q_stop * chunk),
+                    slice(start + block.kv_start * chunk, start + block.kv_stop * chunk),
+                    _BANDS[block.mask],
+                ).trimmed()
                 if trimmed is not None:
                     yield trimmed
                 continue
-            queries, keys = chunk_ids(layout, size, rank), chunk_ids(layout, size, scheduled.source)
-            for pair in _chunk_pairs(block, queries, keys):
-                yield from _masked(pair, start, chunk, masking)
+            queries, keys = chunk_ids(layout, size, rank), chunk_ids(layout, size, source)
+            for query in range(block.q_start, block.q_stop):
+                for key in range(block.kv_start, block.kv_stop):
+                    yield from _masked(
+                        _Chunk.of(layout, size, queries[query], start + query * chunk, chunk),
+                        _Chunk.of(layout, size, keys[key], start + key * chunk, chunk),
+                        masking,
+                    )
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkPair:
-    """A chunk of queries and a chunk of keys: their places in the rank's tensors and in the sequence."""
+class _Chunk:
+    """A chunk: token i is at `place + i` of a rank's tensors and at position `first + i · stride` of the sequence."""
 
-    query_place: int
-    key_place: int
-    query_chunk: int
-    key_chunk: int
+    place: int
+    first: int
+    stride: int
+    length: int
+
+    @classmethod
+    def of(cls, layout: CpLayout, size: int, chunk_id: int, place: int, length: int) -> _Chunk:
+        stride = layout.stride(size)
+        return cls(place, chunk_id if stride > 1 else chunk_id * length, stride, length)
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.first + (self.length - 1) * self.stride + 1 if self.length else self.first
+
+    def within(self, first: int, stop: int) -> tuple[int, int]:
+        """The tokens whose positions are in `[first, stop)`."""
+        return self._tokens_before(first), self._tokens_before(stop)
+
+    def _tokens_before(self, position: int) -> int:
+        return max(0, min(self.length, -((self.first - position) // self.stride)))
 
 
-def _chunk_pairs(block: Block, queries: tuple[int, ...], keys: tuple[int, ...]) -> Iterator[_ChunkPair]:
-    for query in range(block.q_start, block.q_stop):
-        for key in range(block.kv_start, block.kv_stop):
-            if block.mask is Mask.FULL or keys[key] <= queries[query]:
-                yield _ChunkPair(query, key, queries[query], keys[key])
-
-
-def _masked(pair: _ChunkPair, start: int, chunk: int, masking: Masking) -> Iterator[Tile]:
+def _masked(queries: _Chunk, keys: _Chunk, masking: Masking) -> Iterator[Tile]:
     """The tiles of one chunk of queries and one of keys: one for each document that both hold."""
-    query_begin, key_begin = pair.query_chunk * chunk, pair.key_chunk * chunk
-    for first, last in _documents_of(query_begin, query_begin + chunk, masking):
-        query_first, query_last = max(first, query_begin), min(last, query_begin + chunk)
-        key_first, key_last = max(first, key_begin), min(last, key_begin + chunk)
-        if key_first >= key_last:
+    ahead, stride, window = queries.first - keys.first, queries.stride, masking.window
+    for first, stop in _documents_of(queries.first, queries.stop, masking):
+        query_first, query_stop = queries.within(first, stop)
+        key_first, key_stop = keys.within(first, stop)
+        if query_first >= query_stop or key_first >= key_stop:
             continue
-        ahead = query_first - key_first
-        window = masking.window
-        upper = ahead if masking.causal else None if window is None else ahead + window - 1
+        # Key position − query position = (key − query) · stride − ahead lies between −(window − 1) and `most`.
+        most = 0 if masking.causal else None if window is None else window - 1
+        corner = key_first - query_first
         tile = Tile(
-            _shifted(query_first, query_last, start + pair.query_place * chunk - query_begin),
-            _shifted(key_first, key_last, start + pair.key_place * chunk - key_begin),
-            Band(None if window is None else ahead - window + 1, upper),
+            slice(queries.place + query_first, queries.place + query_stop),
+            slice(keys.place + key_first, keys.place + key_stop),
+            Band(
+                None if window is None else -((window - 1 - ahead) // stride) - corner,
+                None if most is None else (most + ahead) // stride - corner,
+            ),
         ).trimmed()
         if tile is not None:
             yield tile
@@ -162,7 +230,7 @@ def _documents_of(begin: int, end: int, masking: Masking) -> Iterator[tuple[int,
         index += 1
 
 
-def _dealt_alone(size: int, local_length: int, masking: Masking) -> Iterator[tuple[int, int]]:
+def dealt_alone(size: int, local_length: int, masking: Masking) -> Iterator[tuple[int, int]]:
     """The local tokens of everything that the layout deals on its own: the sequence, or each document."""
     if masking.documents is None or not masking.per_document:
         yield 0, local_length
@@ -171,11 +239,8 @@ def _dealt_alone(size: int, local_length: int, masking: Masking) -> Iterator[tup
     yield from itertools.pairwise(borders)
 
 
-def _shifted(start: int, stop: int, by: int) -> slice:
-    return slice(start + by, stop + by)
-
-
-def _check(layout: CpLayout, size: int, local_length: int, masking: Masking) -> None:
+def check_route(layout: CpLayout, size: int, local_length: int, masking: Masking) -> None:
+    """Raise ValueError, with the numbers, where tokens, documents and window do not fit the ranks."""
     chunks = layout.chunks_per_rank
     documents = masking.documents
     if masking.window is not None and masking.window < 1:

@@ -25,7 +25,7 @@ def local_positions(
         ValueError: the sequence or a document cannot be cut into the layout's chunks.
     """
     ranges = _ranges(layout, cp, rank, sequence_length, documents)
-    return torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in ranges])
+    return torch.cat([torch.arange(tokens.start, tokens.stop, tokens.step) for tokens in ranges])
 
 
 def split_sequence(
@@ -44,7 +44,8 @@ def split_sequence(
         ValueError: the sequence or a document cannot be cut into the layout's chunks.
     """
     ranges = _ranges(layout, cp, rank, tensor.shape[dim], documents)
-    parts = [tensor.narrow(dim, tokens.start, len(tokens)) for tokens in ranges]
+    before = (slice(None),) * (dim % tensor.dim())
+    parts = [tensor[before + (slice(tokens.start, tokens.stop, tokens.step),)] for tokens in ranges]  # noqa: RUF005
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -81,7 +82,7 @@ def _ranges(
     if borders[:1] != [0] or borders[-1] != sequence_length:
         raise ValueError(f"documents must rise from 0 to the sequence length {sequence_length}, got {borders}")
     return [
-        range(start + tokens.start, start + tokens.stop)
+        range(start + tokens.start, start + tokens.stop, tokens.step)
         for start, stop in itertools.pairwise(borders)
         if stop > start
         for tokens in token_ranges(layout, cp, rank, stop - start)

@@ -1,16 +1,18 @@
 """Attention by exchanging heads for tokens: every rank attends over the whole sequence with its share of the heads.
 
 Two all-to-all exchanges instead of a ring, and nothing to merge; but no more ranks than query heads, and key/value
-heads travel once for each rank that needs them where there are fewer of them than ranks.
+heads travel once for each rank that needs them where there are fewer of them than ranks. Both together: heads are
+exchanged between the ranks of a node, and keys go around a ring of nodes (USP).
 
 Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, P ranks, D head dim.
 
-Source: DeepSpeed Ulysses, arXiv 2309.14509.
+Sources: DeepSpeed Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,64 +20,108 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 
-from .documents import Documents, documents_of_rows
+from .blockwise import ring_attention
+from .documents import documents_of_rows
 from .inputs import autocast, check_inputs
-from .ring import ring_attention
 from .sequence import local_positions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def ulysses_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    layout: CpLayout | str = CpLayout.ZIGZAG,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    documents: Documents | None = None,
-    per_document: bool = False,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+    from .options import AttentionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class UspGroups:
+    """This rank's place in a grid of ranks: rank r · U + u of the context-parallel group is u of `heads`, r of `ring`.
+
+    `heads`: the U neighbouring ranks that exchange heads for tokens. `ring`: the ranks at the same place of all such
+    neighbourhoods.
+    """
+
+    heads: dist.ProcessGroup
+    ring: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, heads_ranks: int) -> UspGroups:
+        """Both groups within a context-parallel group, whose ranks all call this; `heads_ranks` is U.
+
+        Raises:
+            ValueError: U does not divide the group, or this rank is not in it.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(f"usp: global rank {dist.get_rank()} is not in the group that it was given")
+        if heads_ranks < 1 or len(ranks) % heads_ranks:
+            raise ValueError(
+                f"usp: {heads_ranks} ranks that exchange heads do not divide a group of {len(ranks)} ranks"
+            )
+        first = rank // heads_ranks * heads_ranks
+        members = ranks[first : first + heads_ranks], ranks[rank % heads_ranks :: heads_ranks]
+        heads, ring = (dist.new_group(each, use_local_synchronization=True) for each in members)
+        return cls(heads, ring)
+
+
+def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """The same attention, of the same local tokens, as `ring_attention` with these arguments.
 
     Raises:
         ValueError: as `ring_attention`; also heads that the number of ranks does not divide, or documents dealt one by
             one that differ between rows.
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks > 1:
-        assert group is not None
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(f"ulysses: global rank {dist.get_rank()} is not in the group that it was given")
-        query, key, value = autocast(query), autocast(key), autocast(value)
-        check_inputs(query, key, value, sinks)
-        heads = query.shape[1] // ranks
-        key, value = _enough_heads(query, key, ranks), _enough_heads(query, value, ranks)
-        order = _sequence_order(CpLayout(layout), ranks, query, documents if per_document else None)
-        back = torch.argsort(order)
-        query, key, value = (
-            _AllToAll.apply(tensor, group, 1, 2).index_select(2, order)  # type: ignore[no-untyped-call]
-            for tensor in (query, key, value)
-        )
-        sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
-    out = ring_attention(
-        query,
-        key,
-        value,
-        causal=causal,
-        scale=scale,
-        window=window,
-        documents=documents,
-        sinks=sinks,
-        softcap=softcap,
+    group = options.get("group")
+    alone: AttentionOptions = {**options, "group": None}
+    if group is None or dist.get_world_size(group) == 1:
+        return ring_attention(query, key, value, **alone)
+    return _exchange_heads(query, key, value, group, 0, alone)
+
+
+def usp_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, groups: UspGroups, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """The same attention, of the same local tokens, as `ring_attention` over all ranks of both groups.
+
+    Raises:
+        ValueError: as `ulysses_attention`, for the ranks that exchange heads; also the striped layout, of which no
+            neighbourhood holds what one rank of a shorter ring would.
+    """
+    if CpLayout(options.get("layout", CpLayout.ZIGZAG)) is CpLayout.STRIPED:
+        raise ValueError("usp: neighbouring stripes are not a stripe of a shorter ring; use zigzag or contiguous")
+    across: AttentionOptions = {**options, "group": groups.ring}
+    if dist.get_world_size(groups.heads) == 1:
+        return ring_attention(query, key, value, **across)
+    return _exchange_heads(query, key, value, groups.heads, dist.get_rank(groups.ring), across)
+
+
+def _exchange_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    neighbourhood: int,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend with this rank's share of the heads and the tokens of all ranks of `group`, the given neighbourhood."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"ulysses: global rank {dist.get_rank()} is not in the group that it was given")
+    query, key, value = autocast(query), autocast(key), autocast(value)
+    sinks = options.get("sinks")
+    check_inputs(query, key, value, sinks)
+    heads = query.shape[1] // ranks
+    key, value = _enough_heads(query, key, ranks), _enough_heads(query, value, ranks)
+    order = _sequence_order(query, ranks, neighbourhood, options)
+    back = torch.argsort(order)
+    query, key, value = (
+        _AllToAll.apply(tensor, group, 1, 2).index_select(2, order)  # type: ignore[no-untyped-call]
+        for tensor in (query, key, value)
     )
-    if ranks > 1:
-        out = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
-    return out
+    if sinks is not None:
+        options = {**options, "sinks": sinks[rank * heads : (rank + 1) * heads]}
+    out = ring_attention(query, key, value, **options)
+    exchanged: Tensor = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class _AllToAll(torch.autograd.Function):
@@ -110,11 +156,13 @@ def _enough_heads(query: Tensor, shared: Tensor, ranks: int) -> Tensor:
     )
 
 
-def _sequence_order(layout: CpLayout, ranks: int, query: Tensor, documents: Documents | None) -> Tensor:
-    """Where each token of the sequence is among the tokens of all ranks, laid end to end."""
-    length = query.shape[2] * ranks
-    rows = list(documents_of_rows(documents, query.shape[0]))
+def _sequence_order(query: Tensor, ranks: int, neighbourhood: int, options: AttentionOptions) -> Tensor:
+    """Where each token of the neighbourhood is among the tokens of its ranks, laid end to end."""
+    layout, ring = CpLayout(options.get("layout", CpLayout.ZIGZAG)), options.get("group")
+    size = ranks * (1 if ring is None else dist.get_world_size(ring))
+    rows = list(documents_of_rows(options.get("documents") if options.get("per_document") else None, query.shape[0]))
     if len(rows) > 1:
         raise ValueError("ulysses: documents that are dealt one by one must be the same for all rows of the batch")
-    dealt = [local_positions(layout, ranks, rank, length, rows[0][1]) for rank in range(ranks)]
+    first, length = neighbourhood * ranks, query.shape[2] * size
+    dealt = [local_positions(layout, size, rank, length, rows[0][1]) for rank in range(first, first + ranks)]
     return torch.argsort(torch.cat(dealt)).to(query.device)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.ring_attention import ring, ring_attention, split_sequence, ulysses_attention
+from parcompile.runtime.ring_attention import UspGroups, attention, passes, split_sequence
 
 Errors = dict[str, float]
 """Relative L2 error of `out`, `dq`, `dk`, `dv` and, with sinks, `dsinks`."""
@@ -34,7 +36,9 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     """Relative lengths of documents for all rows of the batch, or for each row."""
     per_document: bool = False
-    ulysses: bool = False
+    implementation: str = "ring"
+    inner_ranks: int | None = None
+    """Neighbours of a double ring, or those that exchange heads in USP."""
     sinks: bool = False
     softcap: float | None = None
     heads_at_once: int | None = None
@@ -142,11 +146,19 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
     leaves = [tensor.clone().requires_grad_() for tensor in local]
     if case.heads_at_once:
         key = leaves[1][:, : case.heads_at_once]
-        ring._SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
+        passes._SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
     borders = case.borders(cp)
-    out = (ulysses_attention if case.ulysses else ring_attention)(
+    place: dict[str, Any] = {"group": group}
+    if case.implementation == "double_ring":
+        place["inner_ranks"] = case.inner_ranks
+    elif case.implementation == "usp":
+        assert group is not None
+        assert case.inner_ranks is not None
+        place = {"groups": _usp_groups(group, case.inner_ranks)}
+    out = attention(
         *leaves[:3],
-        group=group,
+        **place,
+        implementation=case.implementation,
         layout=case.layout,
         causal=case.causal,
         scale=case.scale,
@@ -157,10 +169,15 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
         softcap=case.softcap,
     )
     out.backward(local_part(case, grad, cp, rank))
-    ring._SMALLEST_MESSAGE_BYTES = 1 << 20
+    passes._SMALLEST_MESSAGE_BYTES = 1 << 20
     if case.sinks and group is not None:
         dist.all_reduce(leaves[3].grad, group=group)
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(_names(case), leaves, strict=True)}}
+
+
+@functools.lru_cache
+def _usp_groups(group: dist.ProcessGroup, heads_ranks: int) -> UspGroups:
+    return UspGroups.of(group, heads_ranks)
 
 
 def errors(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int) -> Errors:

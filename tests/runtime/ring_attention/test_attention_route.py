@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from parcompile.layout.sequence import CpLayout, Mask, ring_schedule
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
 from parcompile.runtime.ring_attention.documents import documents_of_rows
+from parcompile.runtime.ring_attention.gathering import plan_gathering
 from parcompile.runtime.ring_attention.route import Masking, Step, plan_route
-from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band, Tile
+from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, STRICT, Band, Tile
 
 LAYOUTS = list(CpLayout)
 
@@ -31,8 +32,8 @@ def test_the_compilers_schedule_is_the_one_that_runs(layout: CpLayout, causal: b
                 Tile(
                     slice(block.q_start * chunk, block.q_stop * chunk),
                     slice(block.kv_start * chunk, block.kv_stop * chunk),
-                    CAUSAL if block.mask is Mask.CAUSAL else FULL,
-                )
+                    {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}[block.mask],
+                ).trimmed()
                 for block in scheduled.blocks
             )
             hop = step.keys_hop
@@ -87,7 +88,11 @@ def test_tiles_cover_what_the_masks_leave_exactly_once(ring: tuple[CpLayout, int
                 computed[positions[rank][tile.queries].unsqueeze(-1), positions[source][tile.keys]] += seen
             if step.keys_hop is not None:
                 source = (source + step.keys_hop.receive_from - rank) % size
-    position = torch.arange(local * size)
+    assert torch.equal(computed, _wanted(local * size, masking))
+
+
+def _wanted(length: int, masking: Masking) -> torch.Tensor:
+    position = torch.arange(length)
     distance = position - position.unsqueeze(-1)
     wanted = torch.ones_like(distance, dtype=torch.bool)
     if masking.causal:
@@ -97,7 +102,26 @@ def test_tiles_cover_what_the_masks_leave_exactly_once(ring: tuple[CpLayout, int
     if masking.documents is not None:
         document = torch.bucketize(position, torch.tensor(masking.documents), right=True)
         wanted &= document == document.unsqueeze(-1)
-    assert torch.equal(computed, wanted.long())
+    return wanted.long()
+
+
+@settings(max_examples=200, deadline=None)
+@given(_rings())
+def test_gathered_tiles_cover_the_same_and_are_fewer(ring: tuple[CpLayout, int, int, Masking]) -> None:
+    layout, size, local, masking = ring
+    dealt = masking.documents if masking.per_document else None
+    positions = [local_positions(layout, size, rank, local * size, dealt) for rank in range(size)]
+    computed = torch.zeros(local * size, local * size, dtype=torch.int64)
+    for rank in range(size):
+        gathering = plan_gathering(layout, size, rank, local, masking)
+        parts = [rank, *(hop.receive_from for hop in gathering.hops)]
+        keys = torch.cat([positions[parts[piece.part]][piece.keys] for piece in gathering.pieces])
+        for tile in gathering.tiles:
+            computed[positions[rank][tile.queries].unsqueeze(-1), keys[tile.keys]] += _seen(tile)
+        if not masking.refines_blocks and masking.documents is None and layout is not CpLayout.STRIPED:
+            # What is before a chunk is one rectangle; then its diagonal.
+            assert len(gathering.tiles) <= 2 * layout.chunks_per_rank
+    assert torch.equal(computed, _wanted(local * size, masking))
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,6 +166,8 @@ def test_a_causal_square_is_cut_into_what_every_kernel_computes() -> None:
         ("contiguous", 20, [0, 1]),
         ("contiguous", 22, [0, 1, 2]),
         ("contiguous", 160, [0, 1, 2, 3, 4, 5, 6, 7]),
+        # The ranks before hold the tokens before; the first stripe's are with the last ranks.
+        ("striped", 3, [0, 1, 2]),
     ],
 )
 def test_steps_outside_the_window_are_neither_computed_nor_sent(
@@ -157,9 +183,11 @@ def test_steps_outside_the_window_are_neither_computed_nor_sent(
 
 @pytest.mark.parametrize("masking", [Masking(), Masking(window=10), Masking(False)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_message_has_a_receiver_and_gradients_come_home(layout: CpLayout, masking: Masking) -> None:
-    size = 5
-    routes = [plan_route(layout, size, rank, 20, masking) for rank in range(size)]
+@pytest.mark.parametrize(("size", "inner"), [(5, None), (6, 3), (6, 2)])
+def test_every_message_has_a_receiver_and_gradients_come_home(
+    layout: CpLayout, masking: Masking, size: int, inner: int | None
+) -> None:
+    routes = [plan_route(layout, size, rank, 20, masking, inner) for rank in range(size)]
 
     def hops(step: Step) -> list[tuple[int, int]]:
         return [(hop.send_to, hop.receive_from) for hop in (step.keys_hop, step.gradients_hop) if hop is not None]
@@ -168,12 +196,27 @@ def test_every_message_has_a_receiver_and_gradients_come_home(layout: CpLayout, 
         for rank, step in enumerate(steps):
             for index, (send_to, _) in enumerate(hops(step)):
                 assert hops(steps[send_to])[index][1] == rank
-    for rank in range(size):
-        moved = sum((step.gradients_hop.send_to - rank) % size for step in routes[rank] if step.gradients_hop)
-        first = next((step.keys_hop for step in routes[rank] if step.keys_hop), None)
-        assert first is not None
-        assert (moved + (first.send_to - rank)) % size == 0
-        assert sum(step.gradients_hop is not None for step in routes[rank]) == len(routes[rank]) - 1
+    for owner in range(size):
+        keys_at = gradients_at = owner
+        for index in range(len(routes[owner])):
+            step = routes[keys_at][index]
+            if step.gradients_hop is not None:
+                assert gradients_at in (owner, keys_at)
+                gradients_at = step.gradients_hop.send_to
+            if step.keys_hop is not None:
+                keys_at = step.keys_hop.send_to
+        assert gradients_at == owner
+        assert sum(step.gradients_hop is not None for step in routes[owner]) == len(routes[owner]) - 1
+
+
+def test_a_double_ring_crosses_nodes_with_all_ranks_at_once() -> None:
+    """12 ranks in nodes of 4: 3 hops inside, then one to the node after; a single ring would cross in every step."""
+    routes = [plan_route(CpLayout.ZIGZAG, 12, rank, 20, Masking(), 4) for rank in range(12)]
+    for index in range(11):
+        crossing = [rank // 4 != routes[rank][index].keys_hop.send_to // 4 for rank in range(12)]
+        assert crossing == [index in (3, 7)] * 12
+    with pytest.raises(ValueError, match="inner rings of 5 ranks do not divide a ring of 12 ranks"):
+        plan_route(CpLayout.ZIGZAG, 12, 0, 20, Masking(), 5)
 
 
 def test_documents_that_do_not_fit_are_named() -> None:

@@ -76,12 +76,50 @@ MASKED_CASES = [
 # 12 heads for 2, 3 and 4 ranks.
 ULYSSES_CASES = [
     *(
-        Case(ulysses=True, heads=12, kv_heads=kv_heads, layout=layout, causal=causal)
-        for kv_heads, layout, causal in ((12, "zigzag", True), (12, "contiguous", False), (1, "zigzag", True))
+        Case(implementation="ulysses", heads=12, kv_heads=kv_heads, layout=layout, causal=causal)
+        for kv_heads, layout, causal in ((12, "zigzag", True), (12, "striped", True), (1, "zigzag", True))
     ),
-    Case(ulysses=True, heads=12, kv_heads=12, documents=PACKED, dtype=torch.bfloat16),
-    Case(ulysses=True, heads=12, kv_heads=12, documents=PACKED, per_document=True, window=30, sinks=True),
-    Case(ulysses=True, heads=12, kv_heads=12, documents=((1, 2), (3, 1)), softcap=3.0, dtype=torch.float32),
+    Case(implementation="ulysses", heads=12, kv_heads=12, documents=PACKED, dtype=torch.bfloat16),
+    Case(implementation="ulysses", heads=12, kv_heads=12, documents=PACKED, per_document=True, window=30, sinks=True),
+    Case(implementation="ulysses", heads=12, kv_heads=12, documents=((1, 2), (3, 1)), softcap=3.0, dtype=torch.float32),
+]
+
+STRIPED_CASES = [
+    *(Case(layout="striped", dtype=dtype) for dtype in TOLERANCES),
+    Case(layout="striped", causal=False, kv_heads=1),
+    Case(layout="striped", chunk=1),
+    *(Case(layout="striped", causal=causal, window=window) for causal in (True, False) for window in (2, 30)),
+    *(Case(layout="striped", documents=PACKED, per_document=alone, window=25) for alone in (True, False)),
+    Case(layout="striped", causal=False, documents=((1, 2), (3, 1))),
+]
+
+GATHER_CASES = [
+    *(
+        Case(implementation="all_gather", layout=layout, causal=causal)
+        for layout in ("zigzag", "contiguous", "striped")
+        for causal in (True, False)
+    ),
+    Case(implementation="all_gather", heads_at_once=1, dtype=torch.bfloat16),
+    Case(implementation="all_gather", heads_at_once=1, window=20, sinks=True),
+    Case(implementation="all_gather", heads_at_once=1, documents=((1, 2), (3, 1))),
+    *(
+        Case(implementation="all_gather", layout=layout, documents=PACKED, per_document=alone, window=19)
+        for layout in ("zigzag", "striped")
+        for alone in (True, False)
+    ),
+]
+
+# On 4 ranks: two rings of two neighbours.
+GRID_CASES = [
+    Case(implementation="double_ring", inner_ranks=2),
+    Case(implementation="double_ring", inner_ranks=2, layout="striped", heads_at_once=1, dtype=torch.float32),
+    Case(implementation="double_ring", inner_ranks=2, layout="contiguous", window=40),
+    Case(implementation="double_ring", inner_ranks=4, documents=PACKED),
+    Case(implementation="usp", inner_ranks=2),
+    Case(implementation="usp", inner_ranks=2, kv_heads=1, layout="contiguous", window=40, sinks=True),
+    Case(implementation="usp", inner_ranks=2, documents=PACKED, per_document=True, dtype=torch.float32),
+    Case(implementation="usp", inner_ranks=4, causal=False),
+    Case(implementation="usp", inner_ranks=1, causal=False),
 ]
 
 # More than one slice of query rows on each rank: for gradients in 16 bit, and for windows.
@@ -104,7 +142,8 @@ def _world(rank: int, cases: list[Case]) -> list[Errors]:
 
 
 def _cases(world_size: int) -> list[Case]:
-    return CASES + MASKED_CASES + ULYSSES_CASES + (LONG_CASES if world_size == 2 else [])
+    extra = {2: LONG_CASES, 4: GRID_CASES}.get(world_size, [])
+    return CASES + MASKED_CASES + ULYSSES_CASES + STRIPED_CASES + GATHER_CASES + extra
 
 
 @functools.lru_cache
@@ -163,14 +202,14 @@ def _properties(rank: int) -> dict[str, bool]:
     full = torch.arange(2 * 24 * 3).view(2, 24, 3)
     odd = torch.zeros(1, 1, 5, 4)
     message = _refusal(lambda: ring_attention(odd, odd, odd, group=group))
-    refused = _refusal(lambda: ring_results(Case(ulysses=True), group, cp, rank))
+    refused = _refusal(lambda: ring_results(Case(implementation="ulysses"), group, cp, rank))
     facts = {
         "odd lengths are refused": "5 local tokens cannot be cut into 2 equal chunks" in message and "= 6" in message,
         "repeats bit by bit": all(torch.equal(first[name], second[name]) for name in first),
         "ulysses names heads it cannot deal": "4 query heads cannot be dealt to 3 ranks" in refused,
         "tokens of a head lie together": first["out"].transpose(1, 2).is_contiguous(),
     }
-    for layout in ("zigzag", "contiguous"):
+    for layout in ("zigzag", "contiguous", "striped"):
         local = split_sequence(full, 1, layout, cp, rank)
         facts[f"{layout} gathers"] = torch.equal(gather_sequence(local, 1, layout, group), full)
         facts[f"{layout} positions"] = torch.equal(full[:, local_positions(layout, cp, rank, 24)], local)

@@ -1,0 +1,225 @@
+"""Exact attention over a sequence that is split over the ranks of a context-parallel group, block by block.
+
+Keys and values of the other ranks come around a ring (`ring`) or all at once (`all_gather`); each block is computed by
+a local kernel and merged by its log-sum-exp.
+
+Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parcompile.layout.sequence import CpLayout
+
+from .all_gather import gathered, gathered_backward
+from .documents import Documents, documents_of_rows
+from .gathering import Gathering, plan_gathering
+from .inputs import autocast, check_inputs
+from .kernels import Gradients, Queries, attend, select_kernel
+from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .passes import Job, Pass, head_groups, keep, sum_for
+from .recompute import attention_once
+from .ring import around, ring_backward
+from .route import Masking, Step, plan_route
+from .tiles import Tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import AttentionOptions
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: CpLayout | str = CpLayout.ZIGZAG,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    per_document: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    inner_ranks: int | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over the keys of every rank of `group`; differentiable in all tensors.
+
+    Every rank of the group calls it with equal shapes and masks. The local tokens are those that the layout deals to
+    the rank (`split_sequence`), in their order.
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, K, S, D] with H a multiple of K; shared heads are neither repeated in memory nor on the wire.
+        value: [B, K, S, E]; with E other than D on a slower kernel.
+        group: the context-parallel group, any part of the world. None or a group of one rank: plain local attention.
+        layout: how the sequence is dealt to the ranks; zigzag balances causal attention.
+        causal: whether a query sees only keys that are not later in the sequence.
+        scale: factor on the scores; default 1/√D.
+        window: a query sees only keys less than this many tokens away, itself included.
+        documents: where packed documents begin in the whole sequence, and its length: `cu_seqlens`, [0, …, S · ranks].
+            A query sees only keys of its document. One list for all rows of the batch, or one list per row.
+        per_document: the layout was applied to each document on its own, which balances the ranks.
+        sinks: for each query head [H] the score of one more key, which has no value. The gradient is this rank's part
+            of the sum over ranks.
+        softcap: scores s become softcap · tanh(s / softcap), on a slower kernel.
+        inner_ranks: a double ring: keys go round among this many neighbouring ranks (those of a node) before all of
+            them move on to the next node at once.
+
+    Returns:
+        [B, H, S, E] in the dtype of the inputs, stored so that `out.transpose(1, 2)` is contiguous. A query that sees
+        no key gets 0, and so does its gradient.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or masks that do not fit together, with the numbers.
+    """
+    return _attend_over_ranks(
+        query,
+        key,
+        value,
+        "ring",
+        group=group,
+        layout=layout,
+        causal=causal,
+        scale=scale,
+        window=window,
+        documents=documents,
+        per_document=per_document,
+        sinks=sinks,
+        softcap=softcap,
+        inner_ranks=inner_ranks,
+    )
+
+
+def all_gather_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+    """The same attention as `ring_attention` with these arguments; the keys of all ranks are gathered at once.
+
+    For short rings: few large tiles instead of many, and next to nothing to merge. What is gathered are the keys and
+    values of one group of heads, while the group before it is computed; a window gathers only what it reaches.
+
+    Raises:
+        ValueError: as `ring_attention`.
+
+    Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+    """
+    return _attend_over_ranks(query, key, value, "all_gather", **options)
+
+
+def _attend_over_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    carrier: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: CpLayout | str = CpLayout.ZIGZAG,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    per_document: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    inner_ranks: int | None = None,
+) -> Tensor:
+    query, key, value = autocast(query), autocast(key), autocast(value)
+    check_inputs(query, key, value, sinks)
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if rank < 0:
+        raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
+    ways: list[tuple[slice, tuple[Step, ...] | Gathering]] = []
+    for rows, borders in documents_of_rows(documents, query.shape[0]):
+        place = CpLayout(layout), size, rank, query.shape[2], Masking(causal, window, borders, per_document)
+        ways.append((rows, plan_gathering(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)))
+    job = Job(
+        group,
+        select_kernel(query, value, banded=window is not None, softcap=softcap),
+        query.shape[3] ** -0.5 if scale is None else scale,
+        tuple(
+            Pass(rows, q_heads, kv_heads, way)
+            for rows, way in ways
+            for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows])
+        ),
+    )
+    out: Tensor = _Attention.apply(query, key, value, sinks, job)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
+        out, lse = attention_once(lambda: _forward(job, query, key, value, sinks))
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.job = job
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        job: Job = ctx.job
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        lse = unseen_rows_to_infinity(lse)
+        bring_home = None
+        ahead = gathered(job, key, value)
+        for one in job.passes:
+            queries = Queries(
+                one.of_queries(query), one.of_queries(grad_out), one.of_queries(out), one.of_queries(lse), job.scale
+            )
+            targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
+            # The last gradients of this pass travel while the next one computes.
+            if isinstance(one.way, Gathering):
+                bring_home = gathered_backward(job, one.way, queries, *next(ahead), targets, bring_home)
+            else:
+                keys, values = one.of_keys(key), one.of_keys(value)
+                bring_home = ring_backward(job, one.way, queries, keys, values, targets, bring_home)
+        if bring_home is not None:
+            bring_home()
+        return (*grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None)
+
+
+def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
+    batch, heads, length, _ = query.shape
+    # [B, S, H, E] in memory: models join the heads of a token next.
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
+    ahead = gathered(job, key, value)
+    for one in job.passes:
+        total = sum_for(one.of_queries(out))
+        running = RunningAttention(total, one.of_queries(lse))
+        for tiles, keys, values in _blocks(job, one, key, value, ahead):
+            for tile in tiles:
+                attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale)
+        if sinks is not None:
+            running.add_sinks(sinks[one.q_heads])
+        running.finish()
+        keep(total, one.of_queries(out))
+    return out, lse
+
+
+def _blocks(
+    job: Job, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
+    """Tiles and the keys and values that they are of, as these come."""
+    if isinstance(one.way, Gathering):
+        yield (one.way.tiles, *next(ahead))
+        return
+    for _, tiles, keys, values in around(job.group, one.way, one.of_keys(key), one.of_keys(value)):
+        yield tiles, keys, values
+
+
+def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """A sink is a key whose value is 0: the gradient of its score is −p · Σ grad_out · out, summed over the queries."""
+    delta_BHS = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight_BHS = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    return -(weight_BHS * delta_BHS).sum((0, 2)).to(sinks.dtype)

@@ -1,0 +1,26 @@
+"""The arguments that every implementation of attention over ranks takes; `ring_attention` says what they mean."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parcompile.layout.sequence import CpLayout
+
+from .documents import Documents
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments, all of them optional."""
+
+    group: dist.ProcessGroup | None
+    layout: CpLayout | str
+    causal: bool
+    scale: float | None
+    window: int | None
+    documents: Documents | None
+    per_document: bool
+    sinks: Tensor | None
+    softcap: float | None

@@ -1,0 +1,81 @@
+"""Attention over many ranks, pass by pass: some rows of the batch and some heads at a time.
+
+Travelling buffers and fp32 sums are that fraction of the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .gathering import Gathering
+from .kernels import Kernel
+from .merge import accumulation_dtype
+from .route import Step
+
+# A message should be long enough that its latency does not matter, and a launch on a GPU should fill it about twice.
+_SMALLEST_MESSAGE_BYTES = 1 << 20
+_CUDA_ROWS_PER_LAUNCH = 2 * 132 * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Some rows of the batch and some heads, and how their keys and values come: around the ring or all at once."""
+
+    rows: slice
+    q_heads: slice
+    kv_heads: slice
+    way: tuple[Step, ...] | Gathering
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        """Its part of query, output or log-sum-exp."""
+        return tensor[self.rows, self.q_heads]
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """Its part of key or value."""
+        return tensor[self.rows, self.kv_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to do, apart from the tensors."""
+
+    group: dist.ProcessGroup | None
+    kernel: Kernel
+    scale: float
+    passes: tuple[Pass, ...]
+
+
+def head_groups(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[slice, slice]]:
+    """Query heads and the key/value heads they read, for each pass; equal on every rank."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    share = heads // kv_heads
+    bytes_per_head = (key[:, 0].numel() + value[:, 0].numel()) * key.element_size()
+    rows_per_head = query.shape[0] * share * query.shape[2]
+    for size in range(1, kv_heads + 1):
+        fills = query.device.type != "cuda" or size * rows_per_head >= _CUDA_ROWS_PER_LAUNCH
+        if size == kv_heads or (kv_heads % size == 0 and fills and size * bytes_per_head >= _SMALLEST_MESSAGE_BYTES):
+            break
+    return [
+        (slice(start * share, (start + size) * share), slice(start, start + size)) for start in range(0, kv_heads, size)
+    ]
+
+
+def sum_for(target: Tensor) -> Tensor:
+    """Where to sum up what `target` will hold: the tensor itself where its dtype is exact enough."""
+    dtype = accumulation_dtype(target.dtype)
+    return target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
+
+
+def zeroed_sum_for(target: Tensor) -> Tensor:
+    """`sum_for`, with nothing in it."""
+    return sum_for(target).zero_()
+
+
+def keep(total: Tensor, target: Tensor) -> None:
+    """Put a finished sum where it belongs."""
+    if total is not target:
+        target.copy_(total)
