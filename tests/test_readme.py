@@ -37,12 +37,11 @@ def test_the_spec_compiles_to_what_is_shown(tmp_path: Path) -> None:
 
 def test_the_error_that_is_shown_is_the_error_that_appears(tmp_path: Path) -> None:
     (spec,) = blocks("json")
-    wrong = spec.replace('"dp": "auto"', '"dp": 8').replace('"global_batch_size": 64', '"global_batch_size": 100')
+    wrong = spec.replace('"global_batch_size": 64', '"global_batch_size": 98')
     (tmp_path / "spec.json").write_text(wrong, encoding="utf-8")
     done = parcompile("spec.json", "-o", "plan", folder=tmp_path)
     assert done.returncode == 1
-    for line in blocks("text")[1].splitlines():
-        assert line in done.stderr.splitlines()
+    assert blocks("text")[1] in done.stderr
 
 
 def test_the_training_snippet_trains(tmp_path: Path) -> None:
