@@ -1,5 +1,12 @@
-"""Saves and resumes runs through DeepSpeed's own checkpoints, with a note of the layout they were saved in."""
+"""Saves and resumes runs, whatever the layout, and hands their weights to Hugging Face.
 
+`save` and `load` are for training scripts; `read_note`, `verify`, `SavedRun` and `export` need no process group.
+"""
+
+from .exporting import export
+from .manifest import Note, read_note
+from .reading import SavedRun
 from .store import load, save
+from .verifying import verify
 
-__all__ = ["load", "save"]
+__all__ = ["Note", "SavedRun", "export", "load", "read_note", "save", "verify"]

@@ -1,101 +1,133 @@
-"""Save and resume. DeepSpeed writes the files; a note beside them says what they belong to.
+"""Save and resume. DeepSpeed writes the tensors; a note beside them says what they belong to and what each file holds.
 
-A checkpoint can be resumed by a plan with the same model, precision, tp and number of optimizer shards (dp · cp):
-DeepSpeed keeps one file per tp rank and per shard.
+A checkpoint is complete or not there: it is written under another name, hashed, and renamed; `latest` moves last.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from parcompile.plan import Plan
-
 from ..errors import RunError
+from .adapting import adapt
+from .manifest import (
+    ADAPTABLE,
+    LATEST,
+    NOTE,
+    Note,
+    damages,
+    digest_of,
+    layout,
+    locate,
+    read_note,
+    write_atomically,
+)
+from .random_state import file_of, load_random_state, save_random_state
+from .reading import SavedRun
+from .trusted import check_trusted
 
-NOTE = "parcompile.json"
-"""The note's name, inside the folder of a checkpoint."""
+_UNFINISHED = "unfinished-"
 
 
-def layout(plan: Plan) -> dict[str, Any]:
-    """What two plans have to share for one to resume the other's checkpoint."""
-    parallelism, training = plan.spec.parallelism, plan.spec.training
-    return {
-        "model": dict(plan.spec.model.hf_config),
-        "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
-        "tp": parallelism.tp,
-        "pp": parallelism.pp,
-        "optimizer shards (dp · cp)": parallelism.zero_shards,
-        "zero stage": plan.spec.zero_stage,
-        "precision": training.precision.value,
-        "gradient accumulation": training.gradient_accumulation_dtype.value,
-        "optimizer": training.optimizer.type,
-    }
+def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None) -> Path:
+    """Writes the checkpoint `step-N`: weights, optimizer shards, scheduler, random states, and the step.
 
+    Every rank calls it. A crash at any moment leaves the checkpoint before this one in use.
 
-def save(engine: Any, folder: str | Path, step: int) -> Path:
-    """Writes the checkpoint `step-N`: weights, optimizer shards, scheduler, and how many steps were made.
-
-    Every rank calls it. DeepSpeed's `latest` is set last, and the note is written before it: what `latest` names is
-    complete.
+    Args:
+        engine: from `initialize`.
+        folder: the folder of all checkpoints of the run, the same for all ranks.
+        step: optimizer steps made so far; also the position in the data.
+        keep: how many checkpoints remain, this one included; None keeps all.
     """
-    mesh, tag = engine.mesh, f"step-{step}"
-    place = Path(folder) / tag
-    engine.save_checkpoint(str(folder), tag=tag, client_state={"step": step}, save_latest=False)
-    dist.barrier()
+    mesh, folder = engine.mesh, Path(folder)
+    place, unfinished = folder / f"step-{step}", folder / f"{_UNFINISHED}step-{step}"
     if mesh.rank == 0:
-        note = {"step": step, "plan_hash": mesh.plan.plan_hash, "layout": layout(mesh.plan)}
-        _replace(place / NOTE, json.dumps(note, indent=2) + "\n")
-        _replace(Path(folder) / "latest", tag)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    engine.save_checkpoint(str(folder), tag=unfinished.name, client_state={"step": step}, save_latest=False)
+    save_random_state(unfinished, mesh.rank)
+    dist.barrier()
+    files = _hashes(unfinished, mesh.rank)
+    if mesh.rank == 0:
+        note = Note(unfinished, step, mesh.plan, layout(mesh.plan), files)
+        write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
+        shutil.rmtree(place, ignore_errors=True)
+        unfinished.rename(place)
+        write_atomically(folder / LATEST, place.name)
+        _forget(folder, place, keep)
     dist.barrier()
     return place
 
 
+def _hashes(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+    """Size and hash of every file; each rank reads its share."""
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    mine = {name: digest_of(folder / name) for name in names[rank :: dist.get_world_size()]}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return {name: entry for found in everyones for name, entry in sorted(found.items())}
+
+
+def _forget(folder: Path, newest: Path, keep: int | None) -> None:
+    for leftover in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return
+    old = [found for found in folder.glob("step-*") if found != newest and (found / NOTE).is_file()]
+    old.sort(key=lambda found: (found / NOTE).stat().st_mtime)
+    for found in old[: max(0, len(old) + 1 - max(1, keep))]:
+        shutil.rmtree(found, ignore_errors=True)
+
+
 def load(engine: Any, folder: str | Path) -> int:
-    """Restores the last checkpoint in `folder` and returns the number of steps it had made.
+    """Restores the last checkpoint in `folder` (or the checkpoint `folder` itself); returns the steps it had made.
+
+    Saved in another layout (tp, cp, dp, padding, precision), it is cut anew. In the same one the run goes on to the
+    bit, random numbers included.
 
     Raises:
-        RunError: there is no checkpoint, it is damaged, or it was saved in another layout (which values differ is
-        said).
+        RunError: there is no checkpoint, it is damaged (which file is said), or it is of another model or optimizer
+        (which values differ is said). Every rank raises.
     """
-    note = _note(Path(folder))
+    note = read_note(Path(folder))
     ours = layout(engine.mesh.plan)
-    different = [
-        f"{name} {note['layout'].get(name)} → {value}"
-        for name, value in ours.items()
-        if note["layout"].get(name) != value
-    ]
+    different = {name: (note.layout.get(name), value) for name, value in ours.items() if note.layout.get(name) != value}
+    fixed = [f"{name} {was} → {now}" for name, (was, now) in different.items() if name not in ADAPTABLE]
+    if fixed:
+        raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
+    _agree_that_it_is_whole(note)
     if different:
-        raise RunError(
-            f"the checkpoint in {folder} was saved in another layout ({'; '.join(different)}): "
-            "resume it with the plan that saved it",
-            everywhere=True,
-        )
-    path, state = engine.load_checkpoint(str(folder), tag=f"step-{note['step']}")
-    if path is None or state.get("step") != note["step"]:
-        raise RunError(
-            f"the checkpoint step-{note['step']} in {folder} could not be read by DeepSpeed", everywhere=True
-        )
-    return int(note["step"])
+        adapt(engine, SavedRun(note))
+        return note.step
+    path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
+    if path is None or state.get("step") != note.step:
+        raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
+    if note.plan.world_size == engine.mesh.plan.world_size and file_of(note.folder, engine.mesh.rank).exists():
+        load_random_state(note.folder, engine.mesh.rank)
+    return note.step
 
 
-def _note(folder: Path) -> dict[str, Any]:
-    try:
-        tag = (folder / "latest").read_text(encoding="utf-8").strip()
-        note = json.loads((folder / tag / NOTE).read_text(encoding="utf-8"))
-        return {"step": int(note["step"]), "layout": dict(note["layout"])}
-    except OSError as error:
-        raise RunError(
-            f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"the note of the checkpoint in {folder} is damaged", everywhere=True) from None
+def _agree_that_it_is_whole(note: Note) -> None:
+    """Each rank reads its share of the files; what one finds wrong, every rank raises."""
+    mine = sorted(note.files)[dist.get_rank() :: dist.get_world_size()]
+    wrong = damages(note, mine)
+    if not wrong:
+        try:
+            for name in mine:
+                if name.endswith(".pt"):
+                    check_trusted(note.folder / name)
+        except RunError as error:
+            wrong = [str(error)]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, wrong)
+    found = [sentence for sentences in everyones for sentence in sentences]
+    if found:
+        raise RunError(f"the checkpoint cannot be resumed: {'; '.join(found[:3])}", everywhere=True)
 
 
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+__all__ = ["load", "locate", "save"]

@@ -47,14 +47,16 @@ def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
     """Gemma 3's embedding multiplies what it looks up."""
     if type(old) is nn.Embedding:
         return
-    if not isinstance(getattr(old, "embed_scale", None), Tensor):
+    factor = getattr(old, "embed_scale", None)
+    if not isinstance(factor, Tensor):
         raise RunError(
             f"the embedding is a {type(old).__name__}: only nn.Embedding, with a scale or without, is injected",
             everywhere=True,
         )
-    new.register_buffer("embed_scale", old.embed_scale, persistent=False)
+    new.register_buffer("embed_scale", factor, persistent=False)
 
     def scale(module: Any, _: Any, rows: Tensor) -> Tensor:
-        return rows * module.embed_scale.to(rows.dtype)
+        scaled: Tensor = rows * module.embed_scale.to(rows.dtype)
+        return scaled
 
     new.register_forward_hook(scale)

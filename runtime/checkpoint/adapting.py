@@ -1,0 +1,92 @@
+"""Puts a checkpoint into an engine of another layout: every tensor is made whole and cut anew, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..inject.slices import Slices
+from ..tensor_parallel import take_ranges
+from .reading import MASTER, SavedRun
+
+
+def adapt(engine: Any, saved: SavedRun) -> None:
+    """Weights, optimizer states, counters and scheduler of a checkpoint in any layout.
+
+    Raises:
+        RunError: the checkpoint cannot be read, or does not hold what the engine trains.
+    """
+    slices = Slices(engine.mesh)
+    groups = list(_groups(engine.optimizer))
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    placed = {parameter: (flat, state) for flat, state, parameters in groups for parameter in parameters}
+    for number, (_, state, _) in enumerate(groups):
+        scalars = saved.scalars[min(number, len(saved.scalars) - 1)]
+        state.update({kind: value.clone() if isinstance(value, Tensor) else value for kind, value in scalars.items()})
+    with torch.no_grad():
+        for parameter, name in names.items():
+            for kind in saved.kinds:
+                if kind != MASTER and parameter not in placed:
+                    continue
+                whole = saved.whole(name, kind)
+                if whole is None:
+                    continue
+                local = _cut(whole, slices, name)
+                if kind == MASTER:
+                    parameter.copy_(local)
+                if parameter in placed:
+                    flat, state = placed[parameter]
+                    _place(parameter, local, flat if kind == MASTER else _moment(state, kind, flat))
+    _settings(engine, saved)
+
+
+def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
+    piece = slices.of(name)
+    if piece.ranges is None or piece.dim is None:
+        return whole
+    return take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
+
+
+def _groups(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[nn.Parameter]]]:
+    """Of each parameter group: this rank's flat fp32 shard, the optimizer's state of it, and all its parameters."""
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        shards, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
+    else:
+        shards, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    for shard, parameters in zip(shards, groups, strict=True):
+        yield shard, optimizer.optimizer.state[shard], list(parameters)
+
+
+def _moment(state: dict[str, Any], kind: str, like: Tensor) -> Tensor:
+    if kind not in state:
+        state[kind] = torch.zeros_like(like)
+    found: Tensor = state[kind]
+    return found
+
+
+def _place(parameter: nn.Parameter, local: Tensor, flat: Tensor) -> None:
+    """Writes what of a parameter lies in this rank's shard."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return
+    source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+    run = local.reshape(-1)[source.start : source.start + source.numel]
+    flat.view(-1)[target.start : target.start + target.numel].copy_(run)
+
+
+def _settings(engine: Any, saved: SavedRun) -> None:
+    """Counters, the scheduler, the loss scale, and the learning rates as they were."""
+    counters = saved.counters
+    engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
+    engine.skipped_steps = counters["skipped_steps"]
+    if engine.lr_scheduler is not None and counters.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
+    live = engine.optimizer.optimizer.param_groups
+    if len(live) == len(saved.optimizer_groups):
+        for group, settings in zip(live, saved.optimizer_groups, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+    if saved.loss_scaler is not None and getattr(engine.optimizer, "dynamic_loss_scale", False):
+        engine.optimizer.loss_scaler = saved.loss_scaler

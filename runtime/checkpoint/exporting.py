@@ -1,0 +1,103 @@
+"""Writes the weights of a checkpoint as a Hugging Face model: safetensors that `from_pretrained` loads.
+
+Tensors are made whole one at a time and written file by file, so that the memory needed is that of one file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+
+from ..errors import RunError
+from .manifest import read_note
+from .reading import SavedRun
+
+_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+_SHARD_BYTES = 2 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
+    """Writes config.json and one or several safetensors files, and returns them.
+
+    Weights are those the run computes with, in its precision, bit for bit; the padding of the vocabulary is left out,
+    and a tied head is not written, as Hugging Face does.
+
+    Args:
+        folder: a checkpoint, or a folder of them whose last one is meant.
+        output: a folder that does not exist yet, or is empty.
+        shard_bytes: the size at which a new file is begun.
+
+    Raises:
+        RunError: the checkpoint cannot be read, or `output` holds files.
+    """
+    note, output = read_note(Path(folder)), Path(output)
+    if output.exists() and any(output.iterdir()):
+        raise RunError(f"{output} is not empty: export into a new folder")
+    output.mkdir(parents=True, exist_ok=True)
+    saved = SavedRun(note)
+    dtype = _DTYPES[note.plan.spec.training.precision]
+    writer = _Writer(output, shard_bytes)
+    for name in saved.parameters:
+        whole = saved.whole(name)
+        assert whole is not None
+        writer.add(name, whole.to(dtype).contiguous())
+    files = writer.finish()
+    config = output / "config.json"
+    config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
+    return [config, *files]
+
+
+def _config(plan: Plan, dtype: torch.dtype) -> dict[str, object]:
+    values = dict(plan.spec.model.hf_config)
+    values.pop("torch_dtype", None)
+    return {**values, "dtype": str(dtype).removeprefix("torch.")}
+
+
+class _Writer:
+    """Collects tensors until a file is full."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder, self._limit = folder, shard_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._written: list[tuple[Path, list[str]]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._bytes + size > self._limit:
+            self._flush()
+        self._waiting[name] = tensor
+        self._bytes += size
+        self._total += size
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        file = self._folder / f"part-{len(self._written)}.safetensors"
+        save_file(self._waiting, str(file), metadata={"format": "pt"})
+        self._written.append((file, list(self._waiting)))
+        self._waiting, self._bytes = {}, 0
+
+    def finish(self) -> list[Path]:
+        """Names the files as Hugging Face does, with an index when there are several."""
+        self._flush()
+        count = len(self._written)
+        if count == 1:
+            return [self._written[0][0].rename(self._folder / "model.safetensors")]
+        files, places = [], {}
+        for number, (part, names) in enumerate(self._written, start=1):
+            file = part.rename(self._folder / f"model-{number:05d}-of-{count:05d}.safetensors")
+            places.update(dict.fromkeys(names, file.name))
+            files.append(file)
+        index = self._folder / _INDEX
+        tree = {"metadata": {"total_size": self._total}, "weight_map": places}
+        index.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        return [*files, index]

@@ -1,0 +1,141 @@
+"""The note in each checkpoint: what it is of, how it was laid out, and the size and hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parcompile.plan import Plan
+from parcompile.plan_tree import spec_from_tree
+
+from ..errors import RunError
+
+NOTE = "parcompile.json"
+"""The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""
+LATEST = "latest"
+"""The file that names the checkpoint to resume, beside the checkpoints."""
+
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a checkpoint is of. `files` holds the size in bytes and the SHA-256 of every other file."""
+
+    folder: Path
+    step: int
+    plan: Plan
+    layout: Mapping[str, Any]
+    files: Mapping[str, tuple[int, str]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        return {
+            "step": self.step,
+            "plan_hash": self.plan.plan_hash,
+            "layout": dict(self.layout),
+            "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
+            "plan": self.plan.to_json(),
+        }
+
+
+def layout(plan: Plan) -> dict[str, Any]:
+    """What two plans have to share for DeepSpeed to load the one's checkpoint as it is into the other's run."""
+    parallelism, training = plan.spec.parallelism, plan.spec.training
+    return {
+        "model": dict(plan.spec.model.hf_config),
+        "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
+        "tp": parallelism.tp,
+        "pp": parallelism.pp,
+        "optimizer shards (dp · cp)": parallelism.zero_shards,
+        "zero stage": plan.spec.zero_stage,
+        "precision": training.precision.value,
+        "gradient accumulation": training.gradient_accumulation_dtype.value,
+        "optimizer": training.optimizer.type,
+    }
+
+
+ADAPTABLE = (
+    "make_vocab_size_divisible_by",
+    "tp",
+    "optimizer shards (dp · cp)",
+    "precision",
+    "gradient accumulation",
+)
+"""Parts of the layout that may differ: weights and optimizer states are then cut anew."""
+
+
+def locate(folder: Path) -> Path:
+    """The checkpoint itself: `folder`, or the one in it that `latest` names.
+
+    Raises:
+        RunError: there is none.
+    """
+    if (folder / NOTE).is_file():
+        return folder
+    try:
+        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise RunError(
+            f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True
+        ) from None
+    if not tag or Path(tag).name != tag:
+        raise RunError(f"{folder / LATEST} names no checkpoint beside it: {tag!r}", everywhere=True)
+    if not (folder / tag / NOTE).is_file():
+        raise RunError(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing", everywhere=True)
+    return folder / tag
+
+
+def read_note(folder: Path) -> Note:
+    """The note of a checkpoint, or of the last one in a folder of them.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+    """
+    place = locate(folder)
+    try:
+        tree = json.loads((place / NOTE).read_text(encoding="utf-8"))
+        spec = spec_from_tree(tree["plan"])
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
+        return Note(place, int(tree["step"]), Plan(spec, tree["plan"]["spec_hash"]), dict(tree["layout"]), files)
+    except OSError as error:
+        raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RunError(f"the note of the checkpoint in {place} is damaged", everywhere=True) from None
+
+
+def digest_of(file: Path) -> tuple[int, str]:
+    """Size and SHA-256 of a file."""
+    found, size = hashlib.sha256(), 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            found.update(chunk)
+            size += len(chunk)
+    return size, found.hexdigest()
+
+
+def damages(note: Note, names: Iterable[str], *, hashes: bool = True) -> list[str]:
+    """What is wrong with these files of a checkpoint, one sentence each. Without `hashes` only sizes are compared."""
+    found = []
+    for name in names:
+        file, (size, expected) = note.folder / name, note.files[name]
+        try:
+            live = file.stat().st_size
+            if live != size:
+                found.append(f"{file} has {live} bytes, it was saved with {size}")
+            elif hashes and digest_of(file)[1] != expected:
+                found.append(f"{file} is damaged: its SHA-256 is not the one it was saved with")
+        except OSError as error:
+            found.append(f"{file} cannot be read: {error.strerror}")
+    return found
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = file.with_name(file.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,166 @@
+"""Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
+
+DeepSpeed keeps one file of weights for each tp rank, and of its optimizer one for each tp rank and each of the dp · cp
+shards. A parameter is a run of elements in one or several shards, and its tp slices lie as the plan says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcompile.layout.tensor import TensorLayout
+from parcompile.model.parameters import Parameter
+
+from ..errors import RunError
+from ..tensor_parallel import merge_ranges
+from .manifest import Note
+from .trusted import load_trusted
+
+MASTER = "fp32"
+"""The kind of tensor that holds the weights in full precision."""
+
+_SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_WEIGHTS = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+
+
+class SavedRun:
+    """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read."""
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+        self._rows: dict[str, tuple[Parameter, TensorLayout]] = note.plan.tensors()
+        self.parameters = dict(note.plan.parameters.expanded())
+
+    @cached_property
+    def weights(self) -> list[dict[str, Any]]:
+        """The content of the weight files, by tp rank."""
+        return [load_trusted(file) for _, file in self._files(_WEIGHTS)]
+
+    @cached_property
+    def _shards(self) -> list[list[_Shard]]:
+        """By tp rank, then by shard."""
+        found: dict[int, dict[int, Path]] = {}
+        for (shard, tp_rank), file in self._files(_SHARD):
+            found.setdefault(tp_rank, {})[shard] = file
+        tp, shards = self.note.plan.spec.parallelism.tp, self.note.plan.spec.parallelism.zero_shards
+        for tp_rank in range(tp):
+            missing = sorted(set(range(shards)) - found.get(tp_rank, {}).keys())
+            if missing:
+                raise RunError(
+                    f"{self.note.folder} lacks the optimizer states of tp rank {tp_rank}, shard {missing[0]}"
+                )
+        return [[_Shard(load_trusted(found[rank][shard])) for shard in range(shards)] for rank in range(tp)]
+
+    def _files(self, pattern: re.Pattern[str]) -> Iterator[Any]:
+        for name in sorted(self.note.files):
+            match = pattern.fullmatch(name)
+            if match:
+                numbers = tuple(map(int, match.groups()))
+                yield (numbers if len(numbers) > 1 else numbers[0]), self.note.folder / name
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What DeepSpeed keeps beside tensors: steps and the scheduler."""
+        return self.weights[0]
+
+    @property
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """The settings of the optimizer's parameter groups at the time."""
+        return self._shards[0][0].settings
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The loss scaler at the time."""
+        return self._shards[0][0].loss_scaler
+
+    @property
+    def kinds(self) -> list[str]:
+        """The weights in full precision and the tensors that the optimizer keeps for each of them."""
+        return [MASTER, *self._shards[0][0].moments]
+
+    @property
+    def scalars(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps for each of its groups besides: the number of steps."""
+        return self._shards[0][0].scalars
+
+    def whole(self, name: str, kind: str = MASTER) -> Tensor | None:
+        """A parameter, or what the optimizer keeps for it, whole and without padding.
+
+        None when the optimizer has none: the parameter was frozen, and only its weights were saved.
+
+        Raises:
+            RunError: a file is missing or does not fit the plan.
+        """
+        parameter = self.parameters[name]
+        layout = self._rows[parameter.name][1]
+        locals_ = [self._local(name, kind, rank, layout) for rank in range(len(self._shards))]
+        found = [local for local in locals_ if local is not None]
+        if len(found) != len(locals_):
+            return None
+        if layout.ranges is None or layout.dim is None:
+            return found[0]
+        try:
+            return merge_ranges(found, layout.dim, layout.ranges, parameter.shape[layout.dim])
+        except ValueError as error:
+            raise RunError(f"{name} in {self.note.folder}: {error}") from None
+
+    def _local(self, name: str, kind: str, tp_rank: int, layout: TensorLayout) -> Tensor | None:
+        pieces = [piece for shard in self._shards[tp_rank] if (piece := shard.piece(name, kind)) is not None]
+        if not pieces:
+            if kind != MASTER:
+                return None
+            weights: Tensor = self.weights[tp_rank]["module"][name]
+            return weights.float()
+        flat = torch.cat(pieces)
+        if flat.numel() != layout.local_numel:
+            raise RunError(
+                f"{self.note.folder} holds {flat.numel()} elements of {name} for tp rank {tp_rank}, "
+                f"the plan has {layout.local_numel}"
+            )
+        return flat.view(layout.local_shape)
+
+
+class _Shard:
+    """One rank's optimizer states: a flat run of elements for each group of parameters."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        states = content["optimizer_state_dict"]
+        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
+        masters = states.get("single_partition_of_fp32_groups", states.get("fp32_flat_groups_partition"))
+        assert masters is not None
+        self.loss_scaler = states.get("loss_scaler")
+        self.settings: list[dict[str, Any]] = base["param_groups"]
+        self._flat: list[dict[str, Tensor]] = []
+        self.scalars: list[dict[str, Any]] = []
+        for group, master in enumerate(masters):
+            state = base["state"].get(group, {})
+            flat = {kind: value for kind, value in state.items() if _is_flat(value, master)}
+            self._flat.append({MASTER: master, **flat})
+            self.scalars.append({kind: value for kind, value in state.items() if kind not in flat})
+        self._places = {
+            name: (group, int(place.start), int(place.numel))
+            for group, places in enumerate(states["param_slice_mappings"])
+            for name, place in places.items()
+        }
+
+    @property
+    def moments(self) -> list[str]:
+        return [kind for kind in self._flat[0] if kind != MASTER]
+
+    def piece(self, name: str, kind: str) -> Tensor | None:
+        """This shard's part of a tp rank's parameter, flat."""
+        if name not in self._places:
+            return None
+        group, start, numel = self._places[name]
+        return self._flat[group][kind][start : start + numel]
+
+
+def _is_flat(value: object, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.numel() == master.numel() and value.dim() > 0

@@ -1,0 +1,207 @@
+"""Contract: a run goes on from its last whole checkpoint, in the same layout to the bit, in another within rounding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_runs import initial_model, make_plan, samples
+
+from parcompile.plan import Plan
+from parcompile.runtime import RunError
+from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+TOLERANCE = 1e-5
+
+
+def layout(name: str, precision: str = "fp32") -> Plan:
+    """Two kv heads, so that tp 4 replicates them; the vocabulary of 61 is padded differently at every tp."""
+    sizes = {"tp2 × dp2": (4, {"tp": 2, "dp": 2}), "cp2 × dp2": (4, {"cp": 2, "dp": 2}), "tp4": (4, {"tp": 4})}
+    world_size, parallelism = sizes.get(name, (1, {}))
+    return make_plan(world_size, parallelism, training={"precision": precision})
+
+
+def train(rank: int, plan: Plan, resume: str | None, until: int, saves: dict[int, str] | None = None) -> dict[str, Any]:
+    """Losses and norms of the steps after the checkpoint, and a random number drawn at the end."""
+    from parcompile.runtime import initialize, reduce_loss
+    from parcompile.runtime.checkpoint import load
+
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    torch.manual_seed(100 + rank)
+    done = 0
+    if resume:
+        try:
+            done = load(engine, resume)
+        except RunError as error:
+            return {"error": str(error), "everywhere": error.everywhere}
+    loader.step = done
+    batches, losses, norms = iter(loader), [], []
+    for step in range(done + 1, until + 1):
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(reduce_loss(loss, engine.mesh))
+        norms.append(float(engine.get_global_grad_norm()))
+        torch.rand(3)
+        if saves and step in saves:
+            save(engine, saves[step], step)
+    parameters = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    return {"losses": losses, "norms": norms, "random": float(torch.rand(1)), "parameters": parameters}
+
+
+def run(name: str, resume: Path | None, until: int = STEPS, saves: dict[int, Path] | None = None) -> list[Any]:
+    plan = layout(name)
+    texts = {step: str(folder) for step, folder in (saves or {}).items()}
+    return run_ranks(plan.world_size, train, plan, str(resume) if resume else None, until, texts)
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], steps: int) -> None:
+    for key in ("losses", "norms"):
+        assert len(found[key]) == steps
+        for one, other in zip(found[key], expected[key][-steps:], strict=True):
+            assert abs(one - other) / abs(other) < TOLERANCE, key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> list[dict[str, Any]]:
+    """tp 2 × dp 2, saved after two of four steps and at the end."""
+    return run("tp2 × dp2", None, saves={2: folder / "a", STEPS: folder / "end"})
+
+
+def test_the_same_layout_goes_on_to_the_bit(folder: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    for found, expected in zip(run("tp2 × dp2", folder / "a"), uninterrupted, strict=True):
+        assert found["losses"] == expected["losses"][2:]
+        assert found["norms"] == expected["norms"][2:]
+        assert found["random"] == expected["random"]
+        for name, value in expected["parameters"].items():
+            assert torch.equal(found["parameters"][name], value), name
+
+
+@pytest.mark.parametrize(("name", "back"), [("cp2 × dp2", "tp2 × dp2"), ("tp4", "one rank")])
+def test_another_layout_goes_on_and_back(
+    name: str, back: str, folder: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    there = run(name, folder / "a", until=3, saves={3: folder / name})
+    assert_close(there[0], {key: uninterrupted[0][key][:3] for key in ("losses", "norms")}, 1)
+    assert_close(run(back, folder / name)[0], uninterrupted[0], 1)
+
+
+def test_weights_in_half_precision_start_from_the_full_precision_ones(
+    folder: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    plan = layout("one rank", "bf16")
+    found = run_ranks(1, train, plan, str(folder / "a"), 3)[0]
+    assert abs(found["losses"][0] - uninterrupted[0]["losses"][2]) < 0.02
+
+
+def test_an_exported_model_has_the_logits_of_the_run(folder: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    whole, parts = folder / "exported", folder / "exported in parts"
+    files = export(folder / "end", whole)
+    assert [file.name for file in files] == ["config.json", "model.safetensors"]
+    assert len(export(folder / "end", parts, shard_bytes=20_000)) > 3
+    model, again = (AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (whole, parts))
+    live = {name: value for name, value in uninterrupted[0]["parameters"].items() if "norm" in name}
+    saved = SavedRun(read_note(folder / "end"))
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, saved.whole(name)), name
+        assert name not in live or torch.equal(one, live[name])
+    with safe_open(whole / "model.safetensors", "pt") as stored:
+        assert stored.get_slice("lm_head.weight").get_shape() == [61, 32]
+    ids = samples(saved.note.plan)[0]["input_ids"][None]
+    plain = initial_model(saved.note.plan)
+    plain.load_state_dict({name: saved.whole(name) for name in saved.parameters})
+    assert torch.equal(plain.eval()(ids).logits, model(ids).logits)
+
+
+def test_a_new_checkpoint_replaces_unfinished_ones_and_the_oldest(tmp_path: Path) -> None:
+    (tmp_path / "unfinished-step-1").mkdir()
+    (tmp_path / "unfinished-step-1" / "half").write_text("x")
+    run_ranks(1, save_thrice, layout("one rank"), str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir() if found.is_dir()) == ["step-2", "step-3"]
+    assert (tmp_path / "latest").read_text() == "step-3"
+    assert verify(tmp_path) == []
+
+
+def save_thrice(rank: int, plan: Plan, folder: str) -> None:
+    from parcompile.runtime import initialize
+
+    engine, _, _, _ = initialize(plan=plan)
+    for step in (1, 2, 3):
+        save(engine, folder, step, keep=2)
+
+
+class TestDamage:
+    @pytest.fixture
+    def copy(self, folder: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path) -> Path:
+        return Path(shutil.copytree(folder / "a", tmp_path / "copy"))
+
+    def optimizer_file(self, copy: Path) -> Path:
+        return sorted((copy / "step-2").glob("*optim_states.pt"))[0]
+
+    def test_a_changed_byte_is_found_and_resuming_refused_on_every_rank(self, copy: Path) -> None:
+        file = self.optimizer_file(copy)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        assert verify(copy) == [f"{file} is damaged: its SHA-256 is not the one it was saved with"]
+        for found in run("tp2 × dp2", copy):
+            assert found["everywhere"]
+            assert f"{file} is damaged" in found["error"]
+
+    def test_a_short_file_and_a_missing_one_are_named(self, copy: Path) -> None:
+        file = self.optimizer_file(copy)
+        file.write_bytes(file.read_bytes()[:-1])
+        (copy / "step-2" / "mp_rank_01_model_states.pt").unlink()
+        missing, short = verify(copy)
+        assert "mp_rank_01_model_states.pt cannot be read: No such file" in missing
+        assert "bytes, it was saved with" in short
+
+    def test_a_pickle_that_would_run_code_is_not_loaded(self, copy: Path) -> None:
+        file = self.optimizer_file(copy)
+        torch.save({"optimizer_state_dict": Harmful()}, file)
+        note = copy / "step-2" / "parcompile.json"
+        tree = json.loads(note.read_text())
+        from parcompile.runtime.checkpoint.manifest import digest_of
+
+        size, digest = digest_of(file)
+        tree["files"][file.name] = {"bytes": size, "sha256": digest}
+        note.write_text(json.dumps(tree))
+        (sentence,) = verify(copy)
+        assert "asks to load posix.system" in sentence
+        with pytest.raises(RunError, match="asks to load"):
+            SavedRun(read_note(copy)).whole("model.norm.weight")
+
+    def test_a_damaged_note_and_a_wrong_latest_are_named(self, copy: Path) -> None:
+        (copy / "step-2" / "parcompile.json").write_text("{")
+        with pytest.raises(RunError, match=r"the note of the checkpoint in .* is damaged"):
+            read_note(copy)
+        (copy / "latest").write_text("../elsewhere")
+        with pytest.raises(RunError, match="names no checkpoint beside it"):
+            read_note(copy)
+        (copy / "latest").write_text("step-9")
+        with pytest.raises(RunError, match=r"names step-9, but .* is missing"):
+            read_note(copy)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.system, ("true",)
