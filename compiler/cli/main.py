@@ -10,7 +10,7 @@ import click
 
 from parcompile.version import __version__
 
-_COMMANDS = ("compile", "check", "diff", "explain", "groups", "import", "init", "schema")
+_COMMANDS = ("compile", "check", "checkpoint", "diff", "estimate", "explain", "groups", "import", "init", "local", "schema", "search")
 """Subcommands; each is the function `command` of the module of its name, imported when it is called."""
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2

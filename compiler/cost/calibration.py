@@ -263,9 +263,9 @@ def is_safe(found: Footprint) -> bool:
     return found.probability is None or found.probability >= SAFE
 
 
-def simplicity(work: Workload) -> tuple[int, int, int]:
-    """What to prefer among equals: fewer stages, sharded optimizer state, tensor parallelism on its node."""
-    return work.pp, int(work.zero_stage == 0), int(work.tp > work.gpus_per_node)
+def simplicity(work: Workload) -> tuple[int, ...]:
+    """What to prefer among equals: fewer stages, sharded optimizer state, tp on its node, then smaller cp and tp."""
+    return work.pp, int(work.zero_stage == 0), int(work.tp > work.gpus_per_node), work.cp, work.tp
 
 
 def regret(rows: Sequence[Measurement], fitted: CoefficientSet) -> dict[Group, float]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.layout.stages import Stage, even_stages
-from parcompile.model.parameters import parameter_table
 from parcompile.spec import Spec
 
-from .parameters import stage_numel
+from .parameters import rank_parameters
 
 LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce_bucket_size, in elements."""
@@ -63,13 +62,12 @@ def static_memory(spec: Spec, stage: Stage | None = None) -> StaticMemory:
 
 def rank_numel(spec: Spec, stage: Stage) -> int:
     """Parameters on one rank of a stage."""
-    return stage_numel(
-        parameter_table(spec.model.shape),
+    return rank_parameters(
+        spec.model.shape,
         stage,
         spec.parallelism.tp,
         ep=spec.parallelism.ep,
         vocab_divisible_by=spec.parallelism.make_vocab_size_divisible_by,
-        tied=spec.model.shape.tie_word_embeddings,
     )
 
 

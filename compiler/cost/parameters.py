@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import tensor_layout
-from parcompile.model.parameters import Parameter, ParameterTable
+from parcompile.model.parameters import Parameter, ParameterTable, parameter_table
+from parcompile.model.shape import ModelShape
 
 
 def stage_numel(
@@ -30,3 +33,28 @@ def stage_numel(
         if tied and not stage.has_embedding:
             total += local(table.before[0])
     return total
+
+
+def rank_parameters(shape: ModelShape, stage: Stage, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:
+    """Parameters on one rank of a stage of a model, remembered: stages with the same kinds of layers are equal.
+
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
+    """
+    first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
+    dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
+    start = first_moe - dense
+    alike = Stage(range(start, start + len(stage.layers)), stage.has_embedding, stage.has_head)
+    return _rank_parameters(shape, alike, tp, ep, vocab_divisible_by)
+
+
+@functools.lru_cache(maxsize=8192)
+def _rank_parameters(shape: ModelShape, stage: Stage, tp: int, ep: int, vocab_divisible_by: int) -> int:
+    return stage_numel(
+        parameter_table(shape),
+        stage,
+        tp,
+        ep=ep,
+        vocab_divisible_by=vocab_divisible_by,
+        tied=shape.tie_word_embeddings,
+    )

@@ -6,18 +6,16 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from parcompile.layout.grid import AXES
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.spec import Spec
 
-from .parameters import stage_numel
+from .parameters import rank_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +132,8 @@ class Workload:
         Raises:
             SplitError: a tensor cannot be cut over tp.
         """
-        return _stage_numel(self.shape, stage, self.tp, self.ep, self.vocab_divisible_by)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stage_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, divisible_by: int) -> int:
-    return stage_numel(
-        parameter_table(shape), stage, tp, ep=ep, vocab_divisible_by=divisible_by, tied=shape.tie_word_embeddings
-    )
+        divisor = self.vocab_divisible_by
+        return rank_parameters(self.shape, stage, self.tp, ep=self.ep, vocab_divisible_by=divisor)
 
 
 def workload_of(spec: Spec) -> Workload:

@@ -1,0 +1,163 @@
+"""`parcompile estimate SPEC`: parameters, memory, traffic and time of a layout, or of a grid of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parcompile.cost.estimate import Estimate, estimate
+from parcompile.cost.table import GIB, columns, table
+from parcompile.cost.workload import workload_of
+from parcompile.diagnostics import Diagnostic
+from parcompile.pipeline import Checked, check_file
+from parcompile.reporters import report
+from parcompile.reporters.style import Style, writable
+from parcompile.search.variant import MEMORY_RULE, Variant, variant
+from parcompile.source import SourceError
+
+from .main import SPEC_HAS_ERRORS
+
+MOST_CELLS = 4096
+
+
+@click.command("estimate")
+@click.argument("spec")
+@click.argument("more", nargs=-1, metavar="[NAME=VALUES]...")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
+@click.option("--tokens", type=float, help="Tokens to train on: adds days.")
+@click.option("--price", type=float, help="Price of a GPU hour: adds the cost of --tokens.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
+def command(
+    spec: str,
+    more: tuple[str, ...],
+    form: str,
+    sweep: tuple[str, ...],
+    tokens: float | None,
+    price: float | None,
+    plot: Path | None,
+) -> None:
+    """Estimate memory, traffic and time of SPEC, with 90 % intervals and the probability that it fits.
+
+    How far estimates err on models that were not fitted stands in docs/accuracy.md.
+    """
+    if more and not sweep:
+        raise click.UsageError(f"{more[0]!r} belongs behind --sweep")
+    if sweep and plot:
+        raise click.UsageError("--plot draws one layout, --sweep compares many")
+    axes = dict(_values(text) for text in (*sweep, *more))
+    checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes))
+    assert checked.document is not None
+    folder = Path() if spec == "-" else Path(spec).resolve().parent
+    if axes:
+        assert isinstance(checked.document.tree, dict)
+        _print_sweep(checked.document.tree, axes, folder, form)
+        return
+    found = as_written(checked)
+    if found.work is None:
+        raise click.ClickException(f"[{found.code}] {found.message}")
+    result = estimate(found.work, tokens=tokens, gpu_hour_price=price)
+    if plot:
+        from parcompile.cost.drawing import svg
+
+        plot.write_text(svg(result), encoding="utf-8")
+    if form == "json":
+        click.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        text = table(result, unicode=Style.of(sys.stdout).unicode)
+        click.echo(writable(sys.stdout, text), nl=False)
+
+
+def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False) -> Checked:
+    """The spec, when nothing is wrong with it but what is ignored; otherwise the diagnostics are printed.
+
+    Raises:
+        ClickException: it cannot be read.
+        Exit: it has errors.
+    """
+    try:
+        checked = check_file(spec)
+    except SourceError as error:
+        raise click.ClickException(str(error)) from None
+    errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
+    if errors or checked.document is None:
+        report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+    return checked
+
+
+def _ignored(one: Diagnostic, memory: bool, open_: bool) -> bool:
+    """Whether an error does not stop: too little memory is what an estimate says, open layouts what a search closes."""
+    if memory and one.code == MEMORY_RULE:
+        return True
+    # Syntax and schema errors (J, K) stop everything.
+    return open_ and one.code[:1] not in ("J", "K")
+
+
+def as_written(checked: Checked) -> Variant:
+    """The step of a checked spec as it stands."""
+    assert checked.resolution is not None
+    return Variant({}, workload_of(checked.resolution.spec()))
+
+
+def _values(text: str) -> tuple[str, list[object]]:
+    name, found, rest = text.partition("=")
+    if not found or not rest:
+        raise click.UsageError(f"{text!r} is not NAME=VALUES, as in tp=1,2,4")
+    return name, [_value(one) for one in rest.split(",")]
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _print_sweep(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]], folder: Path, form: str) -> None:
+    cells = list(itertools.product(*axes.values()))
+    if len(cells) > MOST_CELLS:
+        raise click.UsageError(f"{len(cells)} layouts are more than {MOST_CELLS}")
+    try:
+        found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder)) for cell in cells]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if form == "json":
+        rows = [
+            {**dict(zip(axes, cell, strict=True)), **(one.to_json() if isinstance(one, Estimate) else {"refused": one})}
+            for cell, one in found
+        ]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    lines = [(*axes, "dp", "memory GiB", "fits", "step s", "tokens/s/GPU", "MFU")]
+    for cell, one in found:
+        shown = tuple(str(value) for value in cell)
+        if isinstance(one, str):
+            lines.append((*shown, "-", one, "", "", "", ""))
+            continue
+        probability = one.memory.probability
+        lines.append(
+            (
+                *shown,
+                str(one.work.dp),
+                f"{one.memory.peak.total_bytes / GIB:.1f}",
+                "-" if probability is None else f"{probability:.0%}",
+                f"{one.time.step.seconds:.3f}",
+                f"{one.time.tokens_per_second_per_gpu:,.0f}",
+                f"{one.time.utilisation:.1%}",
+            )
+        )
+    click.echo(writable(sys.stdout, "\n".join(columns(lines))))
+
+
+def _cell(tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path) -> Estimate | str:
+    found = variant(tree, changes, folder, executable=False)
+    if found.work is None:
+        return f"refused [{found.code}]"
+    return estimate(found.work)

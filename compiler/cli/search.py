@@ -1,0 +1,147 @@
+"""`parcompile search SPEC`: the best layouts of a spec whose axes are open, and why the others lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parcompile.cost.table import GIB, columns
+from parcompile.reporters.style import writable
+from parcompile.resolve import Resolution, Unavailable
+from parcompile.search.ranking import Outcome, Ranked, search
+from parcompile.search.space import open_space
+from parcompile.search.variant import changed
+
+from .estimate import checked_spec
+
+
+@click.command("search")
+@click.argument("spec")
+@click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Layouts to show.")
+@click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
+@click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (pp, ep).")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")
+def command(spec: str, top: int, form: str, output: Path | None, *, losers: bool, any_target: bool) -> None:
+    """Search the layouts of SPEC: what it leaves out of tp, cp, pp, ep, the micro-batch, recomputation.
+
+    Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among
+    those enumerated; how far predictions err stands in docs/accuracy.md.
+    """
+    checked = checked_spec(spec, ignore_memory=True, ignore_open=True)
+    assert checked.document is not None
+    tree, folder = checked.document.tree, Path() if spec == "-" else Path(spec).resolve().parent
+    assert isinstance(tree, dict)
+    try:
+        shape = Resolution(tree, (), folder).shape
+        experts = shape.moe.num_experts if shape.moe else 0
+        space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
+    except (ValueError, Unavailable) as error:
+        raise click.ClickException(str(error)) from None
+    found = search(space, _progress)
+    chosen = None if found.best is None else changed(tree, found.best.candidate.changes)
+    if form == "json":
+        click.echo(json.dumps(_json(found, chosen), indent=2))
+    else:
+        click.echo(writable(sys.stdout, _text(found, top, losers=losers)), nl=False)
+    if found.best is None:
+        raise click.exceptions.Exit(1)
+    if output is not None and chosen is not None:
+        try:
+            output.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+        if form == "text":
+            click.echo(f"wrote {output}")
+
+
+def _progress(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, object]]:
+    # The bar is for people: it goes to standard error, and only to a terminal.
+    if not sys.stderr.isatty():
+        yield from settings
+        return
+    with click.progressbar(list(settings), label="predicting", file=sys.stderr) as bar:
+        yield from bar
+
+
+_HEAD = ("", "layout", "step s", "tokens/s/GPU", "MFU", "memory GiB", "fits")
+
+
+def _text(found: Outcome, top: int, *, losers: bool) -> str:
+    predicted = len(found.fitting) + len(found.too_large)
+    lines = [
+        f"{predicted:,} layouts predicted: {len(found.fitting):,} fit, {len(found.too_large):,} do not; "
+        f"{len(found.refused):,} settings of the axes refused by rules"
+    ]
+    if found.best is not None:
+        rows = [_HEAD, *(_row(str(rank + 1), one) for rank, one in enumerate(found.fitting[:top]))]
+        lines += ["", *columns(rows)]
+        lines += ["", "why the next ones lost"]
+        lines += [f"{rank + 2:>3}  {one.reason}" for rank, one in enumerate(found.fitting[1:top])]
+        lines += ["", "time against memory: no layout beats these in both"]
+        lines += columns([_HEAD, *(_row("", one) for one in found.front[:top])])
+    elif found.too_large:
+        nearest = found.too_large[0]
+        lines += ["", f"nothing fits; the smallest is {nearest.candidate.name}", f"  {nearest.reason}"]
+    codes = Counter(one.code for one in found.refused)
+    if codes:
+        shown = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
+        lines += ["", f"refused: {shown} (parcompile explain CODE)"]
+    if losers:
+        lines += ["", *_losers(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(rank: str, one: Ranked) -> tuple[str, ...]:
+    chance = one.memory.probability
+    return (
+        rank,
+        one.candidate.name,
+        f"{one.seconds:.3f}",
+        f"{one.time.tokens_per_second_per_gpu:,.0f}",
+        f"{one.time.utilisation:.1%}",
+        f"{one.peak_bytes / GIB:.1f}",
+        "-" if chance is None else f"{chance:.0%}",
+    )
+
+
+def _losers(found: Outcome) -> list[str]:
+    rows = [(one.candidate.name, one.reason or "") for one in (*found.fitting[1:], *found.too_large)]
+    rows += [(_settings(one.changes), f"[{one.code}] {one.message}") for one in found.refused]
+    return columns([("every other layout", "why it lost"), *rows])
+
+
+def _settings(changes: Any) -> str:
+    return " ".join(f"{name}{value}" for name, value in changes.items() if not isinstance(value, bool))
+
+
+def _json(found: Outcome, chosen: Any) -> dict[str, Any]:
+    def one(ranked: Ranked) -> dict[str, Any]:
+        return {
+            "layout": dict(ranked.candidate.changes) | {"dp": ranked.candidate.work.dp},
+            "step_seconds": ranked.seconds,
+            "interval_90_seconds": list(ranked.time.interval_seconds),
+            "tokens_per_second_per_gpu": ranked.time.tokens_per_second_per_gpu,
+            "model_flops_utilisation": ranked.time.utilisation,
+            "peak_bytes": round(ranked.peak_bytes),
+            "probability_to_fit": ranked.memory.probability,
+            "reason": ranked.reason,
+        }
+
+    return {
+        "enumerated": found.enumerated,
+        "best": None if found.best is None else one(found.best),
+        "spec": chosen,
+        "fitting": [one(each) for each in found.fitting],
+        "pareto_front": [one(each) for each in found.front],
+        "too_large": [one(each) for each in found.too_large],
+        "refused": [
+            {"layout": dict(each.changes), "code": each.code, "message": each.message} for each in found.refused
+        ],
+    }

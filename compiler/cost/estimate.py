@@ -1,0 +1,162 @@
+"""Everything that a layout is estimated to cost, in one value, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.layout.tensor import tensor_layout
+from parcompile.model.parameters import parameter_table
+
+from .flops import CONVENTION
+from .footprint import Footprint, footprint
+from .hardware import find_accelerator
+from .step import Timing, timing
+from .traffic import GroupTraffic, traffic
+from .workload import Workload
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters, exact: of the model, of a rank of each stage, and of a rank in each layer (padding included)."""
+
+    total: int
+    by_stage: tuple[int, ...]
+    by_layer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a number of tokens takes. `cost` is None without a price."""
+
+    tokens: float
+    steps: int
+    days: float
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One layout: its parameters, memory, traffic and time."""
+
+    work: Workload
+    parameters: Parameters
+    memory: Footprint
+    traffic: tuple[GroupTraffic, ...]
+    time: Timing
+    budget: Budget | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: bytes and seconds, whole numbers where they are exact."""
+        peak, time = self.memory.peak, self.time
+        return {
+            "parameters": {
+                "total": self.parameters.total,
+                "rank_by_stage": list(self.parameters.by_stage),
+                "rank_by_layer": list(self.parameters.by_layer),
+            },
+            "memory": {
+                "peak_bytes": round(peak.total_bytes),
+                "rank": peak.rank,
+                "stage": peak.stage,
+                "largest_component": peak.largest,
+                "interval_90_bytes": [round(one) for one in self.memory.interval_bytes],
+                "usable_bytes": None if self.memory.limit_bytes is None else round(self.memory.limit_bytes),
+                "fits": self.memory.fits,
+                "probability_to_fit": _share(self.memory.probability),
+                "stages": [
+                    {
+                        "stage": one.stage,
+                        "rank": one.rank,
+                        "total_bytes": round(one.total_bytes),
+                        "components_bytes": {name: round(size) for name, size in one.components.items()},
+                    }
+                    for one in self.memory.stages
+                ],
+            },
+            "communication": [
+                {
+                    "group": one.group,
+                    "operation": one.operation,
+                    "messages": one.messages,
+                    "bytes": round(one.wire_bytes),
+                    "link": one.link.name,
+                    "leaves_node": one.leaves_node,
+                    "exposed_seconds": self.exposed_seconds(one.group),
+                }
+                for one in self.traffic
+            ],
+            "time": {
+                "step_seconds": time.step.seconds,
+                "interval_90_seconds": list(time.interval_seconds),
+                "parts_seconds": time.step.parts,
+                "stage_seconds": list(time.step.stages),
+                "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
+                "model_flops_utilisation": time.utilisation,
+                "utilisation_convention": CONVENTION,
+            },
+            "budget": None
+            if self.budget is None
+            else {
+                "tokens": self.budget.tokens,
+                "steps": self.budget.steps,
+                "days": self.budget.days,
+                "cost": self.budget.cost,
+            },
+        }
+
+    def exposed_seconds(self, group: str) -> float:
+        """Seconds of a step in which nothing hides the traffic of a group."""
+        step = self.time.step
+        return {
+            "tp": step.tensor,
+            "cp": step.context,
+            "ep": step.expert,
+            "dp-cp": step.gradients,
+            "pp": step.exchange,
+        }[group]
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def estimate(work: Workload, *, tokens: float | None = None, gpu_hour_price: float | None = None) -> Estimate:
+    """The estimate of a layout; `tokens` is a budget to train on, `gpu_hour_price` in any currency.
+
+    Raises:
+        ValueError: the layout cannot be cut, or the accelerator is unknown.
+    """
+    timed = timing(work)
+    budget = None
+    if tokens is not None:
+        steps = math.ceil(tokens / work.tokens_per_step)
+        days = steps * timed.step.seconds / SECONDS_PER_DAY
+        price = None if gpu_hour_price is None else days * 24 * work.world_size * gpu_hour_price
+        budget = Budget(tokens, steps, days, price)
+    return Estimate(work, parameters(work), footprint(work), traffic(work), timed, budget)
+
+
+def parameters(work: Workload) -> Parameters:
+    """Exact counts.
+
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
+    """
+    table = parameter_table(work.shape)
+    layers = [0] * work.shape.num_hidden_layers
+    for one in table.layer:
+        cut = tensor_layout(one, work.tp, vocab_divisible_by=work.vocab_divisible_by).local_numel
+        cut //= work.ep if one.expert_dim is not None else 1
+        for layer in one.layers or ():
+            layers[layer] += cut
+    return Parameters(table.numel, tuple(work.stage_parameters(stage) for stage in work.stages), tuple(layers))
+
+
+def memory_limit_text(accelerator: str) -> str:
+    """The size of an accelerator for a message."""
+    size = find_accelerator(accelerator).memory_bytes
+    return "no known memory" if size is None else f"{size / 1024**3:.1f} GiB"

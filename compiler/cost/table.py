@@ -1,0 +1,132 @@
+"""An estimate for people: a table, and bars of memory and time for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .estimate import Estimate
+from .flops import CONVENTION
+
+GIB = 1024**3
+MARKS = "█▓▒░#=+-"
+PLAIN_MARKS = "#=*+-o.:"
+BAR_WIDTH = 48
+MOST_STAGES = 16
+"""So many stages are drawn; of more, the first, the fullest and the last."""
+
+
+def table(found: Estimate, *, unicode: bool = True) -> str:
+    """The whole estimate as text."""
+    work, memory, time = found.work, found.memory, found.time
+    peak = memory.peak
+    low, high = (one / GIB for one in memory.interval_bytes)
+    sizes = " · ".join(f"{axis} {getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
+    lines = [
+        f"layout        {sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
+        f"{', sequence parallel' if work.sequence_parallel else ''}",
+        f"parameters    {found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank",
+        f"memory        {peak.total_bytes / GIB:.2f} GiB on rank {peak.rank} (stage {peak.stage}), "
+        f"90 % interval {low:.1f} to {high:.1f} GiB; the largest part is {peak.largest}",
+    ]
+    if memory.limit_bytes is not None and memory.probability is not None:
+        verdict = "fits" if memory.fits else "does not fit"
+        lines.append(
+            f"              {verdict} into {memory.limit_bytes / GIB:.1f} usable GiB of {work.accelerator} with "
+            f"probability {memory.probability:.0%}"
+        )
+    step, (fast, slow) = time.step, time.interval_seconds
+    lines += [
+        f"step          {step.seconds:.3f} s, 90 % interval {fast:.3f} to {slow:.3f} s; "
+        f"{work.tokens_per_step:,} tokens",
+        f"throughput    {time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}",
+        f"              MFU by {CONVENTION}",
+    ]
+    if found.budget is not None:
+        price = "" if found.budget.cost is None else f", cost {found.budget.cost:,.0f}"
+        lines.append(
+            f"budget        {found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, "
+            f"{found.budget.days:.2f} days{price}"
+        )
+    lines += ["", *_memory_rows(peak.components), "", *_time_rows(step.parts, step.seconds)]
+    if found.traffic:
+        lines += ["", *_traffic_rows(found)]
+    lines += ["", *bars(found, unicode=unicode)]
+    return "\n".join(lines) + "\n"
+
+
+def _memory_rows(components: Mapping[str, float]) -> list[str]:
+    total = sum(components.values())
+    rows = [(name, f"{size / GIB:.2f} GiB", f"{size / total:.0%}") for name, size in components.items() if size]
+    return columns([("memory of that rank", "", ""), *rows])
+
+
+def _time_rows(parts: Mapping[str, float], total: float) -> list[str]:
+    rows = [(name, f"{seconds:.3f} s", f"{seconds / total:.0%}") for name, seconds in parts.items() if seconds]
+    return columns([("time of a step", "", ""), *rows])
+
+
+def _traffic_rows(found: Estimate) -> list[str]:
+    rows = [("group", "operation", "messages", "sent", "link", "exposed")]
+    for one in found.traffic:
+        place = "between nodes" if one.leaves_node else "in a node"
+        rows.append(
+            (
+                one.group,
+                one.operation,
+                f"{one.messages:,}",
+                f"{one.wire_bytes / GIB:,.2f} GiB",
+                f"{one.link.name} {place}",
+                f"{found.exposed_seconds(one.group):.3f} s",
+            )
+        )
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with aligned columns."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def bars(found: Estimate, *, unicode: bool = True) -> list[str]:
+    """For each stage a bar of its memory by component and a bar of its busy time."""
+    marks = MARKS if unicode else PLAIN_MARKS
+    stages, times = found.memory.stages, found.time.step.stages
+    names = [name for name in stages[0].components if any(stage.components[name] for stage in stages)]
+    groups = _grouped(names)
+    scale = max([stage.total_bytes for stage in stages] + [found.memory.limit_bytes or 0])
+    legend = ", ".join(f"{mark} {name}" for mark, name in zip(marks, groups, strict=False))
+    lines = [f"memory by stage, {scale / GIB:.1f} GiB wide: {legend}"]
+    shown = _shown(len(stages), found.memory.peak.stage)
+    for index in shown:
+        stage = stages[index]
+        bar = ""
+        for mark, members in zip(marks, groups.values(), strict=False):
+            bar += mark * round(BAR_WIDTH * sum(stage.components[name] for name in members) / scale)
+        lines.append(f"{index:>5} |{bar[:BAR_WIDTH].ljust(BAR_WIDTH)}| {stage.total_bytes / GIB:.1f} GiB")
+    longest = max(times) or 1.0
+    lines.append(f"time by stage and micro-batch, {longest:.3f} s wide")
+    for index in shown:
+        bar = marks[0] * round(BAR_WIDTH * times[index] / longest)
+        lines.append(f"{index:>5} |{bar.ljust(BAR_WIDTH)}| {times[index]:.3f} s")
+    return lines
+
+
+def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
+    """Components that a bar draws as one."""
+    groups = {
+        "weights": ["weights"],
+        "gradients": ["gradients", "reduce bucket"],
+        "optimizer": ["master weights", "optimizer state"],
+        "activations": ["activations", "pipeline buffers"],
+        "logits": ["logits"],
+        "framework": ["framework"],
+    }
+    kept = {name: [one for one in members if one in names] for name, members in groups.items()}
+    return {name: members for name, members in kept.items() if members}
+
+
+def _shown(count: int, fullest: int) -> list[int]:
+    if count <= MOST_STAGES:
+        return list(range(count))
+    return sorted({0, 1, fullest, count - 2, count - 1})

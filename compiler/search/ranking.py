@@ -1,0 +1,118 @@
+"""Ranks candidates by predicted time under the memory limit, and says of every other one why it lost.
+
+The best is exact among those enumerated: every candidate is predicted. Only its prediction is uncertain, which is why
+layouts within `TIE` of the fastest count as equal and the simplest of them is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from parcompile.cost.calibration import SAFE, TIE, simplicity
+from parcompile.cost.footprint import Footprint, footprint
+from parcompile.cost.step import Timing, timing
+
+from .space import Candidate, Refused, Space, expand
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate with its predictions. `reason` is None for the chosen one."""
+
+    candidate: Candidate
+    time: Timing
+    memory: Footprint
+    reason: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step."""
+        return self.time.step.seconds
+
+    @property
+    def peak_bytes(self) -> float:
+        """The predicted peak."""
+        return self.memory.peak.total_bytes
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it fits with the probability that a choice asks for."""
+        return self.memory.probability is None or self.memory.probability >= SAFE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a search: `fitting` by time with the chosen one first, `too_large` by memory."""
+
+    fitting: tuple[Ranked, ...]
+    too_large: tuple[Ranked, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def best(self) -> Ranked | None:
+        """The chosen layout, None when nothing fits."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def enumerated(self) -> int:
+        """Layouts that were predicted, and settings of the axes that were refused."""
+        return len(self.fitting) + len(self.too_large) + len(self.refused)
+
+    @property
+    def front(self) -> tuple[Ranked, ...]:
+        """Layouts that no other beats in both time and memory, the fastest first."""
+        found: list[Ranked] = []
+        for one in sorted(self.fitting, key=lambda one: (one.seconds, one.peak_bytes)):
+            if not found or one.peak_bytes < found[-1].peak_bytes:
+                found.append(one)
+        return tuple(found)
+
+
+def search(space: Space, progress: Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]) -> Outcome:
+    """Every layout of a space, ranked. `progress` passes on the settings of the axes and may count them."""
+    refused: list[Refused] = []
+    ranked: list[Ranked] = []
+    for changes in progress(space.combinations):
+        found = expand(space, changes)
+        if isinstance(found, Refused):
+            refused.append(found)
+        else:
+            ranked += [Ranked(one, timing(one.work), footprint(one.work)) for one in found]
+    return outcome(ranked, refused)
+
+
+def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> Outcome:
+    """Sorts what was predicted, and gives every loser its reason."""
+    safe = sorted((one for one in ranked if one.is_safe), key=lambda one: (one.seconds, one.candidate.name))
+    tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.candidate.name))
+    if safe:
+        close = [one for one in safe if one.seconds <= TIE * safe[0].seconds]
+        best = min(close, key=lambda one: (simplicity(one.candidate.work), one.seconds, one.peak_bytes))
+        safe = [best, *(_lost(one, best) for one in safe if one is not best)]
+    return Outcome(tuple(safe), tuple(_unsafe(one) for one in tight), tuple(refused))
+
+
+def _lost(one: Ranked, best: Ranked) -> Ranked:
+    ratio = one.seconds / best.seconds
+    if ratio < 1.0005:
+        shown = "as fast" if ratio > 0.9995 else f"{1 - ratio:.1%} faster, within the {TIE - 1:.0%} that count as equal"
+        reason = f"{shown}; less simple, or more memory"
+        return Ranked(one.candidate, one.time, one.memory, reason)
+    theirs, ours = one.time.step.parts, best.time.step.parts
+    part = max(theirs, key=lambda name: theirs[name] - ours[name])
+    difference = theirs[part] - ours[part]
+    reason = f"{ratio - 1:.1%} slower, most of it through {part} (+{difference:.3f} s)"
+    return Ranked(one.candidate, one.time, one.memory, reason)
+
+
+def _unsafe(one: Ranked) -> Ranked:
+    peak, limit = one.memory.peak, one.memory.limit_bytes or 0.0
+    chance = one.memory.probability or 0.0
+    reason = (
+        f"memory: {peak.total_bytes / GIB:.1f} of {limit / GIB:.1f} usable GiB on rank {peak.rank}, mostly "
+        f"{peak.largest}; fits with probability {chance:.0%} < {SAFE:.0%}"
+    )
+    return Ranked(one.candidate, one.time, one.memory, reason)

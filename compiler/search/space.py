@@ -1,0 +1,162 @@
+"""The layouts of a spec whose axes are open, and which of them the rules allow.
+
+Open is what the spec leaves out or calls "auto": tp, cp, pp, ep (of models with experts), the micro-batch,
+recomputation, sequence parallelism and the order of the axes. dp follows from the world. What the spec gives stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parcompile.cost.workload import Workload
+
+from .variant import Variant, variant
+
+RECOMPUTE = ("none", "full")
+"""Selective recomputation does what none does with fused attention."""
+LARGEST_MICRO_BATCH = 64
+ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+"""dp outside or inside of pp: what crosses nodes is then gradients or stages. tp and cp always come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout: what it sets in the spec, and its step."""
+
+    changes: Mapping[str, object]
+    work: Workload
+
+    @property
+    def name(self) -> str:
+        """Short, for tables."""
+        work = self.work
+        axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
+        marks = ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
+        marks += ["dp-inside"] * (work.order.index("pp") < work.order.index("dp") and work.pp > 1)
+        return " ".join([axes, f"mb{work.micro_batch}", *marks])
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Axes that a rule refuses, with every micro-batch and recomputation."""
+
+    changes: Mapping[str, object]
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is open and what it may be."""
+
+    tree: Mapping[str, Any]
+    folder: Path
+    world: int
+    axes: Mapping[str, tuple[int, ...]]
+    sequence_parallel: tuple[bool, ...]
+    micro_batches: tuple[int, ...]
+    recompute: tuple[str, ...]
+    orders: tuple[str | None, ...]
+    executable: bool
+    sums_are_open: bool
+
+    @property
+    def combinations(self) -> list[dict[str, object]]:
+        """Every setting of the axes that divides the world: the micro-batch and recomputation come on top."""
+        found: list[dict[str, object]] = []
+        for sizes in itertools.product(*self.axes.values()):
+            named = dict(zip(self.axes, sizes, strict=True))
+            if self.world % (named["tp"] * named["cp"] * named["pp"]):
+                continue
+            shares = self.sequence_parallel if named["tp"] > 1 else self.sequence_parallel[:1]
+            orders = self.orders if named["pp"] > 1 else self.orders[:1]
+            for split, order in itertools.product(shares, orders):
+                changes: dict[str, object] = {**named, "sequence_parallel": split and named["tp"] > 1}
+                if named["pp"] > 1 and self.sums_are_open:
+                    # DeepSpeed pipelines bf16 only with fp32 sums of gradients.
+                    changes["gradient_accumulation_dtype"] = "fp32"
+                found.append(changes if order is None else {**changes, "order": order})
+        return found
+
+
+def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layers: int, experts: int) -> Space:
+    """What a spec leaves open.
+
+    Args:
+        tree: the spec, valid but for what is open.
+        folder: the spec's folder.
+        executable: leave out what the project's own runtime refuses.
+        layers: layers of the model: no more stages than these.
+        experts: routed experts of the model, 0 without.
+
+    Raises:
+        ValueError: the batch is not given, so that layouts cannot be compared.
+    """
+    cluster, parallelism, training = (tree.get(name) or {} for name in ("cluster", "parallelism", "training"))
+    batch = training.get("global_batch_size")
+    if batch is None:
+        raise ValueError("training.global_batch_size is not given: layouts are compared at one global batch")
+    world = cluster.get("nodes", 1) * cluster["gpus_per_node"]
+    limits = {"tp": min(world, 64), "cp": world, "pp": min(world, layers)}
+
+    def sizes(axis: str, limit: int) -> tuple[int, ...]:
+        given = parallelism.get(axis, "auto")
+        return (given,) if given != "auto" else tuple(one for one in range(1, limit + 1) if world % one == 0)
+
+    axes = {axis: sizes(axis, limit) for axis, limit in limits.items()}
+    if experts:
+        given = parallelism.get("ep")
+        axes["ep"] = (given,) if given else tuple(one for one in range(1, experts + 1) if experts % one == 0)
+    split = parallelism.get("sequence_parallel")
+    micro = training.get("micro_batch_size")
+    recompute = training.get("activation_checkpointing")
+    return Space(
+        tree=tree,
+        folder=folder,
+        world=world,
+        axes=axes,
+        sequence_parallel=(True, False) if split is None else (split,),
+        micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
+        recompute=RECOMPUTE if recompute is None else (recompute,),
+        orders=ORDERS if parallelism.get("order") is None else (None,),
+        executable=executable,
+        sums_are_open=training.get("gradient_accumulation_dtype") is None,
+    )
+
+
+def _powers() -> Iterator[int]:
+    size = 1
+    while size <= LARGEST_MICRO_BATCH:
+        yield size
+        size *= 2
+
+
+def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Refused:
+    """The candidates of one setting of the axes, or what refuses it.
+
+    The rules are asked once, with the smallest micro-batch; a larger one has to divide what the batch leaves to a copy
+    of the model, which is arithmetic.
+    """
+    smallest = {
+        **changes,
+        "micro_batch_size": space.micro_batches[0],
+        "activation_checkpointing": space.recompute[0],
+    }
+    checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
+    work = checked.work
+    if work is None:
+        return Refused(changes, checked.code or "", checked.message)
+    share = work.micro_batch * work.micro_batches
+    return [
+        Candidate(
+            {**changes, "micro_batch_size": micro, "activation_checkpointing": recompute},
+            replace(work, micro_batch=micro, micro_batches=share // micro, recompute=recompute),
+        )
+        for micro in space.micro_batches
+        if share % micro == 0
+        for recompute in space.recompute
+    ]

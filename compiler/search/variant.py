@@ -1,0 +1,91 @@
+"""A spec with some of its values replaced, and what the rules say of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parcompile.cost.workload import Workload, workload_of
+from parcompile.diagnostics import Severity
+from parcompile.layout.grid import AXES
+from parcompile.plan import REFUSAL_PREFIX
+from parcompile.resolve import Resolution, Unavailable
+from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
+
+SECTIONS: Mapping[str, str] = {
+    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout"), "parallelism"),
+    "micro_batch_size": "training",
+    "global_batch_size": "training",
+    "sequence_length": "training",
+    "activation_checkpointing": "training",
+    "gradient_accumulation_dtype": "training",
+    "nodes": "cluster",
+    "gpus_per_node": "cluster",
+    "accelerator": "cluster",
+    "stage": "zero",
+}
+"""What may be replaced, and the section of the spec in which it stands."""
+
+MEMORY_RULE = "H001"
+"""Says that static memory alone does not fit: the estimate says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A changed spec. `code` and `message` are those of the first error, or of what the runtime refuses."""
+
+    tree: Mapping[str, Any]
+    work: Workload | None
+    code: str | None = None
+    message: str = ""
+
+
+def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
+    """The spec with these values. dp follows from the world unless it is among them, and so do the accumulation steps.
+
+    Raises:
+        ValueError: a name that is not in `SECTIONS`.
+    """
+    found: dict[str, Any] = copy.deepcopy(dict(tree))
+    for name, value in changes.items():
+        if name not in SECTIONS:
+            raise ValueError(f"{name!r} cannot be varied; these can: {', '.join(SECTIONS)}")
+        found.setdefault(SECTIONS[name], {})[name] = value
+    parallelism, training = found.setdefault("parallelism", {}), found.setdefault("training", {})
+    if "dp" not in changes:
+        parallelism.pop("dp", None)
+    if training.get("global_batch_size") is not None:
+        training.pop("gradient_accumulation_steps", None)
+    return found
+
+
+def variant(tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path, *, executable: bool) -> Variant:
+    """The changed spec, checked by every rule; with `executable`, what the runtime refuses counts as an error."""
+    found = changed(tree, changes)
+    resolution = Resolution(found, (), folder)
+    for rule in _deciding(executable):
+        # Of a value that is missing another rule speaks.
+        with contextlib.suppress(Unavailable):
+            for one in rule.check(resolution):
+                return Variant(found, None, rule.code, one.message)
+    try:
+        return Variant(found, workload_of(resolution.spec()))
+    except (Unavailable, ValueError) as error:
+        return Variant(found, None, "undecided", str(error))
+
+
+@functools.cache
+def _deciding(executable: bool) -> tuple[Rule, ...]:
+    """The rules that can refuse a layout."""
+    return tuple(
+        rule
+        for rule in all_rules()
+        if rule.concerns(DEFAULT_TARGETS)
+        and rule.code != MEMORY_RULE
+        and (rule.severity is Severity.ERROR or (executable and rule.code.startswith(REFUSAL_PREFIX)))
+    )

@@ -1,0 +1,113 @@
+"""Bytes and messages of each group, and the time that they leave exposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parcompile.cost.coefficients import TIME
+from parcompile.cost.flops import matmul_parameters, model_flops_per_token
+from parcompile.cost.hardware import accelerators, find_accelerator
+from parcompile.cost.measurements import gpt_shape, llama_shape
+from parcompile.cost.step import bandwidth, step_terms, step_time, timing
+from parcompile.cost.traffic import traffic
+from parcompile.cost.workload import Workload
+
+SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
+WORK = Workload(
+    shape=SHAPE,
+    nodes=2,
+    gpus_per_node=8,
+    accelerator="h100-sxm",
+    sequence_length=2048,
+    micro_batch=2,
+    micro_batches=4,
+    dp=16,
+)
+START = {name: one.start for name, one in TIME.items()}
+
+
+def only(work: Workload, group: str) -> float:
+    return next(one.wire_bytes for one in traffic(work) if one.group == group)
+
+
+def test_tp_sends_four_ring_all_reduces_in_each_layer_with_and_without_sequence_parallelism() -> None:
+    work = replace(WORK, tp=4, dp=4)
+    expected = 4 * 8 * 4 * 2 * 3 / 4 * (2 * 2048 * 1024 * 2)
+    assert only(work, "tp") == expected
+    assert only(replace(work, sequence_parallel=True), "tp") == expected
+    assert only(replace(work, recompute="full"), "tp") == expected * 1.5
+
+
+def test_gradients_and_weights_cross_dp_and_cp() -> None:
+    parameters = WORK.stage_parameters(WORK.stages[0])
+    assert only(replace(WORK, gradient_bytes=2), "dp-cp") == pytest.approx(parameters * (2 + 2) * 15 / 16)
+    assert only(replace(WORK, zero_stage=0), "dp-cp") == pytest.approx(2 * 4 * parameters * 15 / 16)
+    assert only(replace(WORK, cp=4, dp=4), "dp-cp") == only(WORK, "dp-cp")
+
+
+def test_the_ring_sends_keys_values_and_their_gradients() -> None:
+    work = replace(WORK, cp=4, dp=4)
+    hop = 2 * 4 * 64 * (2 * 2048 // 4) * 2
+    assert only(work, "cp") == 4 * 8 * 3 * hop * (2 + 2)
+
+
+def test_stages_exchange_activations_both_ways() -> None:
+    assert only(replace(WORK, pp=2, dp=8), "pp") == 2 * 4 * 2 * 2048 * 1024 * 2
+
+
+def test_a_group_of_one_rank_sends_nothing() -> None:
+    assert traffic(replace(WORK, dp=1, nodes=1)) == ()
+
+
+def test_links_follow_where_the_ranks_lie() -> None:
+    links = {one.group: one.link.name for one in traffic(replace(WORK, tp=8, dp=2))}
+    assert links == {"tp": "nvlink4", "dp-cp": "ndr-8x"}
+
+
+def test_no_collective_is_faster_than_the_hardware() -> None:
+    terms, machine = step_terms(WORK), find_accelerator("h100-sxm")
+    fastest = {**START, "node_link": TIME["node_link"].high, "network_link": TIME["network_link"].high}
+    fastest |= {"network_ports": 1.0, "network_scale": 0.0}
+    for stride, ranks in ((1, 8), (1, 16), (4, 4), (8, 2)):
+        speed = bandwidth(terms, stride, ranks, fastest)
+        assert speed <= machine.node_link.bytes_per_s
+        if stride * ranks > 8:
+            assert speed <= machine.network_link.bytes_per_s * max(1, 8 // stride)
+
+
+def test_the_parts_of_a_step_add_up_and_the_bubble_is_p_minus_1_over_m() -> None:
+    work = replace(WORK, pp=2, dp=8, shape=replace(SHAPE, vocab_size=128))
+    step = step_time(step_terms(work), START)
+    assert step.seconds == pytest.approx(sum(step.parts.values()))
+    busy = step.seconds - step.bubble - step.exchange - step.gradients - step.optimizer
+    assert step.bubble / busy == pytest.approx(1 / 4, rel=0.01)
+
+
+def test_utilisation_follows_its_convention() -> None:
+    timed = timing(WORK)
+    per_token = 6 * matmul_parameters(SHAPE) + 12 * 8 * 16 * 64 * 2048
+    assert model_flops_per_token(SHAPE, 2048) == per_token
+    rate = WORK.tokens_per_step / timed.step.seconds / 16
+    assert timed.utilisation == pytest.approx(rate * per_token / find_accelerator("h100-sxm").flops_per_s)
+    assert 0 < timed.utilisation < 1
+
+
+def test_matmul_parameters_are_those_of_the_model_without_embedding_and_norms() -> None:
+    shape = gpt_shape(24, 2304, 24)
+    assert matmul_parameters(shape) == 24 * 12 * 2304**2 + 51200 * 2304
+
+
+def test_every_figure_of_an_accelerator_has_a_source() -> None:
+    for machine in accelerators().values():
+        assert machine.sources.get("bf16_flops_per_s")
+        assert machine.sources.get("memory_bytes_per_s")
+        assert machine.memory_bytes is None or machine.sources.get("memory_mib")
+        assert machine.node_link.source
+        assert machine.network_link.source
+
+
+def test_an_unknown_accelerator_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match="'h1000'; there are: a100-40gb"):
+        find_accelerator("h1000")

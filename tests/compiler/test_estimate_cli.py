@@ -1,0 +1,133 @@
+"""`parcompile estimate`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout_cases import compile_tree, spec_tree
+
+from parcompile.cli import main
+from parcompile.cost.footprint import STATIC, footprint
+from parcompile.cost.memory import static_memory
+from parcompile.cost.workload import workload_of
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parcompile", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def write(tree: dict[str, Any]) -> None:
+    Path("spec.json").write_text(json.dumps(tree), encoding="utf-8")
+
+
+LLAMA = spec_tree(
+    nodes=4,
+    model={"preset": "llama-3-8b"},
+    parallelism={"tp": 2, "cp": 4},
+    training={"sequence_length": 8192, "global_batch_size": 64},
+)
+
+
+def test_the_table_names_the_rank_the_largest_part_the_interval_and_the_convention(run: Run) -> None:
+    write(LLAMA)
+    code, out, _ = run("estimate", "spec.json")
+    assert code == 0
+    for text in (
+        "8,030,261,248 in all",
+        "GiB on rank 0",
+        "90 % interval",
+        "the largest part is",
+        "usable GiB of",
+        "MFU by",
+    ):
+        assert text in out
+    assert "    0 |" in out
+
+
+def test_json_is_the_whole_of_standard_output_and_its_parts_add_up(run: Run) -> None:
+    write(LLAMA)
+    code, out, _ = run("estimate", "spec.json", "--format", "json", "--tokens", "1e12", "--price", "2")
+    assert code == 0
+    tree = json.loads(out)
+    stage = tree["memory"]["stages"][0]
+    assert sum(stage["components_bytes"].values()) == pytest.approx(stage["total_bytes"], abs=10)
+    assert sum(tree["time"]["parts_seconds"].values()) == pytest.approx(tree["time"]["step_seconds"])
+    low, high = tree["memory"]["interval_90_bytes"]
+    assert low <= tree["memory"]["peak_bytes"] <= high
+    budget = tree["budget"]
+    assert budget["days"] == pytest.approx(budget["steps"] * tree["time"]["step_seconds"] / 86400)
+    assert budget["cost"] == pytest.approx(budget["days"] * 24 * 32 * 2)
+    assert sum(tree["parameters"]["rank_by_layer"]) < tree["parameters"]["rank_by_stage"][0]
+
+
+def test_static_parts_equal_those_of_the_plan(tmp_path: Path) -> None:
+    spec = compile_tree(LLAMA, tmp_path).spec
+    peak, exact = footprint(workload_of(spec)).peak, static_memory(spec)
+    parts = [peak.components[name] for name in STATIC]
+    assert parts == [
+        exact.weight_bytes,
+        exact.gradient_bytes,
+        exact.master_bytes,
+        exact.optimizer_bytes,
+        exact.bucket_bytes,
+    ]
+
+
+def test_a_sweep_is_a_grid_and_says_which_rule_refuses(run: Run) -> None:
+    write(LLAMA)
+    code, out, _ = run("estimate", "spec.json", "--sweep", "tp=1,2,3", "cp=1,2")
+    assert code == 0
+    rows = out.splitlines()
+    assert rows[0].split()[:3] == ["tp", "cp", "dp"]
+    assert len(rows) == 7
+    assert all("refused [" in row for row in rows if row.startswith("3"))
+    cells = json.loads(run("estimate", "spec.json", "--sweep", "tp=1,2", "--format", "json")[1])
+    assert [cell["tp"] for cell in cells] == [1, 2]
+    assert cells[1]["memory"]["peak_bytes"] < cells[0]["memory"]["peak_bytes"]
+
+
+def test_what_cannot_be_swept_is_a_mistake_of_usage(run: Run) -> None:
+    write(LLAMA)
+    assert run("estimate", "spec.json", "--sweep", "colour=1")[0] == 2
+    assert run("estimate", "spec.json", "tp=1")[0] == 2
+    assert run("estimate", "spec.json", "--sweep", "tp")[0] == 2
+
+
+def test_a_layout_that_is_too_large_is_estimated_all_the_same(run: Run) -> None:
+    write(spec_tree(model={"preset": "llama-3-70b"}, training={"sequence_length": 4096, "global_batch_size": 8}))
+    code, out, _ = run("estimate", "spec.json")
+    assert code == 0
+    assert "does not fit" in out
+
+
+def test_a_wrong_spec_is_reported_and_not_estimated(run: Run) -> None:
+    write({**LLAMA, "parallelism": {"tp": 3}})
+    code, out, err = run("estimate", "spec.json")
+    assert (code, out) == (1, "")
+    assert "T001" in err or "W0" in err
+
+
+def test_the_drawing_is_well_formed_and_has_a_box_for_each_component(run: Run) -> None:
+    write(LLAMA)
+    assert run("estimate", "spec.json", "--plot", "stages.svg")[0] == 0
+    root = ET.parse("stages.svg").getroot()
+    titles = [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(title.startswith("activations: ") for title in titles)

@@ -1,0 +1,157 @@
+"""The search: exact among what it enumerates, inside the rules and the memory, with a reason for every loser."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout_cases import spec_tree
+
+from parcompile.cli import main
+from parcompile.cost.calibration import SAFE, TIE
+from parcompile.search.ranking import Outcome, search
+from parcompile.search.space import Space, open_space
+
+FOLDER = Path()
+
+
+def space(tree: dict[str, Any], *, executable: bool = True, layers: int = 32, experts: int = 0) -> Space:
+    return open_space(tree, FOLDER, executable=executable, layers=layers, experts=experts)
+
+
+def quiet(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, object]]:
+    return settings
+
+
+def llama(nodes: int = 1, batch: int = 64, **parallelism: object) -> dict[str, Any]:
+    tree = spec_tree(nodes=nodes, model={"preset": "llama-3-8b"}, parallelism=parallelism)
+    tree["training"] = {"sequence_length": 8192, "global_batch_size": batch}
+    return tree
+
+
+@pytest.fixture(scope="module")
+def found() -> Outcome:
+    return search(space(llama()), quiet)
+
+
+def test_no_enumerated_layout_that_fits_is_faster_by_more_than_predictions_tell_apart(found: Outcome) -> None:
+    assert found.best is not None
+    assert found.best.seconds <= TIE * min(one.seconds for one in found.fitting)
+    assert all(one.memory.probability is None or one.memory.probability >= SAFE for one in found.fitting)
+    assert all(one.memory.probability is not None and one.memory.probability < SAFE for one in found.too_large)
+
+
+def test_every_loser_has_a_reason(found: Outcome) -> None:
+    assert found.best is not None
+    assert found.best.reason is None
+    assert all(one.reason for one in (*found.fitting[1:], *found.too_large))
+    assert any("most of it through" in (one.reason or "") for one in found.fitting)
+    assert all("usable GiB on rank" in (one.reason or "") for one in found.too_large)
+    assert found.too_large
+    assert all(one.code and one.message for one in found.refused)
+
+
+def test_no_layout_beats_one_of_the_front_in_both(found: Outcome) -> None:
+    assert len(found.front) > 1
+    for one in found.front:
+        assert not [
+            other for other in found.fitting if other.seconds < one.seconds and other.peak_bytes < one.peak_bytes
+        ]
+
+
+def test_what_the_spec_gives_stays() -> None:
+    outcome = search(space(llama(tp=4, sequence_parallel=True)), quiet)
+    for one in (*outcome.fitting, *outcome.too_large):
+        assert one.candidate.work.tp == 4
+        assert one.candidate.work.sequence_parallel
+
+
+def test_pipelines_are_searched_only_when_every_target_is_allowed() -> None:
+    tree = llama(tp=2, cp=1)
+    here = search(space(tree), quiet)
+    everywhere = search(space(tree, executable=False), quiet)
+    assert {one.candidate.work.pp for one in here.fitting} == {1}
+    assert {one.candidate.work.pp for one in everywhere.fitting} > {1}
+    assert any(one.code.startswith("X") or one.changes["pp"] for one in here.refused)
+
+
+def test_all_layouts_process_the_same_batch(found: Outcome) -> None:
+    assert {one.candidate.work.global_batch for one in found.fitting} == {64}
+    assert {one.candidate.work.world_size for one in found.fitting} == {8}
+
+
+def test_experts_open_their_axis() -> None:
+    tree = spec_tree(nodes=2, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 4, "cp": 1, "pp": 1})
+    tree["training"] = {"sequence_length": 4096, "global_batch_size": 64}
+    opened = space(tree, executable=False, experts=8)
+    assert opened.axes["ep"] == (1, 2, 4, 8)
+    outcome = search(opened, quiet)
+    assert {one.candidate.work.ep for one in (*outcome.fitting, *outcome.too_large)} >= {1, 4}
+
+
+def test_layouts_without_a_common_batch_are_not_compared() -> None:
+    tree = llama()
+    del tree["training"]["global_batch_size"]
+    with pytest.raises(ValueError, match="global_batch_size is not given"):
+        space(tree)
+
+
+def test_thousands_of_gpus_are_searched_in_seconds() -> None:
+    tree = llama(nodes=512, batch=4096)
+    start = time.perf_counter()
+    outcome = search(space(tree, executable=False), quiet)
+    assert outcome.enumerated > 500
+    assert time.perf_counter() - start < 20
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parcompile", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_the_chosen_spec_is_written_and_compiles(run: Run) -> None:
+    tree = llama()
+    tree["parallelism"] = {"tp": "auto", "cp": "auto", "dp": "auto"}
+    Path("open.json").write_text(json.dumps(tree), encoding="utf-8")
+    code, out, _ = run("search", "open.json", "-o", "chosen.json", "--losers")
+    assert code == 0
+    assert "no layout beats these in both" in out
+    assert "why it lost" in out
+    assert run("chosen.json", "-o", "plan")[0] == 0
+    assert "auto" not in Path("chosen.json").read_text(encoding="utf-8")
+
+
+def test_json_holds_the_winner_the_front_and_the_losers(run: Run) -> None:
+    Path("open.json").write_text(json.dumps(llama(nodes=2)), encoding="utf-8")
+    code, out, _ = run("search", "open.json", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["best"] == found["fitting"][0]
+    assert found["spec"]["parallelism"]["tp"] == found["best"]["layout"]["tp"]
+    assert found["pareto_front"]
+
+
+def test_when_nothing_fits_the_smallest_layout_is_named(run: Run) -> None:
+    tree = llama()
+    tree["model"] = {"preset": "llama-3.1-405b"}
+    Path("open.json").write_text(json.dumps(tree), encoding="utf-8")
+    code, out, _ = run("search", "open.json")
+    assert code == 1
+    assert "nothing fits; the smallest is" in out
