@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import GIB, columns, table
 from parcompile.cost.workload import workload_of
@@ -21,6 +22,7 @@ from parcompile.reporters.style import Style, writable
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
 from parcompile.source import SourceError
 
+from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
 
 MOST_CELLS = 4096
@@ -33,6 +35,7 @@ MOST_CELLS = 4096
 @click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
 @click.option("--tokens", type=float, help="Tokens to train on: adds days.")
 @click.option("--price", type=float, help="Price of a GPU hour: adds the cost of --tokens.")
+@click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
 def command(
     spec: str,
@@ -41,6 +44,7 @@ def command(
     sweep: tuple[str, ...],
     tokens: float | None,
     price: float | None,
+    coefficients: Path | None,
     plot: Path | None,
 ) -> None:
     """Estimate memory, traffic and time of SPEC, with 90 % intervals and the probability that it fits.
@@ -51,18 +55,19 @@ def command(
         raise click.UsageError(f"{more[0]!r} belongs behind --sweep")
     if sweep and plot:
         raise click.UsageError("--plot draws one layout, --sweep compares many")
+    fitted = read_set(coefficients) if coefficients else None
     axes = dict(_values(text) for text in (*sweep, *more))
     checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes))
     assert checked.document is not None
     folder = Path() if spec == "-" else Path(spec).resolve().parent
     if axes:
         assert isinstance(checked.document.tree, dict)
-        _print_sweep(checked.document.tree, axes, folder, form)
+        _print_sweep(checked.document.tree, axes, folder, form, fitted)
         return
     found = as_written(checked)
     if found.work is None:
         raise click.ClickException(f"[{found.code}] {found.message}")
-    result = estimate(found.work, tokens=tokens, gpu_hour_price=price)
+    result = estimate(found.work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
         from parcompile.cost.drawing import svg
 
@@ -120,12 +125,18 @@ def _value(text: str) -> object:
         return text
 
 
-def _print_sweep(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]], folder: Path, form: str) -> None:
+def _print_sweep(
+    tree: Mapping[str, Any],
+    axes: Mapping[str, Sequence[object]],
+    folder: Path,
+    form: str,
+    fitted: CoefficientSet | None,
+) -> None:
     cells = list(itertools.product(*axes.values()))
     if len(cells) > MOST_CELLS:
         raise click.UsageError(f"{len(cells)} layouts are more than {MOST_CELLS}")
     try:
-        found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder)) for cell in cells]
+        found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted)) for cell in cells]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if form == "json":
@@ -156,8 +167,10 @@ def _print_sweep(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]], 
     click.echo(writable(sys.stdout, "\n".join(columns(lines))))
 
 
-def _cell(tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path) -> Estimate | str:
+def _cell(
+    tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path, fitted: CoefficientSet | None
+) -> Estimate | str:
     found = variant(tree, changes, folder, executable=False)
     if found.work is None:
         return f"refused [{found.code}]"
-    return estimate(found.work)
+    return estimate(found.work, fitted=fitted)

@@ -10,7 +10,21 @@ import click
 
 from parcompile.version import __version__
 
-_COMMANDS = ("compile", "check", "checkpoint", "diff", "estimate", "explain", "groups", "import", "init", "local", "schema", "search")
+_COMMANDS = (
+    "compile",
+    "calibrate",
+    "check",
+    "checkpoint",
+    "diff",
+    "estimate",
+    "explain",
+    "groups",
+    "import",
+    "init",
+    "local",
+    "schema",
+    "search",
+)
 """Subcommands; each is the function `command` of the module of its name, imported when it is called."""
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2

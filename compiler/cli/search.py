@@ -18,6 +18,7 @@ from parcompile.search.ranking import Outcome, Ranked, search
 from parcompile.search.space import open_space
 from parcompile.search.variant import changed
 
+from .calibrate import read_set
 from .estimate import checked_spec
 
 
@@ -27,8 +28,11 @@ from .estimate import checked_spec
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
 @click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (pp, ep).")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")
-def command(spec: str, top: int, form: str, output: Path | None, *, losers: bool, any_target: bool) -> None:
+def command(
+    spec: str, top: int, form: str, coefficients: Path | None, output: Path | None, *, losers: bool, any_target: bool
+) -> None:
     """Search the layouts of SPEC: what it leaves out of tp, cp, pp, ep, the micro-batch, recomputation.
 
     Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among
@@ -44,7 +48,7 @@ def command(spec: str, top: int, form: str, output: Path | None, *, losers: bool
         space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
     except (ValueError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
-    found = search(space, _progress)
+    found = search(space, _progress, read_set(coefficients) if coefficients else None)
     chosen = None if found.best is None else changed(tree, found.best.candidate.changes)
     if form == "json":
         click.echo(json.dumps(_json(found, chosen), indent=2))

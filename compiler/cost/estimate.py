@@ -9,9 +9,9 @@ from typing import Any
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
 
+from .coefficients import CoefficientSet
 from .flops import CONVENTION
 from .footprint import Footprint, footprint
-from .hardware import find_accelerator
 from .step import Timing, timing
 from .traffic import GroupTraffic, traffic
 from .workload import Workload
@@ -124,20 +124,29 @@ def _share(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def estimate(work: Workload, *, tokens: float | None = None, gpu_hour_price: float | None = None) -> Estimate:
+def estimate(
+    work: Workload,
+    *,
+    tokens: float | None = None,
+    gpu_hour_price: float | None = None,
+    fitted: CoefficientSet | None = None,
+) -> Estimate:
     """The estimate of a layout; `tokens` is a budget to train on, `gpu_hour_price` in any currency.
+
+    `fitted` are coefficients to use instead of those of the package.
 
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
-    timed = timing(work)
+    timed = timing(work, fitted.time if fitted else None)
     budget = None
     if tokens is not None:
         steps = math.ceil(tokens / work.tokens_per_step)
         days = steps * timed.step.seconds / SECONDS_PER_DAY
         price = None if gpu_hour_price is None else days * 24 * work.world_size * gpu_hour_price
         budget = Budget(tokens, steps, days, price)
-    return Estimate(work, parameters(work), footprint(work), traffic(work), timed, budget)
+    memory = footprint(work, fitted.memory if fitted else None)
+    return Estimate(work, parameters(work), memory, traffic(work), timed, budget)
 
 
 def parameters(work: Workload) -> Parameters:
@@ -154,9 +163,3 @@ def parameters(work: Workload) -> Parameters:
         for layer in one.layers or ():
             layers[layer] += cut
     return Parameters(table.numel, tuple(work.stage_parameters(stage) for stage in work.stages), tuple(layers))
-
-
-def memory_limit_text(accelerator: str) -> str:
-    """The size of an accelerator for a message."""
-    size = find_accelerator(accelerator).memory_bytes
-    return "no known memory" if size is None else f"{size / 1024**3:.1f} GiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
-from parcompile.layout.stages import Stage, even_stages
+from parcompile.layout.stages import Stage
 from parcompile.spec import Spec
 
 from .parameters import rank_parameters
@@ -41,8 +41,7 @@ class StaticMemory:
 def static_memory(spec: Spec, stage: Stage | None = None) -> StaticMemory:
     """The static bytes of a rank of `stage`; left out, of the stage that holds most."""
     if stage is None:
-        stages = even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
-        return max((static_memory(spec, one) for one in stages), key=lambda memory: memory.total_bytes)
+        return max((static_memory(spec, one) for one in spec.stages), key=lambda memory: memory.total_bytes)
     numel = rank_numel(spec, stage)
     shards = spec.parallelism.zero_shards if spec.zero_stage >= 1 else 1
     padded = padded_numel(numel, shards)
@@ -73,5 +72,4 @@ def rank_numel(spec: Spec, stage: Stage) -> int:
 
 def bucket_numel(spec: Spec) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
-    stages = even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
-    return min(LARGEST_BUCKET, max(rank_numel(spec, stage) for stage in stages))
+    return min(LARGEST_BUCKET, max(rank_numel(spec, stage) for stage in spec.stages))

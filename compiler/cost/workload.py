@@ -159,4 +159,6 @@ def workload_of(spec: Spec) -> Workload:
         gradient_bytes=training.gradient_accumulation_dtype.bytes,
         zero_stage=spec.zero_stage,
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
+        virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
+        stage_layers=spec.stages,
     )

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from parcompile.cost.calibration import SAFE, TIE, simplicity
+from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.footprint import Footprint, footprint
 from parcompile.cost.step import Timing, timing
 
 from .space import Candidate, Refused, Space, expand
 
 GIB = 1024**3
+
+Progress = Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,21 @@ class Outcome:
         return tuple(found)
 
 
-def search(space: Space, progress: Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]) -> Outcome:
-    """Every layout of a space, ranked. `progress` passes on the settings of the axes and may count them."""
+def search(space: Space, progress: Progress | None = None, fitted: CoefficientSet | None = None) -> Outcome:
+    """Every layout of a space, ranked.
+
+    `progress` passes on the settings of the axes and may count them; `fitted` are coefficients to use instead of those
+    of the package.
+    """
+    memory, time = (fitted.memory, fitted.time) if fitted else (None, None)
     refused: list[Refused] = []
     ranked: list[Ranked] = []
-    for changes in progress(space.combinations):
+    for changes in progress(space.combinations) if progress else space.combinations:
         found = expand(space, changes)
         if isinstance(found, Refused):
             refused.append(found)
         else:
-            ranked += [Ranked(one, timing(one.work), footprint(one.work)) for one in found]
+            ranked += [Ranked(one, timing(one.work, time), footprint(one.work, memory)) for one in found]
     return outcome(ranked, refused)
 
 

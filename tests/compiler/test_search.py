@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,6 @@ def space(tree: dict[str, Any], *, executable: bool = True, layers: int = 32, ex
     return open_space(tree, FOLDER, executable=executable, layers=layers, experts=experts)
 
 
-def quiet(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, object]]:
-    return settings
-
-
 def llama(nodes: int = 1, batch: int = 64, **parallelism: object) -> dict[str, Any]:
     tree = spec_tree(nodes=nodes, model={"preset": "llama-3-8b"}, parallelism=parallelism)
     tree["training"] = {"sequence_length": 8192, "global_batch_size": batch}
@@ -36,7 +32,7 @@ def llama(nodes: int = 1, batch: int = 64, **parallelism: object) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def found() -> Outcome:
-    return search(space(llama()), quiet)
+    return search(space(llama()))
 
 
 def test_no_enumerated_layout_that_fits_is_faster_by_more_than_predictions_tell_apart(found: Outcome) -> None:
@@ -65,7 +61,7 @@ def test_no_layout_beats_one_of_the_front_in_both(found: Outcome) -> None:
 
 
 def test_what_the_spec_gives_stays() -> None:
-    outcome = search(space(llama(tp=4, sequence_parallel=True)), quiet)
+    outcome = search(space(llama(tp=4, sequence_parallel=True)))
     for one in (*outcome.fitting, *outcome.too_large):
         assert one.candidate.work.tp == 4
         assert one.candidate.work.sequence_parallel
@@ -73,8 +69,8 @@ def test_what_the_spec_gives_stays() -> None:
 
 def test_pipelines_are_searched_only_when_every_target_is_allowed() -> None:
     tree = llama(tp=2, cp=1)
-    here = search(space(tree), quiet)
-    everywhere = search(space(tree, executable=False), quiet)
+    here = search(space(tree))
+    everywhere = search(space(tree, executable=False))
     assert {one.candidate.work.pp for one in here.fitting} == {1}
     assert {one.candidate.work.pp for one in everywhere.fitting} > {1}
     assert any(one.code.startswith("X") or one.changes["pp"] for one in here.refused)
@@ -90,7 +86,7 @@ def test_experts_open_their_axis() -> None:
     tree["training"] = {"sequence_length": 4096, "global_batch_size": 64}
     opened = space(tree, executable=False, experts=8)
     assert opened.axes["ep"] == (1, 2, 4, 8)
-    outcome = search(opened, quiet)
+    outcome = search(opened)
     assert {one.candidate.work.ep for one in (*outcome.fitting, *outcome.too_large)} >= {1, 4}
 
 
@@ -104,7 +100,7 @@ def test_layouts_without_a_common_batch_are_not_compared() -> None:
 def test_thousands_of_gpus_are_searched_in_seconds() -> None:
     tree = llama(nodes=512, batch=4096)
     start = time.perf_counter()
-    outcome = search(space(tree, executable=False), quiet)
+    outcome = search(space(tree, executable=False))
     assert outcome.enumerated > 500
     assert time.perf_counter() - start < 20
 

@@ -1,0 +1,72 @@
+"""Layouts per second and wall time of the search, for 8 to 16,384 GPUs.
+
+    python benchmarks/search.py
+
+Each world is searched several times in one process; the median and the range are shown. All targets are allowed, so
+that pipelines are enumerated, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from parcompile.search.ranking import search
+from parcompile.search.space import open_space
+
+LAYERS = {"llama-3-8b": 32, "llama-3-70b": 80}
+WORLDS = (8, 64, 512, 4096, 16384)
+
+
+def spec(model: str, world: int) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "model": {"preset": model},
+        "cluster": {"nodes": world // 8, "gpus_per_node": 8, "accelerator": "h100-sxm"},
+        "training": {"sequence_length": 8192, "global_batch_size": max(256, world)},
+    }
+
+
+def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
+    seconds, layouts = [], 0
+    for _ in range(rounds):
+        space = open_space(spec(model, world), Path(), executable=False, layers=LAYERS[model], experts=0)
+        start = time.perf_counter()
+        found = search(space)
+        seconds.append(time.perf_counter() - start)
+        layouts = found.enumerated
+    median = statistics.median(seconds)
+    return {
+        "model": model,
+        "gpus": world,
+        "layouts": layouts,
+        "seconds_median": round(median, 3),
+        "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
+        "layouts_per_second": round(layouts / median),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    rows = [measure(model, world, options.rounds) for model in LAYERS for world in WORLDS]
+    print(f"Python {platform.python_version()}, {platform.machine()}, {options.rounds} rounds")
+    for row in rows:
+        low, high = row["seconds_range"]
+        print(
+            f"{row['model']:<12} {row['gpus']:>6} GPUs  {row['layouts']:>6} layouts  {row['seconds_median']:>7.2f} s "
+            f"({low:.2f} to {high:.2f})  {row['layouts_per_second']:>6} layouts/s"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`parcompile calibrate RUNS.csv`: fits the coefficients of the estimates to one's own runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
+from parcompile.cost.coefficients import MEMORY, TIME, CoefficientSet, Fit
+from parcompile.cost.measurements import Measurement, MeasurementError, is_possible, read_measurements
+from parcompile.cost.table import columns
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.shape import ModelShape
+from parcompile.reporters.style import writable
+
+FEWEST = 5
+"""Runs below which a part is not fitted."""
+
+
+@click.command("calibrate")
+@click.argument("runs", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--fit-model", "fitted", multiple=True, metavar="NAME", help="Fit only runs of this model.")
+@click.option("--judge", "others", type=click.Path(dir_okay=False, path_type=Path), help="Judge on these runs.")
+@click.option("--judge-model", "judged", multiple=True, metavar="NAME", help="Judge only on runs of this model.")
+@click.option("--models", type=click.Path(dir_okay=False, path_type=Path), help="JSON: Hugging Face config by name.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the coefficients here.")
+def command(
+    runs: Path,
+    fitted: tuple[str, ...],
+    others: Path | None,
+    judged: tuple[str, ...],
+    models: Path | None,
+    output: Path | None,
+) -> None:
+    """Fit memory and time coefficients to RUNS, a CSV of measured layouts, within their physical bounds.
+
+    What is judged must not have been fitted: give --judge another file, or --fit-model and --judge-model of one file.
+    docs/estimates.md lists the columns. The result is used by `estimate` and `search` through --coefficients.
+    """
+    try:
+        shapes = _shapes(models)
+        rows = _chosen(runs, fitted, shapes)
+        rest = _chosen(others or runs, judged, shapes) if others or judged else []
+    except MeasurementError as error:
+        raise click.ClickException(str(error)) from None
+    both = {one.model for one in rows} & {one.model for one in rest} if others in (None, runs) else set()
+    if both:
+        raise click.UsageError(f"{', '.join(sorted(both))} would be fitted and judged: errors would say nothing")
+    memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
+    time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
+    if memory is None and time is None:
+        raise click.ClickException(f"{runs}: fewer than {FEWEST} runs have a measured peak or step")
+    names = ", ".join(sorted({one.model for one in rows}))
+    found = CoefficientSet("own", f"{runs.name}, {names}", rows[0].work.accelerator, memory, time)
+    text = _text(found, judge(rest, found) if rest else None)
+    click.echo(writable(sys.stdout, text), nl=False)
+    if output is not None:
+        tree = {"sets": {"own": found.to_json()}}
+        try:
+            output.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+        click.echo(f"wrote {output}")
+
+
+def _shapes(path: Path | None) -> Mapping[str, ModelShape]:
+    if path is None:
+        return {}
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return {name: shape_from_config(config) for name, config in tree.items()}
+    except OSError as error:
+        raise MeasurementError(f"{path} cannot be read: {error.strerror}") from None
+    except (ModelConfigError, ValueError, AttributeError) as error:
+        raise MeasurementError(f"{path}: {error}") from None
+
+
+def _chosen(path: Path, models: Sequence[str], shapes: Mapping[str, ModelShape]) -> list[Measurement]:
+    rows = [one for one in read_measurements(path, shapes) if is_possible(one)]
+    known = {one.model for one in rows}
+    missing = [name for name in models if name not in known]
+    if missing or not rows:
+        there = f"there are: {', '.join(sorted(known))}" if known else "it has no usable rows"
+        raise MeasurementError(f"{path} has no runs of {', '.join(missing) or 'any model'}; {there}")
+    return [one for one in rows if not models or one.model in models]
+
+
+def _text(found: CoefficientSet, judged: Judgement | None) -> str:
+    lines = []
+    for part, fit, table in (("memory", found.memory, MEMORY), ("time", found.time, TIME)):
+        if fit is None:
+            lines.append(f"{part}: too few measured runs, not fitted")
+            continue
+        lines.append(f"{part}: {fit.rows} runs, mean error {fit.mean_absolute_error:.1%} on the rows that were fitted")
+        rows = [("", "coefficient", "value", "bounds", "meaning")]
+        for name, one in table.items():
+            rows.append(("", name, f"{fit.values[name]:.4g}", f"{one.low:g} to {one.high:g}", one.meaning))
+        lines += columns(rows)
+    if judged is None:
+        lines.append("not judged: give runs of other models with --judge or --judge-model")
+        return "\n".join(lines) + "\n"
+    lines.append("on rows that were not fitted")
+    if judged.memory_rows:
+        lines.append(
+            f"  memory: mean error {judged.memory_error:.1%}, median {judged.memory_median:.1%} of "
+            f"{judged.memory_rows} runs; the 90 % interval covers {judged.memory_coverage:.1%}"
+        )
+    if judged.fits_rows:
+        lines.append(f"  fits or not: right for {judged.fits_share:.1%} of {judged.fits_rows} runs")
+    if judged.time_rows:
+        lines.append(
+            f"  step time: mean error {judged.time_error:.1%}, median {judged.time_median:.1%} of "
+            f"{judged.time_rows} runs; the 90 % interval covers {judged.time_coverage:.1%}"
+        )
+    for (model, nodes), value in judged.regret.items():
+        lines.append(f"  choice for {model} on {nodes} node(s): {value:.1%} of the best measured throughput lost")
+    return "\n".join(lines) + "\n"
+
+
+def read_set(path: Path) -> CoefficientSet:
+    """The coefficients that this command wrote.
+
+    Raises:
+        ClickException: the file is none of its.
+    """
+    try:
+        sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        (name, tree), *more = sets.items()
+        found = CoefficientSet.from_json(name, tree)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise click.ClickException(f"{path} was not written by parcompile calibrate") from None
+    if more or not all(_complete(fit, table) for fit, table in ((found.memory, MEMORY), (found.time, TIME))):
+        raise click.ClickException(f"{path} does not hold one complete set of coefficients")
+    return found
+
+
+def _complete(fit: Fit | None, table: Mapping[str, object]) -> bool:
+    return fit is None or set(fit.values) == set(table)
