@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
-import multiprocessing.connection
-import tempfile
-import time
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from parcompile.runtime import transport
+from parcompile.runtime.local import LocalWorld, RankError
 
 
 class World:
@@ -22,9 +15,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._directory = tempfile.TemporaryDirectory(prefix="parcompile-test-")
-        self._started = 0
-        self._ranks: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
+        self._ranks: LocalWorld | None = None
 
     def run(self, check, *args, timeout_seconds: float = 90.0) -> list:
         """Call `check(*args)` on every rank, with the default group as the world; return what the ranks return.
@@ -32,68 +23,22 @@ class World:
         `check` is a function of a module. The first rank that raises is shown; after a failure or a time-out the next
         call gets a fresh world.
         """
-        if not self._ranks:
-            self._start()
-        for _, connection in self._ranks:
-            connection.send((check, args))
-        deadline = time.monotonic() + timeout_seconds
-        results, waiting = [None] * self.size, {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                self.close()
-                silent = sorted(waiting.values())
-                raise AssertionError(f"{check.__name__}: no answer from ranks {silent} in {timeout_seconds} s")
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    failed, result = connection.recv()
-                except EOFError:
-                    failed, result = True, "the process died"
-                if failed:
-                    self.close()
-                    raise AssertionError(f"{check.__name__}: rank {rank} of {self.size} failed\n{result}")
-                results[rank] = result
-        return results
+        if self._ranks is None:
+            self._ranks = LocalWorld(self.size)
+        try:
+            return self._ranks.run(_without_rank, check, args, timeout=timeout_seconds)
+        except RankError as error:
+            self._ranks = None
+            raise AssertionError(f"{check.__name__}: {error}") from None
 
     def close(self) -> None:
         """End every process."""
-        for _, connection in self._ranks:
-            connection.close()
-        for process, _ in self._ranks:
-            process.kill()
-            process.join()
-        self._ranks = []
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._started += 1
-        store = Path(self._directory.name) / f"store-{self._started}"
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, str(store)), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+        if self._ranks is not None:
+            self._ranks.close()
 
 
-def _serve(connection: multiprocessing.connection.Connection, rank: int, size: int, store: str) -> None:
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    while True:
-        try:
-            check, args = connection.recv()
-            connection.send(_answer(check, args))
-        except (EOFError, BrokenPipeError):  # the test has ended this world
-            return
-
-
-def _answer(check, args) -> tuple[bool, object]:
-    try:
-        return False, check(*args)
-    except Exception:
-        return True, traceback.format_exc()
+def _without_rank(_: int, check, args):
+    return check(*args)
 
 
 def each_transport() -> Iterator[str]:

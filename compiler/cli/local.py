@@ -1,0 +1,39 @@
+"""`parcompile local PLAN`: all ranks of a plan on this machine, and who holds which slice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from parcompile.plan import Plan, PlanError
+
+
+@click.command("local")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for the ranks.")
+@click.pass_context
+def command(context: click.Context, plan: Path, timeout: float) -> None:
+    """Run one step of a small plan on all its ranks on this machine, beside one process.
+
+    PLAN is a plan.json, or the folder that holds it. Shows which slice of which weight each rank holds, and compares
+    loss and gradient norm. Needs the extras [runtime] and [hf]. Exit code 1 when something differs.
+    """
+    try:
+        loaded = Plan.load(plan)
+    except PlanError as error:
+        raise click.ClickException(str(error)) from None
+    try:
+        # Only here: the compiler itself works without torch.
+        from parcompile.runtime import RunError
+        from parcompile.runtime.local import RankError
+        from parcompile.runtime.slices import view
+    except ImportError as error:
+        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+    try:
+        found = view(loaded, timeout)
+    except (RunError, RankError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(found.text())
+    if not found.equal:
+        context.exit(1)

@@ -1,0 +1,262 @@
+"""Who holds which slice: a plan on live ranks of this machine, one training step, and the same step in one process.
+
+    parcompile local PLAN
+
+starts the plan's ranks (see `local`), builds the plan's engine on each, and compares: every rank's weights with the
+slices that the plan gives it, bit for bit, and loss and gradient norm with those of plain transformers and torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcompile.layout.sequence import token_ranges
+from parcompile.layout.tensor import TensorLayout
+from parcompile.model.parameters import Parameter
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+
+from .errors import RunError
+from .local import MAX_RANKS, run_local
+from .model import build_model
+from .tensor_parallel import take_ranges
+
+__all__ = ["Step", "View", "slice_table", "view"]
+
+TOLERANCE = {Precision.FP32: 1e-5}
+"""How far loss and gradient norm may be from those of one process, relative; see `HALF_TOLERANCE`."""
+
+HALF_TOLERANCE = 5e-2
+"""The same in 16 bits, where one process computes in fp32 still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a training step says of itself."""
+
+    loss: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A plan as it ran on this machine."""
+
+    plan: Plan
+    ranks: Step
+    one_process: Step
+    wrong_slices: tuple[str, ...]
+    """Weights that are not what the plan says, with their rank; empty when all are."""
+
+    @property
+    def differences(self) -> tuple[float, float]:
+        """Relative differences of loss and gradient norm."""
+        pairs = (
+            (self.ranks.loss, self.one_process.loss),
+            (self.ranks.gradient_norm, self.one_process.gradient_norm),
+        )
+        found, expected = zip(*pairs, strict=True)
+        loss, norm = (abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+        return loss, norm
+
+    @property
+    def tolerance(self) -> float:
+        """What the precision of the plan allows."""
+        return TOLERANCE.get(self.plan.spec.training.precision, HALF_TOLERANCE)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the ranks hold what the plan says and compute what one process does."""
+        return not self.wrong_slices and all(difference <= self.tolerance for difference in self.differences)
+
+    def text(self) -> str:
+        """For people."""
+        return "\n\n".join((_ranks_text(self.plan), slice_table(self.plan), self._weights_text(), self._step_text()))
+
+    def _weights_text(self) -> str:
+        if not self.wrong_slices:
+            return "weights: every rank holds these slices of the whole model's weights, bit for bit"
+        return "weights that are not the planned slices:\n" + "\n".join(f"  {wrong}" for wrong in self.wrong_slices)
+
+    def _step_text(self) -> str:
+        precision = self.plan.spec.training.precision.value
+        many_ranks = f"{self.plan.world_size} rank(s) ({precision})"
+        rows: list[tuple[str, ...]] = [("", "one process (fp32)", many_ranks, "relative difference")]
+        for name, one, many, difference in zip(
+            ("loss", "gradient norm"),
+            (self.one_process.loss, self.one_process.gradient_norm),
+            (self.ranks.loss, self.ranks.gradient_norm),
+            self.differences,
+            strict=True,
+        ):
+            rows.append((name, f"{one:.8g}", f"{many:.8g}", f"{difference:.1e}"))
+        verdict = "equal" if all(difference <= self.tolerance for difference in self.differences) else "DIFFERENT"
+        return f"one step:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
+
+
+def view(plan: Plan, timeout: float = 300.0) -> View:
+    """Run one step of `plan` on all its ranks on this machine, and in this process alone.
+
+    Raises:
+        RunError: The plan is not executable, or is too large for this machine.
+        RankError: A rank failed, or `timeout` seconds passed.
+    """
+    _refuse(plan)
+    answers = run_local(plan.world_size, _step_of_rank, plan, timeout=timeout)
+    model = build_model(plan)
+    wrong = [
+        f"rank {rank}: {name} {shape}"
+        for rank, answer in enumerate(answers)
+        for name, shape in _differing(plan, rank, answer["held"], model)
+    ]
+    ranks = Step(answers[0]["loss"], answers[0]["gradient_norm"])
+    return View(plan, ranks, _step_of_one_process(plan, model), tuple(wrong))
+
+
+def slice_table(plan: Plan) -> str:
+    """Every parameter with its full shape, the dim that tp cuts, and the range that each tp rank holds."""
+    tp = plan.spec.parallelism.tp
+    rows: list[tuple[str, ...]] = [("parameter", "full shape", "dim", *(f"tp {index}" for index in range(tp)))]
+    for parameter, layout in plan.tensors().values():
+        shape = " × ".join(map(str, parameter.shape))
+        if layout.full_shape != parameter.shape:
+            shape += f", padded to {' × '.join(map(str, layout.full_shape))}"
+        held = (_ranges_text(layout, index) for index in range(tp))
+        name = parameter.name + (f"  (× {parameter.count})" if parameter.count > 1 else "")
+        rows.append((name, shape, "–" if layout.dim is None else str(layout.dim), *held))
+    return "a..b: from a up to, not including, b\n" + _columns(rows)
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------------------
+
+
+def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- run_local's signature
+    from deepspeed.utils import logger
+
+    from .engine import initialize
+    from .loss import reduce_loss
+
+    logger.setLevel("ERROR")
+    # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    engine, _, loader, _ = initialize(plan=plan, training_data=list(_samples(plan)))
+    assert loader is not None
+    held = {name: _digest(parameter) for name, parameter in engine.module.named_parameters()}
+    batches, steps = iter(loader), plan.spec.training.gradient_accumulation_steps
+    loss = 0.0
+    for _ in range(steps):
+        micro_loss = engine(**next(batches)).loss
+        engine.backward(micro_loss)
+        loss += reduce_loss(micro_loss, engine.mesh) / steps
+        engine.step()
+    return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
+
+
+def _samples(plan: Plan) -> Iterator[Tensor]:
+    """One global batch of tokens [S], drawn from the plan's seed."""
+    training, generator = plan.spec.training, torch.Generator().manual_seed(plan.spec.training.seed)
+    for _ in range(training.global_batch_size):
+        yield torch.randint(plan.spec.model.shape.vocab_size, (training.sequence_length,), generator=generator)
+
+
+def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+# -- in one process ----------------------------------------------------------------------------------------------------
+
+
+def _step_of_one_process(plan: Plan, model: Any) -> Step:
+    """Transformers and torch alone."""
+    training = plan.spec.training
+    samples = torch.stack(list(_samples(plan)))
+    pieces, total = torch.split(samples, training.micro_batch_size), 0.0
+    model.train()
+    for ids in pieces:
+        loss = model(input_ids=ids, labels=ids).loss / len(pieces)
+        loss.backward()
+        total += float(loss.detach())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    return Step(total, float(norm))
+
+
+def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Iterator[tuple[str, str]]:
+    """Parameters of a rank that are not its slice of the whole model's."""
+    layouts: dict[str, tuple[Parameter, TensorLayout]] = plan.tensors()
+    whole = dict(model.named_parameters())
+    index = plan.groups.grid.coordinates(rank)["tp"]
+    for name, parameter in plan.parameters.expanded():
+        if name not in held:
+            yield name, "is missing"
+            continue
+        layout, full = layouts[parameter.name][1], whole[name].detach()
+        if layout.ranges is not None and layout.dim is not None:
+            padded = layout.full_shape[layout.dim]
+            full = take_ranges(full, layout.dim, layout.ranges[index], padded_size=padded)
+        shape, dtype, digest = held[name]
+        if (shape, digest) != _digest(full.to(getattr(torch, dtype.removeprefix("torch."))))[::2]:
+            yield name, f"{list(shape)}, planned is {_ranges_text(layout, index)} of {list(layout.full_shape)}"
+
+
+def _refuse(plan: Plan) -> None:
+    if plan.refusals:
+        reasons = "; ".join(f"[{refusal.code}] {refusal.message}" for refusal in plan.refusals)
+        raise RunError(f"the runtime does not execute this plan: {reasons}", everywhere=True)
+    if plan.world_size > MAX_RANKS:
+        raise RunError(
+            f"plan {plan.spec.name!r} has {plan.world_size} ranks; at most {MAX_RANKS} are started on one machine: "
+            f"compile a small model for {MAX_RANKS} ranks or fewer",
+            everywhere=True,
+        )
+    # Each rank builds the whole model in fp32 before it keeps its slices; this process holds it with gradients.
+    whole_bytes = 4 * plan.parameters.numel
+    needed_bytes = (plan.world_size + 2) * whole_bytes
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
+        raise RunError(
+            f"({plan.world_size} ranks + 2) · {whole_bytes / 1e9:.1f} GB of weights = {needed_bytes / 1e9:.0f} GB, "
+            f"this machine has {memory_bytes / 1e9:.0f} GB: use a smaller model, this command is for looking",
+            everywhere=True,
+        )
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _ranks_text(plan: Plan) -> str:
+    parallelism, training = plan.spec.parallelism, plan.spec.training
+    axes = ("tp", "cp", "dp")
+    sizes = " × ".join(f"{axis} {getattr(parallelism, axis)}" for axis in axes)
+    rows: list[tuple[str, ...]] = [("rank", *axes, "tokens of a sequence")]
+    for rank in range(plan.world_size):
+        place = plan.groups.grid.coordinates(rank)
+        tokens = token_ranges(parallelism.cp_layout, parallelism.cp, place["cp"], training.sequence_length)
+        rows.append((str(rank), *(str(place[axis]) for axis in axes), ", ".join(map(_tokens_text, tokens))))
+    return f"plan {plan.spec.name}: {plan.world_size} rank(s) on this machine, {sizes}\n{_columns(rows)}"
+
+
+def _tokens_text(tokens: range) -> str:
+    step = "" if tokens.step == 1 else f" in steps of {tokens.step}"
+    return f"{tokens.start}..{tokens.stop}{step}"
+
+
+def _ranges_text(layout: TensorLayout, index: int) -> str:
+    if layout.ranges is None:
+        return "whole"
+    return " + ".join(f"{start}..{stop}" for start, stop in layout.ranges[index])
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
