@@ -14,7 +14,7 @@ from .engine import initialize
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
 from .loss import ParallelCausalLoss, reduce_loss
-from .model import build_model
+from .model import build_model, load_pretrained
 
 __all__ = [
     "Mesh",
@@ -27,6 +27,7 @@ __all__ = [
     "initialize",
     "join",
     "leave",
+    "load_pretrained",
     "reduce_loss",
     "report_errors",
     "shift_labels",

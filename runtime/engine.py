@@ -36,8 +36,8 @@ def initialize(
 
     Args:
         plan: the plan, or the path of `plan.json` or of its folder.
-        model: a whole Hugging Face causal language model on the CPU, the same on every rank; None builds the plan's own
-            from its seed.
+        model: a whole Hugging Face causal language model on the CPU, the same on every rank, or what `load_pretrained`
+            returned; None builds the plan's own from its seed.
         optimizer: an optimizer or a function from parameters to one, in place of the plan's.
         model_parameters: parameters or parameter groups to optimise; default: all that require gradients.
         training_data: samples for `PlanLoader`.
@@ -55,7 +55,9 @@ def initialize(
 
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     mesh = join(plan)
-    model = inject(build_model(plan) if model is None else model, mesh)
+    model = build_model(plan) if model is None else model
+    if getattr(model, "parcompile_mesh", None) is not mesh:
+        model = inject(model, mesh)
     if plan.spec.training.activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.to(mesh.device)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parcompile.plan import Plan
+from parcompile.spec import Precision
 
+from .checkpoint.pretrained import PretrainedFolder
 from .errors import RunError
+from .groups import join
+from .inject import Slices, inject, sum_partial_gradients
+
+_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
@@ -20,15 +29,79 @@ def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
     Raises:
         RunError: transformers is missing or does not know the model type.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.spec.training.seed if seed is None else seed)
+        return _build(plan, torch.float32)
+
+
+def load_pretrained(folder: str | Path, plan: Plan) -> nn.Module:
+    """The plan's model with the weights of a Hugging Face folder, injected: each rank reads its own slices only.
+
+    The model is built without memory for its parameters, cut, and then filled from the safetensors, one slice at a time
+    and in the plan's precision: no rank ever holds more than its share and one tensor. Joins the other ranks; hand the
+    model to `initialize`.
+
+    Raises:
+        RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named.
+    """
+    mesh, source = join(plan), PretrainedFolder(folder)
+    dtype = _DTYPES[plan.spec.training.precision]
+    with _parameters_without_memory():
+        model = _build(plan, dtype)
+    buffers = _persistent(model)
+    source.check(plan, buffers)
+    inject(model, mesh)
+    for name, buffer in buffers.items():
+        if name in source:
+            buffer.copy_(source.whole(name))
+    slices, filled = Slices(mesh), {}
+    for name, empty in list(model.named_parameters(remove_duplicate=False)):
+        if empty not in filled:
+            piece = slices.of(name)
+            data = source.take(name, piece.dim, piece.ranges, empty.shape).to(dtype)
+            filled[empty] = nn.Parameter(data, requires_grad=empty.requires_grad)
+            vars(filled[empty]).update(vars(empty))
+        owner, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(owner), kind, filled[empty])
+    sum_partial_gradients(model, mesh)
+    return model
+
+
+def persistent_buffers(plan: Plan) -> dict[str, Tensor]:
+    """What the plan's model keeps in its files beside parameters, as it is when the model is built."""
+    with _parameters_without_memory():
+        return _persistent(_build(plan, torch.float32))
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def _build(plan: Plan, dtype: torch.dtype) -> nn.Module:
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ImportError:
         raise RunError("building the model needs transformers: pip install 'parcompile[hf]'", everywhere=True) from None
-    config = hf_config(plan, CONFIG_MAPPING)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.spec.training.seed if seed is None else seed)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_config(hf_config(plan, CONFIG_MAPPING), dtype=dtype)
     return model
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters that modules register go to the meta device; buffers stay, since no file holds them."""
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def hf_config(plan: Plan, known: Any) -> Any:

@@ -48,6 +48,8 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
         whole = saved.whole(name)
         assert whole is not None
         writer.add(name, whole.to(dtype).contiguous())
+    for name in saved.counters.get("buffer_names") or ():
+        writer.add(name, saved.counters["module"][name].contiguous())
     files = writer.finish()
     config = output / "config.json"
     config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")

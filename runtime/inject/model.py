@@ -59,8 +59,8 @@ class _Injection:
             self._layers(group)
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, group)
-        if group is not None:
-            self._partial_gradients(group)
+        if group is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
+            sum_partial_gradients(self.model, self.mesh)
         self.model.loss_function = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)  # type: ignore[assignment]
 
     def _experts(self, group: dist.ProcessGroup) -> None:
@@ -127,17 +127,25 @@ class _Injection:
             )
         return SpreadRMSNorm(_sliced(weight, piece), epsilon, weight.numel(), group, piece.replica_group)
 
-    def _partial_gradients(self, group: dist.ProcessGroup) -> None:
-        """What every rank holds but uses on its own heads, features or tokens has only a part of its gradient."""
-        for name, parameter in self.model.named_parameters():
-            piece = self.slices.of(name)
-            owner = self.model.get_submodule(name.rpartition(".")[0])
-            # A row-parallel linear adds up the gradient of its bias itself.
-            of_tokens = self.sequence_parallel and piece.parameter.sequence_parallel
-            if piece.parameter.partial or (of_tokens and not isinstance(owner, RowParallelLinear)):
-                sum_gradient(parameter, group)
-            elif piece.replica_group is not None and not isinstance(owner, ColumnParallelLinear | SpreadRMSNorm):
-                sum_gradient(parameter, piece.replica_group)
+
+def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Adds up over tp what every rank holds but uses on its own heads, features or tokens: it has part of its gradient.
+
+    `inject` does it by itself, except for a model on the meta device: its parameters are still to be replaced.
+    """
+    group = mesh.parallel_group("tp")
+    if group is None:
+        return
+    slices, sequence_parallel = Slices(mesh), mesh.plan.spec.parallelism.sequence_parallel
+    for name, parameter in model.named_parameters():
+        piece = slices.of(name)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        # A row-parallel linear adds up the gradient of its bias itself.
+        of_tokens = sequence_parallel and piece.parameter.sequence_parallel
+        if piece.parameter.partial or (of_tokens and not isinstance(owner, RowParallelLinear)):
+            sum_gradient(parameter, group)
+        elif piece.replica_group is not None and not isinstance(owner, ColumnParallelLinear | SpreadRMSNorm):
+            sum_gradient(parameter, piece.replica_group)
 
 
 _MARK = "tensor_model_parallel"

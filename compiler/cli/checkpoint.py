@@ -1,0 +1,123 @@
+"""`parcompile checkpoint …`: looks into checkpoints, verifies, converts, exports and imports them.
+
+The work is the runtime's, which is imported only when a command runs: the compiler itself needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from parcompile.plan import Plan, PlanError
+from parcompile.targets.files import to_text
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Errors of the runtime as messages; and what to install where it is missing."""
+    try:
+        from parcompile.runtime.errors import RunError
+    except ImportError as error:
+        raise click.ClickException(f"this needs the runtime ({error}): pip install 'parcompile[runtime,hf]'") from None
+    try:
+        yield
+    except (RunError, PlanError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """Look into checkpoints; verify, convert, export and import them.
+
+    FOLDER is a checkpoint, or the folder of a run's checkpoints, whose last one is meant.
+    """
+
+
+@command.command()
+@_FOLDER
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def inspect(folder: Path, form: str) -> None:
+    """Say what a checkpoint is of, and how it is laid out."""
+    with _explained():
+        from parcompile.runtime.checkpoint import read_note
+
+        note = read_note(folder)
+    parallelism, shape = note.plan.spec.parallelism, note.plan.spec.model.shape
+    found = {
+        "checkpoint": str(note.folder),
+        "step": note.step,
+        "plan": note.plan.spec.name,
+        "model_type": shape.model_type,
+        "parameters": note.plan.parameters.numel,
+        "precision": note.plan.spec.training.precision.value,
+        **{axis: getattr(parallelism, axis) for axis in ("tp", "cp", "dp", "pp")},
+        "optimizer_shards": parallelism.zero_shards,
+        "files": len(note.files),
+        "bytes": sum(size for size, _ in note.files.values()),
+    }
+    if form == "json":
+        click.echo(to_text(found), nl=False)
+        return
+    for name, value in found.items():
+        click.echo(f"{name.replace('_', ' '):<18}{value:,}" if isinstance(value, int) else f"{name:<18}{value}")
+
+
+@command.command()
+@_FOLDER
+@click.pass_context
+def verify(context: click.Context, folder: Path) -> None:
+    """Compare every file with the size and hash that it was saved with. Exit code 1: something is wrong."""
+    with _explained():
+        from parcompile.runtime.checkpoint import verify as verified
+
+        found = verified(folder)
+    for sentence in found:
+        click.echo(sentence)
+    if found:
+        context.exit(1)
+    click.echo(f"{folder}: every file is as it was saved")
+
+
+@command.command()
+@_FOLDER
+@click.option("--to", "plan", type=click.Path(path_type=Path), required=True, help="The plan of the new layout.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
+def convert(folder: Path, plan: Path, output: Path) -> None:
+    """Cut a checkpoint anew for another layout.
+
+    Resuming does that by itself; this saves the time at the start of each of many runs.
+    """
+    with _explained():
+        from parcompile.runtime.checkpoint.writing import convert as converted
+
+        click.echo(converted(folder, Plan.load(plan), output))
+
+
+@command.command()
+@_FOLDER
+@click.option("--hf", "output", type=click.Path(path_type=Path), required=True, help="Folder of the exported model.")
+@click.option("--max-file-bytes", type=int, default=2 * 10**9, show_default=True, help="When to begin a new file.")
+def export(folder: Path, output: Path, max_file_bytes: int) -> None:
+    """Write the weights as a Hugging Face model that `from_pretrained` loads."""
+    with _explained():
+        from parcompile.runtime.checkpoint import export as exported
+
+        for file in exported(folder, output, shard_bytes=max_file_bytes):
+            click.echo(file)
+
+
+@command.command("import")
+@click.option("--hf", "folder", type=click.Path(path_type=Path), required=True, help="Folder of the model's weights.")
+@click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan of the run.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
+def import_(folder: Path, plan: Path, output: Path) -> None:
+    """Make the first checkpoint of a run from Hugging Face weights."""
+    with _explained():
+        from parcompile.runtime.checkpoint.writing import import_pretrained
+
+        click.echo(import_pretrained(folder, Plan.load(plan), output))

@@ -1,0 +1,111 @@
+"""A folder of Hugging Face weights, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcompile.plan import Plan
+
+from ..errors import RunError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class PretrainedFolder:
+    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+
+    Raises:
+        RunError: there are none, or the index does not fit the files.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from safetensors import safe_open
+
+        self.folder = Path(folder)
+        self._files: dict[str, Any] = {}
+        if (self.folder / INDEX).is_file():
+            try:
+                places: Mapping[str, str] = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError):
+                raise RunError(f"{self.folder / INDEX} is damaged", everywhere=True) from None
+        elif (self.folder / SINGLE).is_file():
+            places = {}
+        else:
+            raise RunError(f"{self.folder} has neither {SINGLE} nor {INDEX}", everywhere=True)
+        for name in sorted(set(places.values())) or [SINGLE]:
+            if Path(name).name != name:
+                raise RunError(f"{INDEX} names {name!r}, which is not a file beside it", everywhere=True)
+            try:
+                self._files[name] = safe_open(str(self.folder / name), "pt")
+            except Exception as error:
+                raise RunError(f"{self.folder / name} cannot be read: {error}", everywhere=True) from None
+        self._places = dict(places) or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+        for tensor, name in self._places.items():
+            if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping
+                raise RunError(f"{INDEX} places {tensor} in {name}, which does not hold it", everywhere=True)
+
+    def check(self, plan: Plan, buffers: Collection[str] = ()) -> None:
+        """The folder holds what the plan's model needs, in its shapes, and nothing else but the model's buffers.
+
+        Raises:
+            RunError: a tensor is missing, misshapen or not the model's; it is named.
+        """
+        planned = {name: parameter.shape for name, parameter in plan.parameters.expanded()}
+        for name, shape in planned.items():
+            if name not in self._places:
+                raise RunError(f"{self.folder} lacks {name} {list(shape)}", everywhere=True)
+            found = tuple(self._slice(name).get_shape())
+            if found != shape:
+                raise RunError(
+                    f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan", everywhere=True
+                )
+        # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
+        tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
+        extra = {
+            name
+            for name in self._places.keys() - planned.keys() - tied - set(buffers)
+            if not name.endswith("rotary_emb.inv_freq")
+        }
+        if extra:
+            raise RunError(f"{self.folder} has {min(extra)}, which the plan does not know", everywhere=True)
+
+    def take(self, name: str, dim: int | None, ranges: tuple[tuple[int, int], ...] | None, shape: torch.Size) -> Tensor:
+        """The ranges of a tensor along `dim`, in order, and zeros where they reach beyond it; only they are read."""
+        stored = self._slice(name)
+        if dim is None or ranges is None:
+            whole: Tensor = stored[...]
+            return whole
+        size = stored.get_shape()[dim]
+        taken, offset = None, 0
+        for start, stop in ranges:
+            real = max(min(stop, size) - start, 0)
+            place = (slice(None),) * dim + (slice(start, start + real),)
+            piece: Tensor | None = stored[place] if real else None
+            if taken is None:
+                if piece is not None and tuple(piece.shape) == tuple(shape):
+                    return piece
+                taken = torch.zeros(shape, dtype=piece.dtype if piece is not None else torch.float32)
+            if piece is not None:
+                taken.narrow(dim, offset, real).copy_(piece)
+            offset += stop - start
+        assert taken is not None
+        return taken
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._places
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor."""
+        found: Tensor = self._slice(name)[...]
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._places[name]].get_slice(name)

@@ -1,0 +1,129 @@
+"""Each rank reads its slices of a Hugging Face folder; the run is that of the whole model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_runs import batch_of, drawn_model, family_plan, named
+from ranks import run_ranks
+from training_runs import whole_parameters
+
+from parcompile.plan import Plan
+from parcompile.runtime import RunError
+from parcompile.runtime.checkpoint.pretrained import PretrainedFolder
+
+FAMILIES = ("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2")
+
+
+def stored(plan: Plan, folder: Path, shard_size: str = "20KB") -> Path:
+    drawn_model(plan).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def load(rank: int, plans: list[Plan], folder: str) -> list[dict[str, Any]]:
+    """The loaded parameters, and loss and gradients of one batch."""
+    from dataclasses import replace
+
+    from parcompile.runtime import join, model, reduce_loss, split_batch
+
+    mesh = join(plans[0])
+    found = []
+    for plan in plans:
+        here = replace(mesh, plan=plan)
+        model.join = lambda _, here=here: here  # one world for all plans
+        loaded = model.load_pretrained(Path(folder) / plan.spec.name, plan)
+        loss = loaded(**split_batch(batch_of(plan), here)).loss
+        loss.backward()
+        gradients = {f"gradient of {name}": parameter.grad for name, parameter in loaded.named_parameters()}
+        found.append({"rank": rank, "loss": reduce_loss(loss, here), "parameters": named(loaded), **gradients})
+    return found
+
+
+@pytest.mark.ranks
+def test_slices_read_from_files_are_the_weights_and_train_as_they_do(tmp_path: Path) -> None:
+    plans = [family_plan(family, 2, {"tp": 2}) for family in FAMILIES]
+    for plan in plans:
+        stored(plan, tmp_path / plan.spec.name)
+    assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
+    ranks = run_ranks(2, load, plans, str(tmp_path))
+    for place, plan in enumerate(plans):
+        whole = drawn_model(plan)
+        whole.zero_grad()
+        loss = whole(**batch_of(plan)).loss
+        loss.backward()
+        here = [rank[place] for rank in ranks]
+        assert here[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+        loaded = whole_parameters(plan, here)
+        gradients = [
+            {"rank": rank["rank"], "parameters": {name: rank[f"gradient of {name}"] for name in rank["parameters"]}}
+            for rank in here
+        ]
+        merged = whole_parameters(plan, gradients)
+        for name, parameter in whole.named_parameters():
+            assert torch.equal(loaded[name], parameter), name
+            assert parameter.grad is not None
+            assert float((merged[name] - parameter.grad).norm()) <= 1e-5 * float(parameter.grad.norm()) + 1e-7, name
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
+    from parcompile.runtime import join, load_pretrained
+
+    join(plan)
+    import transformers.models.llama.modeling_llama  # noqa: F401 -- its memory is not the weights'
+
+    before = resident_bytes()
+    model = load_pretrained(folder, plan)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    return resident_bytes() - before
+
+
+@pytest.mark.ranks
+def test_a_rank_holds_its_share_of_the_weights_only(tmp_path: Path) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 3}
+    plan = family_plan("llama", 2, {"tp": 2}, **size)
+    stored(plan, tmp_path, "10MB")
+    whole = 4 * plan.parameters.numel
+    for held in run_ranks(2, load_and_measure, plan, str(tmp_path)):
+        assert held < 0.6 * whole
+
+
+class TestFolders:
+    @pytest.fixture
+    def plan(self) -> Plan:
+        return family_plan("llama", 1, {})
+
+    def test_a_missing_tensor_is_named(self, plan: Plan, tmp_path: Path) -> None:
+        stored(plan, tmp_path)
+        index = tmp_path / "model.safetensors.index.json"
+        tree = json.loads(index.read_text())
+        del tree["weight_map"]["model.norm.weight"]
+        index.write_text(json.dumps(tree))
+        with pytest.raises(RunError, match=r"lacks model.norm.weight \[32\]"):
+            PretrainedFolder(tmp_path).check(plan)
+
+    def test_a_misshapen_tensor_is_named(self, plan: Plan, tmp_path: Path) -> None:
+        stored(family_plan("llama", 1, {}, intermediate_size=64), tmp_path)
+        with pytest.raises(RunError, match=r"gate_proj.weight is \[64, 32\] in .* and \[48, 32\] in the plan"):
+            PretrainedFolder(tmp_path).check(plan)
+
+    def test_an_extra_tensor_is_named(self, plan: Plan, tmp_path: Path) -> None:
+        stored(family_plan("qwen2", 1, {}), tmp_path)
+        with pytest.raises(RunError, match=r"has model.layers.0.self_attn.k_proj.bias, which the plan does not know"):
+            PretrainedFolder(tmp_path).check(plan)
+
+    def test_a_damaged_file_and_an_empty_folder_are_named(self, plan: Plan, tmp_path: Path) -> None:
+        with pytest.raises(RunError, match="has neither"):
+            PretrainedFolder(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+        with pytest.raises(RunError, match=r"model.safetensors cannot be read"):
+            PretrainedFolder(tmp_path)
