@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from .blockwise import all_gather_attention, ring_attention
+from .collator import (
+    PackedCollator,
+    PackedLoader,
+    batches_of_tokens,
+    pack_tensors,
+    packed_attention,
+    unpack_tensors,
+)
 from .documents import document_borders, padding_borders
 from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
+from .packing import Packing, PackingCosts, pack_documents
 from .recompute import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 from .ulysses import UspGroups, ulysses_attention, usp_attention
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "PackedCollator",
+    "PackedLoader",
+    "Packing",
+    "PackingCosts",
     "UspGroups",
     "all_gather_attention",
     "attention",
+    "batches_of_tokens",
     "document_borders",
     "double_ring_attention",
     "gather_sequence",
     "keep_attention",
     "local_positions",
+    "pack_documents",
+    "pack_tensors",
+    "packed_attention",
     "padding_borders",
     "ring_attention",
     "split_sequence",
     "ulysses_attention",
+    "unpack_tensors",
     "usp_attention",
 ]

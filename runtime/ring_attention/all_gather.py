@@ -33,7 +33,7 @@ def gathered(job: Job, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Ten
 
 def gathered_backward(
     job: Job,
-    way: Gathering,
+    one: Pass,
     queries: Queries,
     keys: Tensor,
     values: Tensor,
@@ -41,11 +41,12 @@ def gathered_backward(
     bring_home: Callable[[], None] | None,
 ) -> Callable[[], None]:
     """The backward of one pass; returns what is left to do once the gradients of the rank's own keys have arrived."""
-    dtype = queries.lse.dtype
+    way, terms, dtype = one.way, one.gathered_terms(), queries.lse.dtype
+    assert isinstance(way, Gathering)
     grad_query = zeroed_sum_for(targets.query)
     grad_keys, grad_values = torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
     for tile in way.tiles:
-        add_gradients(job.kernel, tile, queries, keys, values, Gradients(grad_query, grad_keys, grad_values))
+        add_gradients(job.kernel, tile, queries, keys, values, Gradients(grad_query, grad_keys, grad_values), terms)
     keep(grad_query, targets.query)
     if bring_home is not None:
         bring_home()

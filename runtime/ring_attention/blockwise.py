@@ -21,13 +21,15 @@ from parcompile.layout.sequence import CpLayout
 from .all_gather import gathered, gathered_backward
 from .documents import Documents, documents_of_rows
 from .gathering import Gathering, plan_gathering
-from .inputs import autocast, check_inputs
+from .inputs import autocast, check_inputs, check_terms
 from .kernels import Gradients, Queries, attend, select_kernel
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .passes import Job, Pass, head_groups, keep, sum_for
 from .recompute import attention_once
 from .ring import around, ring_backward
 from .route import Masking, Step, plan_route
+from .sequence import local_positions
+from .terms import Terms
 from .tiles import Tile
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ def ring_attention(
     per_document: bool = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int | None = None,
     inner_ranks: int | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank of `group`; differentiable in all tensors.
@@ -72,6 +78,13 @@ def ring_attention(
         sinks: for each query head [H] the score of one more key, which has no value. The gradient is this rank's part
             of the sum over ranks.
         softcap: scores s become softcap · tanh(s / softcap), on a slower kernel.
+        alibi_slopes: for each query head [H] the slope of ALiBi: slope · distance is subtracted from the scores. No
+            gradient.
+        bias: added to the scores: [1 or B, 1 or H, S, S · ranks] for this rank's queries and all keys in the order of
+            the sequence; −inf hides a key. No gradient.
+        dropout: the chance that a weight is dropped, on a slower kernel.
+        dropout_seed: equal on all ranks, and another one for each layer and step. A mask depends on the seed and the
+            place in the whole batch and sequence only, not on ranks, layout or implementation.
         inner_ranks: a double ring: keys go round among this many neighbouring ranks (those of a node) before all of
             them move on to the next node at once.
 
@@ -82,7 +95,7 @@ def ring_attention(
     Raises:
         ValueError: shapes, dtypes, devices or masks that do not fit together, with the numbers.
     """
-    return _attend_over_ranks(
+    return attend_over_ranks(
         query,
         key,
         value,
@@ -96,6 +109,10 @@ def ring_attention(
         per_document=per_document,
         sinks=sinks,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        dropout=dropout,
+        dropout_seed=dropout_seed,
         inner_ranks=inner_ranks,
     )
 
@@ -111,10 +128,10 @@ def all_gather_attention(query: Tensor, key: Tensor, value: Tensor, **options: U
 
     Source: Llama 3, arXiv 2407.21783, section 3.3.2.
     """
-    return _attend_over_ranks(query, key, value, "all_gather", **options)
+    return attend_over_ranks(query, key, value, "all_gather", **options)
 
 
-def _attend_over_ranks(
+def attend_over_ranks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -129,24 +146,55 @@ def _attend_over_ranks(
     per_document: bool = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int | None = None,
     inner_ranks: int | None = None,
+    first_head: int = 0,
 ) -> Tensor:
+    """What `ring_attention` and `all_gather_attention` have in common; `first_head`: number of the first query head."""
     query, key, value = autocast(query), autocast(key), autocast(value)
     check_inputs(query, key, value, sinks)
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     if rank < 0:
         raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
-    ways: list[tuple[slice, tuple[Step, ...] | Gathering]] = []
+    check_terms(query, size, alibi_slopes, bias, dropout, dropout_seed)
+    ways: list[tuple[slice, tuple[Step, ...] | Gathering, Terms | None]] = []
+    has_terms = alibi_slopes is not None or bias is not None or dropout > 0
     for rows, borders in documents_of_rows(documents, query.shape[0]):
         place = CpLayout(layout), size, rank, query.shape[2], Masking(causal, window, borders, per_document)
-        ways.append((rows, plan_gathering(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)))
+        way = plan_gathering(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
+        terms = None
+        if has_terms:
+            length = query.shape[2]
+            dealt = borders if per_document else None
+            positions = [local_positions(layout, size, each, length * size, dealt) for each in range(size)]
+            terms = Terms(
+                positions[rank].to(query.device),
+                torch.cat(positions).to(query.device),
+                torch.arange(query.shape[0], device=query.device),
+                torch.arange(first_head, first_head + query.shape[1], device=query.device),
+                alibi_slopes,
+                bias,
+                dropout,
+                dropout_seed or 0,
+            )
+        ways.append((rows, way, terms))
     job = Job(
         group,
-        select_kernel(query, value, banded=window is not None, softcap=softcap),
+        select_kernel(
+            query,
+            value,
+            banded=window is not None,
+            softcap=softcap,
+            added=alibi_slopes is not None or bias is not None,
+            dropout=dropout > 0,
+        ),
         query.shape[3] ** -0.5 if scale is None else scale,
         tuple(
-            Pass(rows, q_heads, kv_heads, way)
-            for rows, way in ways
+            Pass(rows, q_heads, kv_heads, way, None if terms is None else terms.of_pass(rows, q_heads))
+            for rows, way, terms in ways
             for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows])
         ),
     )
@@ -178,10 +226,10 @@ class _Attention(torch.autograd.Function):
             targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
             # The last gradients of this pass travel while the next one computes.
             if isinstance(one.way, Gathering):
-                bring_home = gathered_backward(job, one.way, queries, *next(ahead), targets, bring_home)
+                bring_home = gathered_backward(job, one, queries, *next(ahead), targets, bring_home)
             else:
                 keys, values = one.of_keys(key), one.of_keys(value)
-                bring_home = ring_backward(job, one.way, queries, keys, values, targets, bring_home)
+                bring_home = ring_backward(job, one, queries, keys, values, targets, bring_home)
         if bring_home is not None:
             bring_home()
         return (*grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None)
@@ -197,9 +245,9 @@ def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
     for one in job.passes:
         total = sum_for(one.of_queries(out))
         running = RunningAttention(total, one.of_queries(lse))
-        for tiles, keys, values in _blocks(job, one, key, value, ahead):
+        for tiles, keys, values, terms in _blocks(job, one, key, value, ahead):
             for tile in tiles:
-                attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale)
+                attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale, terms)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
         running.finish()
@@ -209,13 +257,13 @@ def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
 
 def _blocks(
     job: Job, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
-    """Tiles and the keys and values that they are of, as these come."""
+) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor, Terms | None]]:
+    """Tiles, the keys and values that they are of, and these keys' terms, as the keys come."""
     if isinstance(one.way, Gathering):
-        yield (one.way.tiles, *next(ahead))
+        yield (one.way.tiles, *next(ahead), one.gathered_terms())
         return
-    for _, tiles, keys, values in around(job.group, one.way, one.of_keys(key), one.of_keys(value)):
-        yield tiles, keys, values
+    for step, keys, values in around(job.group, one.way, one.of_keys(key), one.of_keys(value)):
+        yield step.tiles, keys, values, one.terms_of_step(step)
 
 
 def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:

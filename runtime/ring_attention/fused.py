@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from .merge import accumulation_dtype
+from .terms import Terms
 from .tiles import CAUSAL, FULL, Band
 
 _aten = torch.ops.aten
@@ -29,11 +31,17 @@ def _is_causal(query: Tensor, key: Tensor, band: Band) -> bool:
     return band == CAUSAL
 
 
-def _band_mask(query: Tensor, key: Tensor, band: Band) -> Tensor | None:
-    """An additive mask [Q, S], None where the kernel has its own (full, causal with the diagonal at the top left)."""
-    if band in (FULL, CAUSAL):
-        return None
-    return _additive_mask(query.shape[2], key.shape[2], band, query.dtype)
+def _cpu_mask(query: Tensor, key: Tensor, band: Band, terms: Terms | None) -> tuple[bool, Tensor | None]:
+    """Whether the kernel's own causal mask is wanted (its diagonal begins at the top left), and what is added."""
+    rows, columns = query.shape[2], key.shape[2]
+    if terms is None:
+        return band == CAUSAL, None if band in (FULL, CAUSAL) else _additive_mask(rows, columns, band, query.dtype)
+    # The kernel takes fp32 for 16 bit, and wants one row for each query head.
+    dtype = accumulation_dtype(query.dtype)
+    added = terms.added(dtype)
+    if band != FULL:
+        added = added + _additive_mask(rows, columns, band, dtype)
+    return False, added.expand(query.shape[0], query.shape[1], rows, columns)
 
 
 @functools.lru_cache(maxsize=8)
@@ -58,12 +66,18 @@ class CpuFlashKernel:
         """`backward_rows`: the most query rows of one backward call (see `kernels.BACKWARD_ROWS`)."""
         self.backward_rows = backward_rows
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
+        causal, mask = _cpu_mask(query, key, band, terms)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, band == CAUSAL, attn_mask=_band_mask(query, key, band), scale=scale
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
+        if terms is not None and terms.bias is not None and mask is not None:
+            # A bias may hide all keys of a row; the kernel then says 0.
+            lse = lse.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
         return out, lse
 
     def backward(
@@ -77,9 +91,11 @@ class CpuFlashKernel:
         *,
         band: Band,
         scale: float,
+        terms: Terms | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
         query, key, value, out = _dense_rows(query), _dense_rows(key), _dense_rows(value), _dense_rows(out)
+        causal, mask = _cpu_mask(query, key, band, terms)
         grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _dense_rows(grad_out),
             query,
@@ -88,8 +104,8 @@ class CpuFlashKernel:
             out,
             lse,
             0.0,
-            band == CAUSAL,
-            attn_mask=_band_mask(query, key, band),
+            causal,
+            attn_mask=mask,
             scale=scale,
         )
         return grads
@@ -103,8 +119,11 @@ class CudaFlashKernel:
     backward_rows: int | None = None
     band_rows: int | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
+        assert terms is None, f"{self.name} has no further terms"
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, _is_causal(query, key, band), False, scale=scale
@@ -122,8 +141,10 @@ class CudaFlashKernel:
         *,
         band: Band,
         scale: float,
+        terms: Terms | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
+        assert terms is None, f"{self.name} has no further terms"
         # Without dropout the state of the random generator is not read.
         no_seed = torch.empty(2, dtype=torch.int64, device=query.device)
         grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
@@ -160,8 +181,11 @@ class CudaEfficientKernel:
     # Rows of the log-sum-exp are padded to this in memory.
     _lse_alignment = 32
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
+        assert terms is None, f"{self.name} has no further terms"
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         share = query.shape[1] // key.shape[1]
         out = query.new_empty((*query.shape[:3], value.shape[3]))
@@ -185,8 +209,10 @@ class CudaEfficientKernel:
         *,
         band: Band,
         scale: float,
+        terms: Terms | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
+        assert terms is None, f"{self.name} has no further terms"
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         share = query.shape[1] // key.shape[1]
         no_seed = torch.zeros((), dtype=torch.int64, device=query.device)

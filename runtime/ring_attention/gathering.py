@@ -31,12 +31,13 @@ class Gathering:
     """`tiles` are local queries × gathered keys; the gathered keys are `pieces`, one after the other.
 
     `hops` are the exchanges that bring the keys of other ranks, all of which may be made at once: part 0 is the rank's
-    own, part i comes with hop i − 1. The gradients of that part go back the same way.
+    own, part i comes with hop i − 1 and belongs to rank `sources[i]`. The gradients of that part go back the same way.
     """
 
     tiles: tuple[Tile, ...]
     pieces: tuple[Piece, ...]
     hops: tuple[Hop, ...]
+    sources: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -65,7 +66,7 @@ def plan_gathering(layout: CpLayout, size: int, rank: int, local_length: int, ma
                     by = places[part, keys.chunk.tokens.start] - keys.chunk.tokens.start
                     tiles.append(Tile(cell.queries, slice(cell.keys.start + by, cell.keys.stop + by), cell.band))
     hops = tuple(Hop((rank + step) % size, (rank - step) % size) for step in steps[1:])
-    return Gathering(_joined(tiles), pieces, hops)
+    return Gathering(_joined(tiles), pieces, hops, tuple(sources))
 
 
 @dataclass(frozen=True, slots=True)

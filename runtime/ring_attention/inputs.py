@@ -36,3 +36,36 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         )
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(f"ring attention: sinks {list(sinks.shape)} must be one score for each query head ({shapes})")
+
+
+def check_terms(
+    query: Tensor,
+    ranks: int,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    dropout: float,
+    dropout_seed: int | None,
+) -> None:
+    """Raise ValueError, with the numbers, where what is added to the scores or dropped does not fit."""
+    batch, heads, length, _ = query.shape
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("bias", bias)):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"ring attention: {name} would get no gradient: give {name}.detach()")
+    if alibi_slopes is not None and alibi_slopes.shape != (heads,):
+        raise ValueError(
+            f"ring attention: alibi_slopes {list(alibi_slopes.shape)} must be one for each of {heads} query heads"
+        )
+    if bias is not None and (
+        bias.dim() != 4
+        or bias.shape[0] not in (1, batch)
+        or bias.shape[1] not in (1, heads)
+        or bias.shape[2:] != (length, length * ranks)
+    ):
+        raise ValueError(
+            f"ring attention: bias {list(bias.shape)} must be [1 or {batch}, 1 or {heads}, {length} local tokens, "
+            f"{length} · {ranks} ranks = {length * ranks}]"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"ring attention: dropout {dropout} must be at least 0 and below 1")
+    if dropout and dropout_seed is None:
+        raise ValueError("ring attention: dropout wants a dropout_seed that is equal on all ranks")

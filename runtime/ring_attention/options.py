@@ -24,3 +24,7 @@ class AttentionOptions(TypedDict, total=False):
     per_document: bool
     sinks: Tensor | None
     softcap: float | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    dropout: float
+    dropout_seed: int | None

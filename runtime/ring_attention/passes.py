@@ -5,7 +5,7 @@ Travelling buffers and fp32 sums are that fraction of the tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from .gathering import Gathering
 from .kernels import Kernel
 from .merge import accumulation_dtype
 from .route import Step
+from .terms import Terms
 
 # A message should be long enough that its latency does not matter, and a launch on a GPU should fill it about twice.
 _SMALLEST_MESSAGE_BYTES = 1 << 20
@@ -29,6 +30,8 @@ class Pass:
     q_heads: slice
     kv_heads: slice
     way: tuple[Step, ...] | Gathering
+    terms: Terms | None = None
+    """Those of all keys, rank after rank; None is the usual case."""
 
     def of_queries(self, tensor: Tensor) -> Tensor:
         """Its part of query, output or log-sum-exp."""
@@ -37,6 +40,23 @@ class Pass:
     def of_keys(self, tensor: Tensor) -> Tensor:
         """Its part of key or value."""
         return tensor[self.rows, self.kv_heads]
+
+    def terms_of_step(self, step: Step) -> Terms | None:
+        """The terms of the keys at hand in a step of the ring."""
+        if self.terms is None:
+            return None
+        length = self.terms.queries.shape[0]
+        return self.terms.part(slice(None), slice(step.source * length, (step.source + 1) * length))
+
+    def gathered_terms(self) -> Terms | None:
+        """The terms of the keys as they are gathered."""
+        if self.terms is None:
+            return None
+        assert isinstance(self.way, Gathering)
+        by_rank = torch.split(self.terms.keys, self.terms.queries.shape[0])
+        sources = self.way.sources
+        keys = torch.cat([by_rank[sources[piece.part]][piece.keys] for piece in self.way.pieces])
+        return replace(self.terms, keys=keys)
 
 
 @dataclass(frozen=True, slots=True)

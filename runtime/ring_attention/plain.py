@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .terms import Terms
 from .tiles import Band
 
 _TILE = 512
@@ -29,7 +30,9 @@ class PlainKernel:
         """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
         self.softcap = softcap
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, E] in the inputs' dtype and log-sum-exp [B, H, Q] of one block."""
         dtype = accumulation_dtype(query.dtype)
         batch, heads, length, _ = query.shape
@@ -39,9 +42,12 @@ class PlainKernel:
             for rows in _tiles(0, length):
                 running = RunningAttention(out[:, :, rows], lse[:, :, rows])
                 for columns in _tiles(*_seen(rows, key.shape[2], band)):
-                    scores = self._scores(query, key, rows, columns, band, scale)
+                    here = None if terms is None else terms.part(rows, columns)
+                    scores, _ = self._scores(query, key, rows, columns, band, scale, here)
                     block_lse = torch.logsumexp(scores, dim=-1)
                     weights = torch.exp(scores - unseen_rows_to_infinity(block_lse).unsqueeze(-1))
+                    if here is not None and here.dropout:
+                        weights *= here.weight_factors(dtype)
                     block_out = _fold(weights, value.shape[1]) @ value[:, :, columns].to(dtype)
                     running.add(slice(None), block_out.reshape(batch, heads, -1, value.shape[3]), block_lse)
                 running.finish()
@@ -58,6 +64,7 @@ class PlainKernel:
         *,
         band: Band,
         scale: float,
+        terms: Terms | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, where `out` and `lse` may also cover keys that are not given here."""
         dtype = accumulation_dtype(query.dtype)
@@ -71,34 +78,52 @@ class PlainKernel:
                 delta = (grad * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
                 grad_folded, query_folded = _fold(grad, kv_heads), _fold(query[:, :, rows].to(dtype), kv_heads)
                 for columns in _tiles(*_seen(rows, key.shape[2], band)):
-                    scores = self._scores(query, key, rows, columns, band, scale)
+                    here = None if terms is None else terms.part(rows, columns)
+                    scores, slopes = self._scores(query, key, rows, columns, band, scale, here)
                     weights = torch.exp(scores - lse[:, :, rows].unsqueeze(-1))
-                    grad_weights = grad_folded @ value[:, :, columns].to(dtype).mT
-                    grad_scores = weights * (grad_weights.view_as(weights) - delta) * scale
-                    if self.softcap is not None:
-                        # Masked scores are −inf, and their weights 0.
-                        grad_scores *= 1 - (scores / self.softcap).clamp(-1, 1).square()
+                    grad_weights = (grad_folded @ value[:, :, columns].to(dtype).mT).view_as(weights)
+                    used = weights
+                    if here is not None and here.dropout:
+                        factors = here.weight_factors(dtype)
+                        used, grad_weights = weights * factors, grad_weights * factors
+                    grad_scores = weights * (grad_weights - delta) * scale
+                    if slopes is not None:
+                        grad_scores *= slopes
                     folded = _fold(grad_scores, kv_heads)
-                    grad_value[:, :, columns] += _fold(weights, kv_heads).mT @ grad_folded
+                    grad_value[:, :, columns] += _fold(used, kv_heads).mT @ grad_folded
                     grad_key[:, :, columns] += folded.mT @ query_folded
                     grad_query[:, :, rows] += (folded @ key[:, :, columns].to(dtype)).view(*grad.shape[:3], -1)
         return grad_query, grad_key, grad_value
 
-    def _scores(self, query: Tensor, key: Tensor, rows: slice, columns: slice, band: Band, scale: float) -> Tensor:
-        """Scaled, capped and masked scores [B, H, rows, columns]."""
+    def _scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: slice,
+        columns: slice,
+        band: Band,
+        scale: float,
+        terms: Terms | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scaled, capped and masked scores [B, H, rows, columns], and the slopes of capping, if there is any."""
         dtype = accumulation_dtype(query.dtype)
         queries = query[:, :, rows].to(dtype)
         folded = _fold(queries, key.shape[1]) @ key[:, :, columns].to(dtype).mT
         scores = folded.view(*queries.shape[:3], -1).mul_(scale)
+        slopes = None
         if self.softcap is not None:
-            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+            capped = scores.div_(self.softcap).tanh_()
+            slopes = 1 - capped.square()
+            scores = capped.mul_(self.softcap)
+        if terms is not None and terms.adds:
+            scores = scores + terms.added(dtype)
         row = torch.arange(rows.start, rows.stop, device=query.device).unsqueeze(-1)
         column = torch.arange(columns.start, columns.stop, device=query.device)
         if band.upper is not None:
             scores.masked_fill_(column - row > band.upper, -math.inf)
         if band.lower is not None:
             scores.masked_fill_(column - row < band.lower, -math.inf)
-        return scores
+        return scores, slopes
 
 
 def _tiles(start: int, stop: int) -> Iterator[slice]:

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Exchange, Pair, Stream, post_exchange
+from .gathering import Gathering
 from .kernels import Gradients, Queries, add_gradients
-from .passes import Job, keep, zeroed_sum_for
-from .route import Hop, Step
-from .tiles import Tile
+from .passes import Job, Pass, keep, zeroed_sum_for
+from .route import Step
 
 
 def around(
     group: dist.ProcessGroup | None, steps: tuple[Step, ...], key: Tensor, value: Tensor
-) -> Iterator[tuple[Hop | None, tuple[Tile, ...], Tensor, Tensor]]:
-    """Gradients' hop, tiles, keys and values of each step; the next keys are under way while the caller works on these.
+) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    """Each step with its keys and values; the next ones are under way while the caller works on these.
 
     Two buffers take turns: what was received is sent on while the other one receives.
     """
@@ -35,7 +35,7 @@ def around(
             at_hand = at_hand or Pair.pack(key, value)
             spare = spare or Pair.empty_like(key, value)
             exchange = post_exchange(group, step.keys_hop, at_hand, spare, Stream.KEYS_AND_VALUES)
-        yield step.gradients_hop, step.tiles, keys, values
+        yield step, keys, values
         if exchange is not None:
             at_hand, spare = exchange.wait(), at_hand
             keys, values = at_hand.first, at_hand.second
@@ -43,7 +43,7 @@ def around(
 
 def ring_backward(
     job: Job,
-    steps: tuple[Step, ...],
+    one: Pass,
     queries: Queries,
     key: Tensor,
     value: Tensor,
@@ -58,18 +58,21 @@ def ring_backward(
     grad_query, grad_key, grad_value = map(zeroed_sum_for, (targets.query, targets.key, targets.value))
     exchange: Exchange | None = None
     spare: Pair | None = None
-    for hop, tiles, keys, values in around(job.group, steps, key, value):
+    assert not isinstance(one.way, Gathering)
+    for step, keys, values in around(job.group, one.way, key, value):
+        hop, terms = step.gradients_hop, one.terms_of_step(step)
         if hop is None:
-            for tile in tiles:
-                add_gradients(job.kernel, tile, queries, keys, values, Gradients(grad_query, grad_key, grad_value))
+            own = Gradients(grad_query, grad_key, grad_value)
+            for tile in step.tiles:
+                add_gradients(job.kernel, tile, queries, keys, values, own, terms)
             if bring_home is not None:
                 bring_home()
             continue
         travelling = spare or Pair.empty_like(keys, values, grad_key.dtype)
         travelling.message.zero_()
         into = Gradients(grad_query, travelling.first, travelling.second)
-        for tile in tiles:
-            add_gradients(job.kernel, tile, queries, keys, values, into)
+        for tile in step.tiles:
+            add_gradients(job.kernel, tile, queries, keys, values, into, terms)
         if exchange is None:
             incoming = Pair.empty_like(keys, values, grad_key.dtype)
         else:
@@ -82,9 +85,9 @@ def ring_backward(
     def finish() -> None:
         nonlocal exchange
         if exchange is not None:
-            own = exchange.wait()
-            grad_key.add_(own.first)
-            grad_value.add_(own.second)
+            arrived = exchange.wait()
+            grad_key.add_(arrived.first)
+            grad_value.add_(arrived.second)
             # Its buffers are free before the next pass needs as many.
             exchange = None
         keep(grad_key, targets.key)

@@ -35,12 +35,13 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tiles to compute with the keys and values at hand, and how they move on.
+    """The tiles to compute with the keys and values of rank `source`, and how these move on.
 
     `keys_hop` brings the next keys and values (None in the last step). `gradients_hop` takes their gradients on after
     this step, at last to their owner (None in step 0, where they are the rank's own).
     """
 
+    source: int
     tiles: tuple[Tile, ...]
     keys_hop: Hop | None
     gradients_hop: Hop | None
@@ -93,6 +94,7 @@ def plan_route(
     last = len(needed) - 1
     return tuple(
         Step(
+            _source(step, rank, size, inner),
             tuple(source_tiles(layout, size, rank, _source(step, rank, size, inner), local_length, masking)),
             hops[index] if index < last else None,
             hops[index] if index > 0 else None,

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 
-from .blockwise import ring_attention
+from .blockwise import attend_over_ranks, ring_attention
 from .documents import documents_of_rows
-from .inputs import autocast, check_inputs
+from .inputs import autocast, check_inputs, check_terms
 from .sequence import local_positions
 
 if TYPE_CHECKING:
@@ -109,17 +109,29 @@ def _exchange_heads(
     query, key, value = autocast(query), autocast(key), autocast(value)
     sinks = options.get("sinks")
     check_inputs(query, key, value, sinks)
+    ring = options.get("group")
+    size = ranks * (1 if ring is None else dist.get_world_size(ring))
+    slopes, bias = options.get("alibi_slopes"), options.get("bias")
+    check_terms(query, size, slopes, bias, options.get("dropout", 0.0), options.get("dropout_seed"))
     heads = query.shape[1] // ranks
     key, value = _enough_heads(query, key, ranks), _enough_heads(query, value, ranks)
-    order = _sequence_order(query, ranks, neighbourhood, options)
+    order = _sequence_order(query, ranks, size, neighbourhood, options)
     back = torch.argsort(order)
     query, key, value = (
         _AllToAll.apply(tensor, group, 1, 2).index_select(2, order)  # type: ignore[no-untyped-call]
         for tensor in (query, key, value)
     )
+    mine = slice(rank * heads, (rank + 1) * heads)
     if sinks is not None:
-        options = {**options, "sinks": sinks[rank * heads : (rank + 1) * heads]}
-    out = ring_attention(query, key, value, **options)
+        options = {**options, "sinks": sinks[mine]}
+    if slopes is not None:
+        options = {**options, "alibi_slopes": slopes[mine]}
+    if bias is not None:
+        # What all heads share goes to every rank, as one head of its share.
+        shares = bias.expand(-1, ranks if bias.shape[1] == 1 else -1, -1, -1)
+        whole = _AllToAll.apply(shares, group, 1, 2)  # type: ignore[no-untyped-call]
+        options = {**options, "bias": whole.index_select(2, order)}
+    out = attend_over_ranks(query, key, value, "ring", **options, first_head=mine.start)
     exchanged: Tensor = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -156,10 +168,9 @@ def _enough_heads(query: Tensor, shared: Tensor, ranks: int) -> Tensor:
     )
 
 
-def _sequence_order(query: Tensor, ranks: int, neighbourhood: int, options: AttentionOptions) -> Tensor:
+def _sequence_order(query: Tensor, ranks: int, size: int, neighbourhood: int, options: AttentionOptions) -> Tensor:
     """Where each token of the neighbourhood is among the tokens of its ranks, laid end to end."""
-    layout, ring = CpLayout(options.get("layout", CpLayout.ZIGZAG)), options.get("group")
-    size = ranks * (1 if ring is None else dist.get_world_size(ring))
+    layout = CpLayout(options.get("layout", CpLayout.ZIGZAG))
     rows = list(documents_of_rows(options.get("documents") if options.get("per_document") else None, query.shape[0]))
     if len(rows) > 1:
         raise ValueError("ulysses: documents that are dealt one by one must be the same for all rows of the batch")

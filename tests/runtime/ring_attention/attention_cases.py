@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.ring_attention import UspGroups, attention, passes, split_sequence
+from parcompile.runtime.ring_attention.terms import Terms
 
 Errors = dict[str, float]
 """Relative L2 error of `out`, `dq`, `dk`, `dv` and, with sinks, `dsinks`."""
@@ -41,6 +42,10 @@ class Case:
     """Neighbours of a double ring, or those that exchange heads in USP."""
     sinks: bool = False
     softcap: float | None = None
+    alibi: bool = False
+    bias: tuple[int, int] | None = None
+    """Its first two sizes: 1 or the batch, 1 or the heads."""
+    dropout: float = 0.0
     heads_at_once: int | None = None
     """Key/value heads of one pass around the ring, None as the ring chooses (all of them at these sizes)."""
 
@@ -68,6 +73,19 @@ class Case:
             for row in self.documents
         ]
 
+    def terms(self, cp: int) -> dict[str, Any]:
+        """ALiBi's slopes, the bias of the whole sequence and dropout."""
+        found: dict[str, Any] = {"dropout": self.dropout, "dropout_seed": 77}
+        if self.alibi:
+            found["alibi_slopes"] = 0.5 ** torch.arange(1, self.heads + 1)
+        if self.bias is not None:
+            length = self.sequence_length(cp)
+            bias = torch.randn(*self.bias, length, length, generator=torch.Generator().manual_seed(9))
+            # Every query keeps itself.
+            hidden = (bias > 1.5) & ~torch.eye(length, dtype=torch.bool)
+            found["bias"] = bias.masked_fill(hidden, -math.inf)
+        return found
+
     def inputs(self, cp: int) -> tuple[list[Tensor], Tensor]:
         """Query, key, value over the whole sequence (and the sinks), and the output's gradient; equal on all ranks."""
         generator = torch.Generator().manual_seed(self.chunk + self.heads)
@@ -94,6 +112,10 @@ def reference(
     window: int | None = None,
     borders: list[list[int]] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int = 0,
 ) -> Tensor:
     """Attention as its definition says, in float64."""
     share = query.shape[1] // key.shape[1]
@@ -102,6 +124,15 @@ def reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     row, column = torch.arange(scores.shape[-2]).unsqueeze(-1), torch.arange(scores.shape[-1])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double().view(1, -1, 1, 1) * (row - column).abs()
+    if bias is not None:
+        scores = scores + bias.double()
+    factors = torch.ones(())
+    if dropout:
+        # The mask of one process; what matters is that every layout draws the same.
+        numbers = [torch.arange(size) for size in (query.shape[2], key.shape[2], query.shape[0], query.shape[1])]
+        factors = Terms(*numbers, dropout=dropout, seed=dropout_seed).weight_factors(torch.float64)
     seen = column <= row if causal else torch.ones(scores.shape[-2:], dtype=torch.bool)
     if window is not None:
         seen = seen & ((column - row).abs() < window)
@@ -111,8 +142,8 @@ def reference(
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ value
-    return scores.softmax(-1) @ value
+        return (torch.cat([scores, sink], -1).softmax(-1)[..., :-1] * factors) @ value
+    return (scores.softmax(-1) * factors) @ value
 
 
 def _names(case: Case) -> list[str]:
@@ -129,6 +160,7 @@ def reference_results(case: Case, cp: int) -> dict[str, Tensor]:
         window=case.window,
         borders=case.borders(cp),
         softcap=case.softcap,
+        **case.terms(cp),
     )
     out.backward(grad.double())
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(_names(case), leaves, strict=True)}}
@@ -148,6 +180,9 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
         key = leaves[1][:, : case.heads_at_once]
         passes._SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
     borders = case.borders(cp)
+    terms = case.terms(cp)
+    if "bias" in terms:
+        terms["bias"] = local_part(case, terms["bias"], cp, rank)
     place: dict[str, Any] = {"group": group}
     if case.implementation == "double_ring":
         place["inner_ranks"] = case.inner_ranks
@@ -167,6 +202,7 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
         per_document=case.per_document,
         sinks=leaves[3] if case.sinks else None,
         softcap=case.softcap,
+        **terms,
     )
     out.backward(local_part(case, grad, cp, rank))
     passes._SMALLEST_MESSAGE_BYTES = 1 << 20

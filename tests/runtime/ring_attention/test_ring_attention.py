@@ -10,10 +10,19 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import Case, Errors, errors, ring_results
+from attention_cases import Case, Errors, errors, reference, relative_error, ring_results
 from ranks import run_ranks
 
-from parcompile.runtime.ring_attention import gather_sequence, local_positions, ring_attention, split_sequence
+from parcompile.runtime.ring_attention import (
+    PackingCosts,
+    gather_sequence,
+    local_positions,
+    pack_documents,
+    pack_tensors,
+    packed_attention,
+    ring_attention,
+    split_sequence,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -109,6 +118,19 @@ GATHER_CASES = [
     ),
 ]
 
+TERMS_CASES = [
+    *(Case(alibi=True, layout=layout, causal=causal) for layout, causal in (("zigzag", True), ("striped", False))),
+    Case(alibi=True, kv_heads=1, heads_at_once=1, window=30, dtype=torch.bfloat16, implementation="all_gather"),
+    Case(bias=(1, 1), documents=PACKED, per_document=True),
+    Case(bias=(2, 4), heads_at_once=1, causal=False, implementation="all_gather"),
+    Case(bias=(2, 1), alibi=True, documents=((1, 2), (3, 1)), softcap=2.0),
+    Case(dropout=0.3, heads_at_once=1),
+    Case(dropout=0.3, layout="striped", sinks=True, implementation="all_gather"),
+    Case(dropout=0.5, documents=((1, 2), (3, 1)), dtype=torch.float32),
+    Case(dropout=0.3, heads=12, kv_heads=12, implementation="ulysses", alibi=True, bias=(1, 1)),
+    Case(heads=12, kv_heads=12, implementation="ulysses", bias=(2, 12), layout="contiguous"),
+]
+
 # On 4 ranks: two rings of two neighbours.
 GRID_CASES = [
     Case(implementation="double_ring", inner_ranks=2),
@@ -116,6 +138,7 @@ GRID_CASES = [
     Case(implementation="double_ring", inner_ranks=2, layout="contiguous", window=40),
     Case(implementation="double_ring", inner_ranks=4, documents=PACKED),
     Case(implementation="usp", inner_ranks=2),
+    Case(implementation="usp", inner_ranks=2, dropout=0.3, alibi=True, bias=(1, 4)),
     Case(implementation="usp", inner_ranks=2, kv_heads=1, layout="contiguous", window=40, sinks=True),
     Case(implementation="usp", inner_ranks=2, documents=PACKED, per_document=True, dtype=torch.float32),
     Case(implementation="usp", inner_ranks=4, causal=False),
@@ -143,7 +166,7 @@ def _world(rank: int, cases: list[Case]) -> list[Errors]:
 
 def _cases(world_size: int) -> list[Case]:
     extra = {2: LONG_CASES, 4: GRID_CASES}.get(world_size, [])
-    return CASES + MASKED_CASES + ULYSSES_CASES + STRIPED_CASES + GATHER_CASES + extra
+    return CASES + MASKED_CASES + ULYSSES_CASES + STRIPED_CASES + GATHER_CASES + TERMS_CASES + extra
 
 
 @functools.lru_cache
@@ -207,6 +230,7 @@ def _properties(rank: int) -> dict[str, bool]:
         "odd lengths are refused": "5 local tokens cannot be cut into 2 equal chunks" in message and "= 6" in message,
         "repeats bit by bit": all(torch.equal(first[name], second[name]) for name in first),
         "ulysses names heads it cannot deal": "4 query heads cannot be dealt to 3 ranks" in refused,
+        "packed documents are as each one alone": max(_packed(rank, group, cp).values()) < 4e-15,
         "tokens of a head lie together": first["out"].transpose(1, 2).is_contiguous(),
     }
     for layout in ("zigzag", "contiguous", "striped"):
@@ -214,6 +238,34 @@ def _properties(rank: int) -> dict[str, bool]:
         facts[f"{layout} gathers"] = torch.equal(gather_sequence(local, 1, layout, group), full)
         facts[f"{layout} positions"] = torch.equal(full[:, local_positions(layout, cp, rank, 24)], local)
     return facts
+
+
+def _packed(rank: int, group: dist.ProcessGroup, cp: int) -> dict[str, float]:
+    """Packed documents on live ranks against each document alone: errors of output and gradients."""
+    lengths = [100, 1, 12, 17, 12, 16, 3]
+    packing = pack_documents(lengths, cp, costs=PackingCosts(linear_pairs=10, wire_pairs=10))
+    assert 0 < len(packing.dealt) < len(lengths)
+    generator = torch.Generator().manual_seed(3)
+    documents = [
+        [torch.randn(length, heads, 8, generator=generator, dtype=torch.float64) for length in lengths]
+        for heads in (4, 2, 2, 4)
+    ]
+    wanted: list[list[torch.Tensor]] = []
+    for one in zip(*documents, strict=True):
+        *leaves, grad = (tensor.transpose(0, 1).unsqueeze(0).requires_grad_() for tensor in one)
+        out = reference(*leaves, causal=True)
+        wanted.append([out.detach(), *torch.autograd.grad(out, leaves, grad.detach())])
+    *leaves, grad = (
+        pack_tensors(column, packing, rank).transpose(0, 1).unsqueeze(0).requires_grad_() for column in documents
+    )
+    out = packed_attention(*leaves, packing, rank=rank, group=group)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
+    found = {}
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        column = [tensors[index][0].transpose(0, 1) for tensors in wanted]
+        here = pack_tensors([torch.ones(length) for length in lengths], packing, rank).bool()
+        found[name] = relative_error(got[index][0].transpose(0, 1)[here], pack_tensors(column, packing, rank)[here])
+    return found
 
 
 def test_results_repeat_and_sequences_are_put_together_again() -> None:
