@@ -32,6 +32,9 @@ USABLE = 2.0
 """A layout is worth judging when it is at most this many times slower than the best of its group."""
 OTHER_WEIGHT = 0.3
 """Weight of the residuals of slower layouts in a fit of time."""
+USABLE_SHARE = (0.88, 0.93, 0.97)
+"""Bounds, and the usual value, of the share of a device that a run can fill: the rest is taken by the driver's context,
+communication buffers outside of the allocator, and fragments."""
 
 PRIOR_WEIGHT = 0.6
 """Leaving the prior by the whole width of the bounds counts like one residual of this size."""
@@ -47,7 +50,13 @@ SAFE = 0.9
 INFINIBAND: Mapping[str, float] = {"network_link": 0.8, "network_ports": 1.0, "network_scale": 0.0}
 """Prior for networks with a rail for each rank, whose rings do not slow down with the number of nodes."""
 
-MEGATRON_KERNELS: Mapping[str, float] = {"launch_seconds": 1.5e-3, "elementwise": 2.0, "overlap": 0.0, "narrow": 40.0}
+MEGATRON_KERNELS: Mapping[str, float] = {
+    "matmul": 0.78,
+    "launch_seconds": 1.5e-3,
+    "elementwise": 2.0,
+    "overlap": 0.0,
+    "narrow": 40.0,
+}
 """Prior for fused kernels and gradients that are reduced after the backward pass."""
 
 Group = tuple[str, int]
@@ -154,21 +163,35 @@ def quantiles(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def crashed_of_memory(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Crashes that may have been of memory.
+    """Crashes that may have been of memory, told from measurements and exact arithmetic alone.
 
-    Left out are those that cannot: a larger micro-batch of the same layout ran, or the same with ZeRO 0.
+    A crash is left out when a larger micro-batch of the same layout ran. ZeRO 0 holds at most 12 bytes more of each
+    parameter than ZeRO 1 did: when that, too, leaves a `CLEAR` share of the device empty, memory was not the reason.
     """
-    largest: dict[tuple[object, ...], int] = {}
+    measured: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
     for one in rows:
         if one.peak_bytes:
-            for stage in range(one.work.zero_stage, 2):
-                key = (one.model, _layout(one.work), stage)
-                largest[key] = max(largest.get(key, 0), one.work.micro_batch)
+            measured[one.model, _layout(one.work)].append(one)
     return [
         one
         for one in rows
-        if one.crashed and one.work.micro_batch > largest.get((one.model, _layout(one.work), one.work.zero_stage), 0)
+        if one.crashed and not any(_rules_out(ran, one) for ran in measured[one.model, _layout(one.work)])
     ]
+
+
+CLEAR = 0.2
+"""Share of a device that stays empty in a run that cannot have crashed of memory."""
+
+
+def _rules_out(ran: Measurement, crash: Measurement) -> bool:
+    """Whether a run of the same layout shows that a crash was not of memory."""
+    if ran.work.micro_batch < crash.work.micro_batch:
+        return False
+    if ran.work.zero_stage <= crash.work.zero_stage:
+        return True
+    device = find_accelerator(crash.work.accelerator).memory_bytes
+    more = 12 * max(crash.work.stage_parameters(stage) for stage in crash.work.stages)
+    return device is not None and (ran.peak_bytes or 0) + more <= (1 - CLEAR) * device
 
 
 def _layout(work: Workload) -> tuple[int, ...]:
@@ -188,12 +211,14 @@ def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
         flag: [peak_bytes(one.work, memory_terms(one.work), memory_values(one.work, found)) for one in members]
         for flag, members in (("ran", ran), ("crashed", crashed))
     }
-    candidates = [device * share / 100 for share in range(80, 98)]
 
-    def right(limit: float) -> int:
+    def right(share: float) -> int:
+        limit = share * device
         return sum(size <= limit for size in sizes["ran"]) + sum(size > limit for size in sizes["crashed"])
 
-    return max(candidates, key=right) / GIB
+    low, usual, high = USABLE_SHARE
+    candidates = [low + step / 100 for step in range(round(100 * (high - low)) + 1)]
+    return max(candidates, key=lambda share: (right(share), -abs(share - usual))) * device / GIB
 
 
 @dataclass(frozen=True, slots=True)

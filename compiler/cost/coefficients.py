@@ -37,7 +37,7 @@ MEMORY: Mapping[str, Coefficient] = {
 """Of the memory of a rank."""
 
 TIME: Mapping[str, Coefficient] = {
-    "matmul": Coefficient(0.7, 0.4, 0.85, "share of the peak rate that matrix products reach"),
+    "matmul": Coefficient(0.65, 0.4, 0.85, "share of the peak rate that matrix products reach"),
     "narrow": Coefficient(100.0, 0.0, 400.0, "h / t at which matrix products take twice as long: narrow tiles"),
     "attention": Coefficient(0.4, 0.2, 0.75, "share of the peak rate that fused attention reaches"),
     "elementwise": Coefficient(3.0, 0.5, 8.0, "passes over the kept activations that elementwise kernels make"),

@@ -1,0 +1,70 @@
+"""Every preset can be estimated, and its parameters add up exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parcompile.cost.estimate import estimate, parameters
+from parcompile.cost.table import table
+from parcompile.cost.workload import Workload
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.parameters import parameter_table
+from parcompile.model.presets import Preset, presets
+
+PRESETS = list(presets().values())
+
+
+def work(name: str) -> Workload:
+    return Workload(
+        shape=shape_from_config(presets()[name].config),
+        nodes=64,
+        gpus_per_node=8,
+        accelerator="h100-sxm",
+        sequence_length=1024,
+        micro_batch=1,
+        micro_batches=8,
+        dp=512,
+        vocab_divisible_by=1,
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=[one.name for one in PRESETS])
+def test_the_parameters_of_all_layers_stages_and_ends_are_those_of_the_model(preset: Preset) -> None:
+    one = work(preset.name)
+    found, rows = parameters(one), parameter_table(one.shape)
+    ends = sum(row.numel for row in (*rows.before, *rows.after))
+    assert found.total == preset.parameters == sum(found.by_layer) + ends
+    assert found.by_stage == (found.total,)
+    staged = replace(one, pp=one.shape.num_hidden_layers, dp=1)
+    copied = rows.before[0].numel if one.shape.tie_word_embeddings else 0
+    assert sum(parameters(staged).by_stage) == found.total + copied
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=[one.name for one in PRESETS])
+def test_every_preset_has_a_finite_estimate_and_a_table(preset: Preset) -> None:
+    found = estimate(work(preset.name), tokens=1e9)
+    assert 0 < found.time.utilisation < 1
+    assert found.memory.peak.total_bytes > found.memory.peak.static_bytes > 12 * found.parameters.total / 512
+    assert "MFU" in table(found)
+
+
+def test_experts_are_shared_over_ep_and_dense_parameters_are_not() -> None:
+    one = work("mixtral-8x7b")
+    whole, shared = parameters(one).by_layer[0], parameters(replace(one, ep=8)).by_layer[0]
+    assert one.shape.moe is not None
+    experts = 8 * 3 * one.shape.hidden_size * one.shape.moe.intermediate_size
+    assert shared == whole - experts * 7 // 8
+
+
+def test_expert_traffic_counts_each_expert_of_a_token_in_both_directions() -> None:
+    one = replace(work("mixtral-8x7b"), ep=8)
+    found = {group.group: group for group in estimate(one).traffic}
+    assert found["ep"].wire_bytes == 4 * 32 * 8 * 2 * (1024 * 4096 * 2) * 7 / 8
+
+
+def test_moe_computes_only_the_experts_of_a_token() -> None:
+    one = work("mixtral-8x7b")
+    dense = replace(one, shape=replace(one.shape, moe=None, intermediate_size=8 * 14336))
+    assert estimate(one).time.step.compute < 0.5 * estimate(dense).time.step.compute
