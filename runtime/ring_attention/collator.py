@@ -143,7 +143,8 @@ def packed_attention(
     if padded and not options.get("causal", True):
         raise ValueError(
             "packed attention: without a causal mask the dealt documents, padded to "
-            f"{packing.dealt_borders[-1]} tokens, would see their padding; use documents that are multiples of the layout's chunks, or pack with cp 1"
+            f"{packing.dealt_borders[-1]} tokens, would see their padding; give multiples of "
+            f"{packing.layout.chunks_per_rank * packing.cp}"
         )
     border = packing.dealt_tokens
     outputs = []

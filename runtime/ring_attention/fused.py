@@ -111,63 +111,6 @@ class CpuFlashKernel:
         return grads
 
 
-class CudaFlashKernel:
-    """FlashAttention-2 of torch: bf16 and fp16, compute capability 8.0 or later, head dims that are multiples of 8."""
-
-    name = "cuda-flash"
-    # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
-    backward_rows: int | None = None
-    band_rows: int | None = None
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
-        assert terms is None, f"{self.name} has no further terms"
-        query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, _is_causal(query, key, band), False, scale=scale
-        )
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
-        assert terms is None, f"{self.name} has no further terms"
-        # Without dropout the state of the random generator is not read.
-        no_seed = torch.empty(2, dtype=torch.int64, device=query.device)
-        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            _dense_rows(query),
-            _dense_rows(key),
-            _dense_rows(value),
-            out,
-            # The kernel ignores the strides of the log-sum-exp.
-            lse.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            _is_causal(query, key, band),
-            no_seed,
-            no_seed,
-            scale=scale,
-        )
-        return grads
-
-
 class CudaEfficientKernel:
     """Memory-efficient attention of torch on CUDA: also fp32, and GPUs before compute capability 8.0.
 

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .fused import CpuFlashKernel, CudaEfficientKernel, CudaFlashKernel
+from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
+from .fused import CpuFlashKernel, CudaEfficientKernel
 from .merge import RunningAttention
 from .plain import PlainKernel
 from .terms import Terms
@@ -104,16 +105,16 @@ def select_kernel(
     `banded`: tiles may be other than full or causal squares. `added`: something is added to the scores. A slower kernel
     than the device has is announced once.
     """
-    fused, why = _fused_kernel(query)
+    fused, why = _fused_kernel(query, softcap)
     if fused is not None:
         why = ""
         if dropout:
             why = "the dropout of fused kernels depends on how the sequence is cut"
-        elif softcap is not None:
-            why = "the fused kernels have no soft-capping"
+        elif softcap is not None and not isinstance(fused, FlashAttnKernel):
+            why = f"{fused.name} has no soft-capping"
         elif query.shape[3] != value.shape[3]:
             why = f"the fused kernels want one head dim, not {query.shape[3]} for keys and {value.shape[3]} for values"
-        elif banded and not isinstance(fused, CpuFlashKernel):
+        elif banded and isinstance(fused, CudaEfficientKernel):
             why = f"{fused.name} has no sliding window between blocks"
         elif added and not isinstance(fused, CpuFlashKernel):
             why = f"{fused.name} adds nothing to scores"
@@ -123,7 +124,7 @@ def select_kernel(
     return fused
 
 
-def _fused_kernel(query: Tensor) -> tuple[Kernel | None, str]:
+def _fused_kernel(query: Tensor, softcap: float | None) -> tuple[Kernel | None, str]:
     """The fused kernel for a device, dtype and head dim, or why there is none."""
     head_dim, device, dtype = query.shape[3], query.device, query.dtype
     if device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -131,7 +132,8 @@ def _fused_kernel(query: Tensor) -> tuple[Kernel | None, str]:
     if device.type == "cuda" and head_dim % 8 == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16):
         recent = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
         if recent and dtype.itemsize == 2 and head_dim <= 256:
-            return CudaFlashKernel(), ""
+            functions = installed_flash_attn() if torch.version.hip is None else None
+            return CudaFlashKernel() if functions is None else FlashAttnKernel(functions, softcap), ""
         if recent or dtype is not torch.bfloat16:
             return CudaEfficientKernel(), ""
     return None, f"there is no fused kernel for {dtype} with head dim {head_dim} on {device.type}"

@@ -216,7 +216,7 @@ def test_a_slower_kernel_is_announced_once_with_the_reason() -> None:
     _announce.cache_clear()
     with pytest.warns(UserWarning, match="slower: the dropout of fused kernels depends on how the sequence is cut"):
         select_kernel(query, value, dropout=True)
-    with pytest.warns(UserWarning, match="slower: the fused kernels have no soft-capping") as seen:
+    with pytest.warns(UserWarning, match="slower: cpu-flash has no soft-capping") as seen:
         for _ in range(3):
             assert select_kernel(query, value, softcap=30.0).name == "plain"
     assert len(seen) == 1

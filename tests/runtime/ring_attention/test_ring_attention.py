@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import Case, Errors, errors, reference, relative_error, ring_results
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
 
 from parcompile.runtime.ring_attention import (
@@ -185,6 +187,61 @@ def test_output_and_gradients_equal_those_of_one_process(world_size: int, case: 
     for rank, measured in enumerate(_measured(world_size)[case]):
         worst = max(measured.values())
         assert worst <= TOLERANCES[case.dtype], f"rank {rank}: {measured}"
+
+
+@st.composite
+def _drawn_cases(draw: st.DrawFn) -> Case:
+    """Whatever fits together on 8 ranks."""
+    implementation = draw(st.sampled_from(["ring", "double_ring", "all_gather", "ulysses", "usp"]))
+    exchanges_heads = implementation in ("ulysses", "usp")
+    inner = draw(st.sampled_from([2, 4]))
+    layout = draw(st.sampled_from(["zigzag", "contiguous", *(["striped"] if implementation != "usp" else [])]))
+    batch, chunk = draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    row = st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple)
+    per_document = draw(st.booleans())
+    same_rows = per_document and exchanges_heads
+    documents = draw(st.none() | st.lists(row, min_size=1 if same_rows else batch, max_size=1 if same_rows else batch))
+    head_dim = draw(st.integers(1, 9))
+    return Case(
+        implementation=implementation,
+        inner_ranks=inner if implementation in ("double_ring", "usp") else None,
+        layout=layout,
+        causal=draw(st.booleans()),
+        heads=8,
+        kv_heads=draw(st.sampled_from([8, 4, 2, 1])),
+        head_dim=head_dim,
+        value_dim=draw(st.sampled_from([None, None, 3])),
+        chunk=chunk,
+        batch=batch,
+        dtype=draw(st.sampled_from([torch.float64, torch.float64, torch.float32])),
+        scale=draw(st.sampled_from([None, 0.7])),
+        window=draw(st.none() | st.integers(2, 60)),
+        documents=None if documents is None else tuple(documents),
+        per_document=per_document and documents is not None,
+        sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([None, None, 3.0])),
+        alibi=draw(st.booleans()),
+        bias=draw(st.sampled_from([None, None, (1, 1), (batch, 8)])),
+        dropout=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        heads_at_once=draw(st.sampled_from([None, 1])),
+    )
+
+
+def test_eight_ranks_equal_one_process_in_whatever_is_drawn() -> None:
+    cases: list[Case] = []
+
+    @settings(max_examples=40, phases=[Phase.generate], database=None, derandomize=True, deadline=None)
+    @given(_drawn_cases())
+    def draw(case: Case) -> None:
+        cases.append(case)
+
+    draw()
+    assert {case.implementation for case in cases} >= {"ring", "double_ring", "all_gather", "ulysses", "usp"}
+    # Errors of nearly nothing, such as the gradients of one token alone, are absolute: wider than in the matrix.
+    tolerances = {torch.float64: 2e-14, torch.float32: 4e-6}
+    for rank, measured in enumerate(run_ranks(8, _world, cases, timeout=TIMEOUT_SECONDS)):
+        for case, found in zip(cases, measured, strict=True):
+            assert max(found.values()) <= tolerances[case.dtype], f"rank {rank}, {case}: {found}"
 
 
 def _refusal(attend: Callable[[], object]) -> str:
