@@ -41,8 +41,9 @@ PRIOR_WEIGHT = 0.6
 
 TRANSFER = 1.04
 """Other models err more than those that were fitted: intervals are widened by this factor on both sides."""
-TIE = 1.05
-"""Layouts whose predictions differ by less than this cannot be told apart: the simpler one is chosen."""
+TIE = 1.08
+"""Layouts whose predictions differ by less than the mean error of a prediction cannot be told apart: the simpler one is
+chosen."""
 
 SAFE = 0.9
 """A layout is chosen when it fits with at least this probability."""
