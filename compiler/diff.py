@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from .cost.memory import static_memory
@@ -139,6 +140,10 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "accelerator": cluster.accelerator,
             **{axis: getattr(parallelism, axis) for axis in _AXES},
             "order": "-".join(parallelism.order),
+            "layers of each stage": ", ".join(
+                f"{count} × {len(list(same))}" for count, same in groupby(len(one.layers) for one in plan.spec.stages)
+            ),
+            "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
             "zero.stage": plan.spec.zero_stage,
             "padded vocabulary": _padded_vocabulary(plan),
             "ranks that share a kv head": plan.kv_replicas,
@@ -211,6 +216,8 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
     old, new = before.spec.parallelism, after.spec.parallelism
     if old.pp != new.pp:
         yield f"pp {old.pp} → {new.pp}: parameters are named by their stage's layers"
+    elif before.spec.virtual_stages != after.spec.virtual_stages:
+        yield "the pipeline stages hold other layers, and parameters are named by their stage's layers"
     if before.spec.zero_stage != after.spec.zero_stage:
         stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
         yield f"zero.stage {stages}: the optimizer state is laid out otherwise"

@@ -39,6 +39,8 @@ def step_traffic(
     shape: ModelShape,
     sizes: Mapping[str, int],
     *,
+    num_layers: int,
+    virtual_stages: int = 1,
     rank_numel: int,
     sequence_length: int,
     micro_batch_size: int,
@@ -46,15 +48,15 @@ def step_traffic(
     element_bytes: int,
     gradient_bytes: int,
 ) -> Traffic:
-    """What a rank of the first stage sends in a step.
+    """What a rank sends in a step.
 
-    `rank_numel` counts its parameters, `element_bytes` are those of weights and activations, `gradient_bytes` those of
-    a reduced gradient. Gradients are reduce-scattered and weights gathered over dp · cp, (N − 1) / N of them each (ZeRO
-    stage 1).
+    It holds `num_layers` layers in `virtual_stages` stages and `rank_numel` parameters; `element_bytes` are those of
+    weights and activations, `gradient_bytes` those of a reduced gradient. Gradients are reduce-scattered and weights
+    gathered over dp · cp, (N − 1) / N of them each (ZeRO stage 1).
     """
     tp, cp, dp, pp = (sizes.get(axis, 1) for axis in DENSE_AXES)
-    local_length, layers = sequence_length // cp, shape.num_hidden_layers // pp
-    common = {"num_layers": layers, "micro_batch_size": micro_batch_size, "element_bytes": element_bytes}
+    local_length = sequence_length // cp
+    common = {"num_layers": num_layers, "micro_batch_size": micro_batch_size, "element_bytes": element_bytes}
     tensor = tensor_parallel_traffic(sequence_length=local_length, hidden_size=shape.hidden_size, tp=tp, **common)
     ring = ring_traffic(
         local_sequence_length=local_length,
@@ -69,7 +71,7 @@ def step_traffic(
         tp=tensor.wire_bytes * micro_batches,
         cp=ring.wire_bytes * micro_batches,
         dp_cp=int(rank_numel * (gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
-        pp=boundary * micro_batches if pp > 1 else 0,
+        pp=boundary * micro_batches * virtual_stages if pp > 1 else 0,
     )
 
 

@@ -16,7 +16,7 @@ from .layout.grid import Grid
 from .layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from .layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
 from .layout.sequence import Source, balance, chunk_ids, source_blocks, token_ranges, work
-from .layout.stages import Stage, even_stages
+from .layout.stages import Stage
 from .layout.tensor import TensorLayout
 from .layout.topology import reach
 from .model.parameters import Parameter, parameter_table
@@ -75,11 +75,13 @@ def topology(plan: Plan) -> dict[str, Any]:
             "rails_per_group": list(far.rails),
             "slowest_link": far.slowest_link,
         }
-    training, parallelism = spec.training, spec.parallelism
+    training, parallelism, first = spec.training, spec.parallelism, spec.stages[0]
     traffic = step_traffic(
         spec.model.shape,
         {axis: getattr(parallelism, axis) for axis in DENSE_AXES},
-        rank_numel=rank_numel(spec, stages(spec)[0]),
+        num_layers=len(first.layers),
+        virtual_stages=parallelism.num_virtual_stages_per_pipeline_rank,
+        rank_numel=rank_numel(spec, first),
         sequence_length=training.sequence_length,
         micro_batch_size=training.micro_batch_size,
         micro_batches=training.gradient_accumulation_steps,
@@ -146,19 +148,18 @@ def sequence(spec: Spec) -> dict[str, Any]:
     }
 
 
-def stages(spec: Spec) -> tuple[Stage, ...]:
-    """The pipeline stages."""
-    return even_stages(spec.model.shape.num_hidden_layers, spec.parallelism.pp)
+def stage_rows(spec: Spec) -> list[dict[str, Any]]:
+    """Each pp rank's stages with the optimizer shards of its ranks under each rule."""
+    return [_stage_row(spec, held, stage) for held, stage in zip(spec.virtual_stages, spec.stages, strict=True)]
 
 
-def stage_row(spec: Spec, stage: Stage) -> dict[str, Any]:
-    """One stage with the optimizer shards of its ranks under each rule."""
+def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:
     shards = spec.parallelism.zero_shards
     numel = rank_numel(spec, stage)
     padded = padded_numel(numel, shards)
     larger = even_shard(numel, shards, 0).numel
     return {
-        "layers": [stage.layers.start, stage.layers.stop],
+        "layers": [[one.layers.start, one.layers.stop] for one in held],
         "has_embedding": stage.has_embedding,
         "has_head": stage.has_head,
         "numel": numel,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .cost.memory import static_memory
 from .layout.sequence import CpLayout
 from .model.hf_config import shape_from_config
-from .plan_sections import groups, optimizer_shards, sequence, stage_row, stages, tensor_row, topology
+from .plan_sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
 from .spec import Cluster, Model, Optimizer, Origin, Parallelism, Precision, Provenance, Spec, Training
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "tensors": [tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()],
         "sequence": sequence(spec),
         "optimizer_shards": optimizer_shards(spec),
-        "stages": [stage_row(spec, stage) for stage in stages(spec)],
+        "stages": stage_rows(spec),
         "static_memory": asdict(static_memory(spec)),
         "provenance": {
             path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}

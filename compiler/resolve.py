@@ -16,6 +16,7 @@ from typing import Any
 from .diagnostics import Path, format_path
 from .layout.grid import AXES
 from .layout.sequence import CpLayout
+from .layout.stages import Slots
 from .layout.tensor import padded_vocab_size
 from .model.hf_config import ModelConfigError, shape_from_config
 from .model.parameters import ParameterTable, parameter_table
@@ -222,6 +223,40 @@ class Resolution:
         """The divisor of the padded vocabulary, per tp rank."""
         return int(self.get("parallelism", "make_vocab_size_divisible_by", default=128))
 
+    @property
+    def slots(self) -> Slots:
+        """How the layers are counted out to the pipeline stages."""
+        first, last = (
+            self.get("parallelism", f"num_layers_in_{end}_pipeline_stage", default=None) for end in ("first", "last")
+        )
+        embedding, loss = (
+            bool(self.get("parallelism", f"account_for_{part}_in_pipeline_split", default=False))
+            for part in ("embedding", "loss")
+        )
+        return Slots(
+            self.axis("pp"),
+            self.virtual_stages,
+            embedding=embedding,
+            loss=loss,
+            first=None if first is None else int(first),
+            last=None if last is None else int(last),
+        )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages that each pp rank holds."""
+        return int(self.get("parallelism", "num_virtual_stages_per_pipeline_rank", default=1))
+
+    @property
+    def microbatch_group_size(self) -> int | None:
+        """Micro-batches that run one after the other on a virtual stage; None without virtual stages."""
+        name = "microbatch_group_size_per_virtual_pipeline_stage"
+        if self.virtual_stages == 1:
+            return None
+        if self.given("parallelism", name):
+            return int(self.get("parallelism", name))
+        return int(self._record(("parallelism", name), self.axis("pp"), Origin.DERIVED, f"pp {self.axis('pp')}"))
+
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
@@ -317,6 +352,7 @@ class Resolution:
         return Model(source, shape, dict(self.model_config))
 
     def _parallelism(self) -> Parallelism:
+        slots = self.slots
         return Parallelism(
             **{axis: self.axis(axis) for axis in AXES},
             order=self.order,
@@ -324,6 +360,12 @@ class Resolution:
             # One rank holds the whole sequence in order: there is nothing to deal.
             cp_layout=self.cp_layout if self.axis("cp") > 1 else CpLayout.CONTIGUOUS,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+            account_for_embedding_in_pipeline_split=slots.embedding,
+            account_for_loss_in_pipeline_split=slots.loss,
+            num_layers_in_first_pipeline_stage=slots.first,
+            num_layers_in_last_pipeline_stage=slots.last,
+            num_virtual_stages_per_pipeline_rank=slots.virtual,
+            microbatch_group_size_per_virtual_pipeline_stage=self.microbatch_group_size,
         )
 
     def _training(self) -> Training:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .layout.grid import Grid
 from .layout.sequence import CpLayout
+from .layout.stages import Slots, Stage, merged, rank_stages
 from .model.shape import ModelShape
 
 
@@ -52,12 +53,30 @@ class Parallelism:
     sequence_parallel: bool
     cp_layout: CpLayout
     make_vocab_size_divisible_by: int
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int = 1
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
 
     @property
     def grid(self) -> Grid:
         """The dense grid. Experts are laid over its dp · cp ranks, so ep takes no ranks of its own."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return Grid.of(self.order, sizes)
+
+    @property
+    def slots(self) -> Slots:
+        """How the layers are counted out to the stages."""
+        return Slots(
+            self.pp,
+            self.num_virtual_stages_per_pipeline_rank,
+            embedding=self.account_for_embedding_in_pipeline_split,
+            loss=self.account_for_loss_in_pipeline_split,
+            first=self.num_layers_in_first_pipeline_stage,
+            last=self.num_layers_in_last_pipeline_stage,
+        )
 
     @property
     def zero_shards(self) -> int:
@@ -134,3 +153,15 @@ class Spec:
     zero_stage: int
     deepspeed: Mapping[str, Any]
     provenance: Mapping[str, Provenance]
+
+    @property
+    def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """For each pp rank its virtual stages (one unless they are interleaved)."""
+        return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.slots)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One stage for each pp rank, in which the layers that it holds are counted."""
+        shape = self.model.shape
+        boundary = shape.num_hidden_layers if shape.moe is None else shape.moe.first_moe_layer
+        return tuple(merged(held, boundary) for held in self.virtual_stages)

@@ -50,6 +50,17 @@ _NAMES: dict[str, Path] = {
     "pipe_parallel_size": ("parallelism", "pp"),
     "expert_model_parallel_size": ("parallelism", "ep"),
     "sequence_parallel": ("parallelism", "sequence_parallel"),
+    **{
+        name: ("parallelism", name)
+        for name in (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "num_virtual_stages_per_pipeline_rank",
+            "microbatch_group_size_per_virtual_pipeline_stage",
+        )
+    },
+    "decoder_first_pipeline_num_layers": ("parallelism", "num_layers_in_first_pipeline_stage"),
+    "decoder_last_pipeline_num_layers": ("parallelism", "num_layers_in_last_pipeline_stage"),
     "make_vocab_size_divisible_by": ("parallelism", "make_vocab_size_divisible_by"),
     "seq_length": ("training", "sequence_length"),
     "global_batch_size": ("training", "global_batch_size"),
@@ -123,6 +134,7 @@ def import_tree(tree: Mapping[str, Any], kind: str, given: Mapping[Path, Any]) -
     decoupled = _take(flat, result, "training.optimizer.type", "optimizer.params.adam_w_mode") is not False
     _optimizer(flat, result, decoupled=decoupled)
     _choices(flat, result)
+    _virtual_stages(flat, result)
     if kind == MEGATRON:
         distributed = _take(flat, result, "zero.stage", "use_distributed_optimizer")
         _set(result.spec, ("zero", "stage"), 1 if distributed else 0)
@@ -221,6 +233,18 @@ def _choices(flat: dict[str, Any], result: Imported) -> None:
         _set(result.spec, target, "full" if kind is True else kind)
     if _take(flat, result, "parallelism.order", "use_tp_pp_dp_mapping") is True:
         _set(result.spec, ("parallelism", "order"), "tp-cp-ep-pp-dp")
+
+
+def _virtual_stages(flat: dict[str, Any], result: Imported) -> None:
+    """Layers of a virtual stage, as the number of virtual stages on a rank."""
+    name = "num_layers_per_virtual_pipeline_stage"
+    layers, parallelism = _get(result.spec, ("model", "num_hidden_layers")), result.spec.get("parallelism", {})
+    each, pp = flat.get(name), parallelism.get("pp", 1)
+    if isinstance(layers, int) and isinstance(each, int) and isinstance(pp, int) and each > 0:
+        layers += sum(bool(parallelism.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+        if layers % (pp * each) == 0:
+            target = ("parallelism", "num_virtual_stages_per_pipeline_rank")
+            _carry(result, flat, name, target, layers // (pp * each))
 
 
 def _rest(flat: dict[str, Any], result: Imported, tree: Mapping[str, Any], *, deepspeed: bool) -> None:

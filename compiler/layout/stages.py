@@ -95,6 +95,23 @@ def stages_from_counts(counts: Sequence[int]) -> tuple[Stage, ...]:
     )
 
 
+def merged(stages: Sequence[Stage], boundary: int) -> Stage:
+    """One stage that stands for all that a pp rank holds when layers are counted.
+
+    With virtual stages the layers of a rank are no range: this one has as many on each side of `boundary`, where the
+    kind of the layers changes.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    before = sum(len(range(stage.layers.start, min(stage.layers.stop, boundary))) for stage in stages)
+    start, count = boundary - before, sum(len(stage.layers) for stage in stages)
+    return Stage(
+        range(start, start + count),
+        has_embedding=any(stage.has_embedding for stage in stages),
+        has_head=any(stage.has_head for stage in stages),
+    )
+
+
 def even_stages(num_layers: int, pp: int) -> tuple[Stage, ...]:
     """`num_layers / pp` layers on each of `pp` stages.
 

@@ -104,8 +104,9 @@ def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradient_accumulation_steps < pp."""
     pp, steps = spec.axis("pp"), spec.gradient_accumulation_steps
     if steps < pp and pp > 1:
+        bubble, equation = _bubble(spec)
         yield Finding(
-            f"{steps} micro-batches < pp {pp}: the bubble ({pp} − 1) / {steps} is {(pp - 1) / steps:.0%} of the ideal",
+            f"{steps} micro-batches < pp {pp}: the bubble {equation} is {bubble:.0%} of the ideal",
             ("parallelism", "pp"),
             help=f"use {pp} micro-batches or more: a larger global batch, a smaller micro-batch, or less pp",
             related=also(spec, _TOTAL, _MICRO, _STEPS),
@@ -115,7 +116,8 @@ def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "B004",
     "the pipeline bubble",
-    """While a pipeline fills and drains, stages wait: relative to the ideal time (pp − 1) / micro-batches.""",
+    """While a pipeline fills and drains, stages wait: relative to the ideal time (pp − 1) / micro-batches; v virtual
+    stages on each rank divide that by v.""",
     wrong={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
     right={"parallelism": {"pp": 1}},
     severity=Severity.INFO,
@@ -125,11 +127,18 @@ def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the bubble of a pipeline that can be filled."""
     pp, steps = spec.axis("pp"), spec.gradient_accumulation_steps
     if 1 < pp <= steps:
-        bubble = (pp - 1) / steps
+        bubble, equation = _bubble(spec)
         yield Finding(
-            f"pipeline bubble ({pp} − 1) / {steps} micro-batches = {bubble:.1%} of the ideal time",
+            f"pipeline bubble {equation} micro-batches = {bubble:.1%} of the ideal time",
             ("parallelism", "pp"),
         )
+
+
+def _bubble(spec: Resolution) -> tuple[float, str]:
+    """The idle share of a pipeline relative to its ideal time, and the equation."""
+    pp, steps, virtual = spec.axis("pp"), spec.gradient_accumulation_steps, spec.virtual_stages
+    divisor = f"({virtual} virtual · {steps})" if virtual > 1 else f"{steps}"
+    return (pp - 1) / (virtual * steps), f"({pp} − 1) / {divisor}"
 
 
 @rule(

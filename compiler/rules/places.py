@@ -21,7 +21,8 @@ def also(spec: Resolution, *paths: tuple[str, ...]) -> tuple[Related, ...]:
     for path in paths:
         if spec.given(*path):
             value = spec.get(*path)
-            shown = f"{path[-1]} {value}" if isinstance(value, (int, float, str)) else path[-1]
+            written = str(value).lower() if isinstance(value, bool) else value
+            shown = f"{path[-1]} {written}" if isinstance(value, (int, float, str)) else path[-1]
             found.append(Related(f"{shown} is set here", path))
     return tuple(found)
 

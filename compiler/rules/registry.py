@@ -19,6 +19,7 @@ _MODULES = (
     "batch",
     "model",
     "stages",
+    "interleaving",
     "tensor",
     "tensor_remarks",
     "sequence",

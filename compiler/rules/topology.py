@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parcompile.cost.parameters import stage_numel
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import Grid
-from parcompile.layout.stages import even_stages
+from parcompile.layout.stages import merged, rank_stages
 from parcompile.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.resolve import Resolution, Unavailable
 
@@ -24,15 +24,18 @@ def _grid(spec: Resolution) -> Grid:
 
 
 def _traffic(spec: Resolution) -> Traffic:
-    sizes = {axis: spec.axis(axis) for axis in ("tp", "cp", "dp", "pp")}
+    sizes, moe = {axis: spec.axis(axis) for axis in ("tp", "cp", "dp", "pp")}, spec.shape.moe
     try:
-        stages = even_stages(spec.shape.num_hidden_layers, sizes["pp"])
-        numel = stage_numel(spec.parameters, stages[0], sizes["tp"], ep=spec.axis("ep"))
+        layers = spec.shape.num_hidden_layers
+        first = merged(rank_stages(layers, spec.slots)[0], layers if moe is None else moe.first_moe_layer)
+        numel = stage_numel(spec.parameters, first, sizes["tp"], ep=spec.axis("ep"))
     except ValueError:
         raise Unavailable("model") from None
     return step_traffic(
         spec.shape,
         sizes,
+        num_layers=len(first.layers),
+        virtual_stages=spec.virtual_stages,
         rank_numel=numel,
         sequence_length=spec.sequence_length,
         micro_batch_size=spec.micro_batch_size,

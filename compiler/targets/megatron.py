@@ -34,7 +34,14 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deep
 def arguments(plan: Plan) -> Arguments:
     """Every argument that the plan decides, also those that equal Megatron-LM's defaults: defaults change."""
     spec = plan.spec
-    return {**_layout(spec), **_model(spec), **_mixture(spec), **_latent_attention(spec), **_training(spec)}
+    return {
+        **_layout(spec),
+        **_stages(spec),
+        **_model(spec),
+        **_mixture(spec),
+        **_latent_attention(spec),
+        **_training(spec),
+    }
 
 
 def as_list(found: Arguments) -> list[str]:
@@ -130,6 +137,28 @@ def _layout(spec: Spec) -> Arguments:
     if spec.zero_stage >= 1:
         found["use-distributed-optimizer"] = True
     return found
+
+
+def _stages(spec: Spec) -> Arguments:
+    """How the layers are dealt to the pipeline, where it is not evenly."""
+    parallelism = spec.parallelism
+    if parallelism.pp == 1:
+        return {}
+    flags = {
+        "account-for-embedding-in-pipeline-split": parallelism.account_for_embedding_in_pipeline_split,
+        "account-for-loss-in-pipeline-split": parallelism.account_for_loss_in_pipeline_split,
+    }
+    found: Arguments = {name: True for name, on in flags.items() if on}
+    numbers = {
+        "decoder-first-pipeline-num-layers": parallelism.num_layers_in_first_pipeline_stage,
+        "decoder-last-pipeline-num-layers": parallelism.num_layers_in_last_pipeline_stage,
+    }
+    if parallelism.num_virtual_stages_per_pipeline_rank > 1:
+        # Megatron-LM takes this one also where the first or last stage has a number of its own.
+        numbers["num-virtual-stages-per-pipeline-rank"] = parallelism.num_virtual_stages_per_pipeline_rank
+        group = parallelism.microbatch_group_size_per_virtual_pipeline_stage
+        numbers["microbatch-group-size-per-virtual-pipeline-stage"] = group
+    return found | {name: value for name, value in numbers.items() if value is not None}
 
 
 def _model(spec: Spec) -> Arguments:

@@ -61,6 +61,12 @@ def losses(plan: Plan) -> list[Loss]:
         )
     if parallelism.pp > 1 and shape.tie_word_embeddings:
         found.append(Loss("tied embeddings with pp", "torchtitan refuses them", "pp 1", fatal=True))
+    if len({len(stage.layers) for stage in spec.stages}) > 1 or parallelism.num_virtual_stages_per_pipeline_rank > 1:
+        found.append(
+            Loss(
+                "pipeline stages", "torchtitan deals its layers to stages itself", "set its pipeline_parallel_* options"
+            )
+        )
     if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
         found.append(Loss("cp_layout contiguous", "no name for it was found", "its default order of chunks"))
     if spec.zero_stage in (0, 1):

@@ -55,6 +55,17 @@ def test_cp_and_dp_may_be_swapped_within_the_same_files(tmp_path) -> None:
     assert found.resume is Resume.SAME_FILES
 
 
+def test_a_checkpoint_does_not_go_to_stages_with_other_layers(tmp_path) -> None:
+    training = {"gradient_accumulation_dtype": "fp32", "global_batch_size": 8}
+    even = {"parallelism": {"tp": 2, "pp": 2}, "training": training}
+    found = compared(
+        tmp_path, before=even, parallelism={**even["parallelism"], "num_layers_in_first_pipeline_stage": 1}
+    )
+    assert named(found, Kind.LAYOUT)["layers of each stage"] == ("2 × 2", "1 × 1, 3 × 1")
+    assert found.resume is Resume.NO
+    assert "stages hold other layers" in found.reasons[0]
+
+
 def test_ranks_that_move_are_counted(tmp_path) -> None:
     found = compared(tmp_path, parallelism={"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"})
     # Of each block of four (tp × cp) the two with equal coordinates stay.

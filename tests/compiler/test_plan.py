@@ -125,7 +125,7 @@ def test_the_ring_of_the_plan_is_the_ring_that_the_runtime_executes(plan) -> Non
 
 def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
     tree = plan.to_json()
-    layers = [layer for stage in tree["stages"] for layer in range(*stage["layers"])]
+    layers = [layer for stage in tree["stages"] for piece in stage["layers"] for layer in range(*piece)]
     assert layers == list(range(plan.spec.model.shape.num_hidden_layers))
     shards = plan.spec.parallelism.zero_shards
     for stage in tree["stages"]:
@@ -133,10 +133,57 @@ def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
         assert padded["numel"] == padded_numel(stage["numel"], shards) == padded["shard_numel"] * shards
         assert padded["padding"] == padded["numel"] - stage["numel"]
         for rule in stage["optimizer"]["by_layer"].values():
-            assert len(rule["owners"]) == stage["layers"][1] - stage["layers"][0]
+            assert len(rule["owners"]) == sum(stop - start for start, stop in stage["layers"])
             assert rule["largest_bytes"] >= rule["even_bytes"] - 12
     largest = max(tree["stages"], key=lambda stage: stage["numel"])
     assert tree["optimizer_shards"]["shard_numel"] == largest["optimizer"]["padded"]["shard_numel"]
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "layers"),
+    [
+        ("llama-3.1-405b", {"account_for_embedding_in_pipeline_split": True}, None),
+        (
+            "llama-3.1-405b",
+            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            [[[0, 7]], *([[7 + 8 * rank, 15 + 8 * rank]] for rank in range(14)), [[119, 126]]],
+        ),
+        ("llama-3-8b", {"num_layers_in_last_pipeline_stage": 2}, [[[2 * rank, 2 * rank + 2]] for rank in range(16)]),
+        (
+            "llama-3-8b",
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            [[[rank, rank + 1], [16 + rank, 17 + rank]] for rank in range(16)],
+        ),
+        (
+            "deepseek-v3",
+            {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 2},
+            [[[0, 3]], *([[3 + 4 * rank, 7 + 4 * rank]] for rank in range(14)), [[59, 61]]],
+        ),
+    ],
+)
+def test_uneven_and_virtual_stages_hold_every_parameter_once(tmp_path, model, split, layers) -> None:
+    tree = spec_tree(
+        16,
+        8,
+        model={"preset": model},
+        parallelism={"tp": 8, "pp": 16, "sequence_parallel": True, **split},
+        training={"gradient_accumulation_dtype": "fp32", "global_batch_size": 16},
+        cluster={"accelerator": "cpu"},
+    )
+    if layers is None:
+        with pytest.raises(AssertionError, match="127 / 16 is not whole"):
+            compile_tree(tree, tmp_path)
+        return
+    plan = compile_tree(tree, tmp_path)
+    written = plan.to_json()
+    assert [stage["layers"] for stage in written["stages"]] == layers
+    local = sum(
+        layout.local_numel * (1 if parameter.layers is None else len(parameter.layers))
+        for parameter, layout in plan.tensors().values()
+    )
+    assert sum(stage["numel"] for stage in written["stages"]) == local
+    assert written["static_memory"]["numel"] == max(stage["numel"] for stage in written["stages"])
+    assert type(plan).from_json(written) == plan
 
 
 def test_sizes_and_strides_in_the_files_give_the_same_groups_as_the_lists(plan) -> None:

@@ -150,7 +150,10 @@ def test_126_layers_do_not_divide_over_16_stages(tmp_path) -> None:
     (error,) = [one for one in checked.diagnostics if one.is_error]
     assert error.code == "L001"
     assert "126 / 16 is not whole; nearest: 14, 18" in error.message
-    assert "(126 + 2) / 16 is whole" in (error.help or "")
+    assert "(126 + 2) / 16 = 8" in (error.help or "")
+    assert error.fixes[0].title == (
+        "set account_for_embedding_in_pipeline_split to true and account_for_loss_in_pipeline_split to true"
+    )
 
 
 def test_25_heads_take_tp_5_only(tmp_path) -> None:

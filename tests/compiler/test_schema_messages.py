@@ -95,7 +95,7 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("parallelism.mp_size", 2, "K001", "unknown key", 'did you mean "tp"?'),
     ("parallelism.context_parallel_size", 2, "K001", "unknown key", "parallelism.cp, which is given already"),
     ("parallelism.pipeline_model_parallel_size", 2, "K001", "unknown key", 'did you mean "pp"?'),
-    ("parallelism.blub", 2, "K001", "unknown key", 'known keys are "tp", "cp"'),
+    ("cluster.blub", 2, "K001", "unknown key", 'known keys are "nodes", "gpus_per_node"'),
     ("training.grad_clip", 2, "K001", "unknown key", 'did you mean "gradient_clipping"?'),
     ("zero_optimization", {"stage": 1}, "K001", "unknown key", "zero, which is given already"),
     ("train_batch_size", 64, "K001", "unknown key", "training.global_batch_size, which is given already"),

@@ -43,6 +43,20 @@ MODELS = {
         {"gradient_accumulation_dtype": "fp32", "global_batch_size": 512},
     ),
     "qwen2.5-7b": ({"cp": 2}, {"optimizer": {"type": "adam"}}),
+    "llama-3.1-405b": (
+        {
+            "tp": 8,
+            "pp": 16,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+            "num_virtual_stages_per_pipeline_rank": 4,
+        },
+        {"gradient_accumulation_dtype": "fp32", "global_batch_size": 64},
+    ),
+    "llama-2-7b": (
+        {"tp": 8, "pp": 8, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
+        {"gradient_accumulation_dtype": "fp32", "global_batch_size": 64, "sequence_length": 1024},
+    ),
 }
 
 
@@ -154,6 +168,15 @@ class TestMegatron:
         other = arguments(model_plan("qwen3-8b", tmp_path))
         assert other["use-tp-pp-dp-mapping"] is True
         assert other["kv-channels"] == 128
+
+    def test_uneven_and_virtual_stages_are_passed_on(self, tmp_path) -> None:
+        found = arguments(model_plan("llama-3.1-405b", tmp_path))
+        assert found["account-for-embedding-in-pipeline-split"] is found["account-for-loss-in-pipeline-split"] is True
+        assert found["num-virtual-stages-per-pipeline-rank"] == 4
+        assert found["microbatch-group-size-per-virtual-pipeline-stage"] == 16
+        ends = arguments(model_plan("llama-2-7b", tmp_path))
+        assert (ends["decoder-first-pipeline-num-layers"], ends["decoder-last-pipeline-num-layers"]) == (1, 1)
+        assert not {"num-virtual-stages-per-pipeline-rank", "account-for-loss-in-pipeline-split"} & ends.keys()
 
     def test_list_yaml_and_shell_say_the_same(self, tmp_path) -> None:
         files = render(model_plan("mixtral-8x7b", tmp_path), ("megatron",))

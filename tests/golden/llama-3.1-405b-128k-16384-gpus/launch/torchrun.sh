@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Starts a script under torchrun; run it once on every node.
+# plan "llama-3.1-405b-128k", 16384 ranks
+# parcompile 0.1.0, spec sha256:01e491f70ba943c3ac5cb82cbf9544189cbe7542cdd5caa3f3af91b756d31918
+set -euo pipefail
+if [ "$#" -eq 0 ]; then
+  echo "usage: torchrun.sh SCRIPT [ARGUMENTS]" >&2
+  exit 2
+fi
+# several ranks share the cores of a node
+export OMP_NUM_THREADS=1
+# kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+master_port="${MASTER_PORT:-29500}"
+: "${NODE_RANK:?is not set: the place of this node, 0 to 2047}"
+: "${MASTER_ADDR:?is not set: the address of node 0}"
+exec torchrun --nnodes 2048 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$master_port" --nproc-per-node 8 "$@"
