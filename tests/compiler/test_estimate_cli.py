@@ -131,3 +131,23 @@ def test_the_drawing_is_well_formed_and_has_a_box_for_each_component(run: Run) -
     root = ET.parse("stages.svg").getroot()
     titles = [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(title.startswith("activations: ") for title in titles)
+
+
+def test_uneven_and_interleaved_stages_are_those_of_the_spec(run: Run) -> None:
+    stages = {"pp": 4, "num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 7}
+    training = {"sequence_length": 8192, "global_batch_size": 64, "gradient_accumulation_dtype": "fp32"}
+    tree = spec_tree(nodes=4, model={"preset": "llama-3-8b"}, parallelism={"tp": 2, **stages})
+    write({**tree, "training": training})
+    found = json.loads(run("estimate", "spec.json", "--format", "json")[1])
+    layer = found["parameters"]["rank_by_layer"][0]
+    held = found["parameters"]["rank_by_stage"]
+    assert held[1] == held[2] == 10 * layer
+    assert 5 * layer < held[0] < 10 * layer
+    even = {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}
+    bubbles = []
+    for more in ({"pp": 4}, even):
+        tree["parallelism"] = {"tp": 2, **more}
+        write({**tree, "training": training})
+        time = json.loads(run("estimate", "spec.json", "--format", "json")[1])["time"]
+        bubbles.append(time["parts_seconds"]["pipeline bubble and imbalance"])
+    assert bubbles[1] == pytest.approx(bubbles[0] / 2)
