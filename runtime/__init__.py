@@ -10,7 +10,7 @@
 from parcompile.plan import Plan, PlanError
 
 from .batches import PlanLoader, shift_labels, split_batch
-from .engine import initialize
+from .engine import decay_groups, initialize
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
 from .loss import ParallelCausalLoss, reduce_loss
@@ -24,6 +24,7 @@ __all__ = [
     "PlanLoader",
     "RunError",
     "build_model",
+    "decay_groups",
     "initialize",
     "join",
     "leave",

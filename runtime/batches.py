@@ -14,21 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import Mesh
+from .inject.attention import DOCUMENTS
 from .loss import IGNORED
-from .ring_attention import local_positions, split_sequence
+from .ring_attention import document_borders, local_positions, split_sequence
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
-def shift_labels(labels: Tensor) -> Tensor:
-    """Labels [B, S] moved one token to the left: position i predicts token i + 1, the last one nothing."""
+def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Labels [B, S] moved one token to the left: position i predicts token i + 1, the last one nothing.
+
+    With positions that begin anew for each packed document, the last token of a document predicts nothing either.
+    """
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:]
+    if position_ids is not None:
+        shifted[:, :-1][position_ids[:, 1:] != position_ids[:, :-1] + 1] = IGNORED
     return shifted
 
 
 def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     """This cp rank's part of a batch of whole sequences, ready for the model.
+
+    Packed documents are known by `position_ids` that begin anew: no token attends to another document. Padding on the
+    right, given by an `attention_mask`, becomes a document of its own that predicts nothing.
 
     Args:
         batch: `input_ids` [B, S] and `labels` [B, S] (−100 where nothing is predicted), or `shift_labels` in their
@@ -37,21 +46,27 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
         mesh: this rank's place.
 
     Raises:
-        ValueError: the sequences are not as long as the plan says, or there are no labels.
+        ValueError: the sequences are not as long as the plan says, there are no labels, or the padding is not on the
+            right.
     """
     ids, planned = batch["input_ids"], mesh.plan.spec.training.sequence_length
     if ids.dim() != 2 or ids.shape[1] != planned:
         raise ValueError(f"input_ids have shape {tuple(ids.shape)}, the plan says [B, sequence_length {planned}]")
     whole = dict(batch)
+    positions, mask = whole.pop("position_ids", None), whole.pop("attention_mask", None)
     if "shift_labels" not in whole:
         if "labels" not in whole:
             raise ValueError("the batch has neither labels nor shift_labels")
-        whole["shift_labels"] = shift_labels(whole["labels"])
+        whole["shift_labels"] = shift_labels(whole["labels"], positions)
+    documents = None if positions is None else document_borders(positions)
+    if mask is not None and not bool(mask.bool().all()):
+        whole["shift_labels"] = _without_padding(whole["shift_labels"], mask)
+        documents = _with_padding(documents, mask)
     layout, cp, rank = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp")
-    if "position_ids" not in whole:
+    if positions is None:
         positions = local_positions(layout, cp, rank, planned).expand(ids.shape[0], -1)
     else:
-        positions = split_sequence(whole.pop("position_ids"), 1, layout, cp, rank)
+        positions = split_sequence(positions, 1, layout, cp, rank)
     local = {
         name: split_sequence(tensor, 1, layout, cp, rank)
         if tensor.dim() >= 2 and tensor.shape[1] == planned
@@ -61,7 +76,31 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     local["position_ids"] = positions
     # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
     local["labels"] = local["shift_labels"]
-    return {name: tensor.to(mesh.device, non_blocking=True).contiguous() for name, tensor in local.items()}
+    ready: Batch = {name: tensor.to(mesh.device, non_blocking=True).contiguous() for name, tensor in local.items()}
+    if documents is not None and any(len(borders) > 2 for borders in documents):
+        ready[DOCUMENTS] = documents
+    return ready
+
+
+def _without_padding(shifted: Tensor, mask: Tensor) -> Tensor:
+    """Padding neither predicts nor is predicted."""
+    real = mask.bool()
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ValueError("attention_mask has padding before or between tokens: pad on the right")
+    predicted = torch.zeros_like(real)
+    predicted[:, :-1] = real[:, 1:]
+    return shifted.masked_fill(~predicted, IGNORED)
+
+
+def _with_padding(documents: list[list[int]] | None, mask: Tensor) -> list[list[int]]:
+    """The borders of documents, with the padding as one more."""
+    length = mask.shape[1]
+    rows = documents or [[0, length]] * len(mask)
+    found = []
+    for borders, real in zip(rows, mask.sum(1).tolist(), strict=True):
+        kept = [border for border in borders if border < real]
+        found.append(sorted({0, *kept, int(real), length}))
+    return found
 
 
 class PlanLoader:
@@ -101,7 +140,10 @@ class PlanLoader:
         first = self.step * training.global_batch_size + (micro * dp + self._mesh.index("dp")) * size
         samples = [_sample(self._dataset[index % len(self._dataset)]) for index in range(first, first + size)]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-        batch["shift_labels"] = shift_labels(batch.pop("labels")) if "labels" in batch else batch["shift_labels"]
+        if "labels" in batch:
+            batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
+        if "attention_mask" in batch:
+            batch["shift_labels"] = _without_padding(batch["shift_labels"], batch["attention_mask"])
         return batch
 
     def _divisor(self, micro_batches: list[Batch]) -> Tensor:

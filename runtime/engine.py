@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,6 +16,7 @@ from .batches import PlanLoader
 from .errors import RunError
 from .groups import Mesh, join
 from .inject import inject
+from .inject.selfcheck import SMALL_NUMEL, SelfCheck
 from .model import build_model
 from .mpu import Mpu
 
@@ -28,6 +30,7 @@ def initialize(
     training_data: Sequence[Any] | None = None,
     lr_scheduler: Any = None,
     first_step: int = 0,
+    self_check: bool | None = None,
 ) -> tuple[Any, Any, PlanLoader | None, Any]:
     """A DeepSpeed engine that trains exactly as the plan says; the shape follows `deepspeed.initialize`.
 
@@ -39,10 +42,14 @@ def initialize(
         model: a whole Hugging Face causal language model on the CPU, the same on every rank, or what `load_pretrained`
             returned; None builds the plan's own from its seed.
         optimizer: an optimizer or a function from parameters to one, in place of the plan's.
-        model_parameters: parameters or parameter groups to optimise; default: all that require gradients.
+        model_parameters: a function from the injected model to its parameters or parameter groups, such as
+            `decay_groups`; default: all that require gradients, in one group. Injection replaces parameters: a list of
+            those that the model had before would train nothing, and is refused.
         training_data: samples for `PlanLoader`.
         lr_scheduler: as in `deepspeed.initialize`.
         first_step: the step at which the loader starts, after a resume.
+        self_check: compare one forward and backward of the injected model with the original on a short sequence, and
+            refuse to go on when they differ. None: for models of up to 20 million parameters that are given whole.
 
     Returns:
         engine, optimizer, loader (None without `training_data`), lr_scheduler.
@@ -56,15 +63,28 @@ def initialize(
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     mesh = join(plan)
     model = build_model(plan) if model is None else model
+    check = None
     if getattr(model, "parcompile_mesh", None) is not mesh:
+        if self_check if self_check is not None else plan.parameters.numel <= SMALL_NUMEL:
+            check = SelfCheck(model, mesh)
         model = inject(model, mesh)
+    elif self_check:
+        raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     if plan.spec.training.activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.to(mesh.device)
     model.train()
+    if mesh.size("tp") > 1:
+        # The ranks of a tensor-parallel group work on the same tokens: what they draw at random has to be the same.
+        torch.manual_seed(plan.spec.training.seed + mesh.index("dp-cp"))
     _make_replicated_parameters_equal(model, mesh)
+    if check is not None:
+        check.compare(model)
+    if callable(model_parameters):
+        model_parameters = model_parameters(model)
     if model_parameters is None:
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _check_parameters(model_parameters, model)
     engine, optimizer, _, lr_scheduler = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -89,6 +109,31 @@ def _make_replicated_parameters_equal(model: nn.Module, mesh: Mesh) -> None:
     for parameter in model.parameters():
         if not hasattr(parameter, "tensor_model_parallel"):
             dist.broadcast(parameter.data, source, group=group)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: weight decay for matrices and tables, none for norms, biases and scalars.
+
+    For `initialize(model_parameters=lambda model: decay_groups(model, 0.1))`.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = (
+        {"params": [one for one in trained if one.dim() > 1], "weight_decay": weight_decay},
+        {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def _check_parameters(given: Any, model: nn.Module) -> None:
+    live = set(map(id, model.parameters()))
+    flat = [one for entry in given for one in (entry["params"] if isinstance(entry, dict) else [entry])]
+    strangers = [one for one in flat if id(one) not in live]
+    if strangers:
+        raise RunError(
+            f"{len(strangers)} of the {len(flat)} model_parameters are not the injected model's: give a function, "
+            "model_parameters=lambda model: [...], which is called after injection",
+            everywhere=True,
+        )
 
 
 def _check_engine(engine: Any, mesh: Mesh) -> None:

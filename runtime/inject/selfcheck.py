@@ -1,0 +1,164 @@
+"""Before training: does the injected model compute what the original did?
+
+One forward and backward of the original on a short sequence is recorded on every rank, then repeated by the injected
+model on its split. Outputs are compared module by module in the order in which they come, then the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..groups import Mesh
+from ..ring_attention import local_positions, split_sequence
+from ..tensor_parallel import take_ranges
+from .agreement import EXPERTS, entries
+from .slices import Slices
+
+SMALL_NUMEL = 20_000_000
+"""Models up to this many parameters are checked when nothing else is said."""
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+# Sums in another order, on another kernel, differ by about 1e-6 in float32; a wrong slice by about 1.
+_HALF_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    loss: float
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class SelfCheck:
+    """Records the original model now; `compare` runs the injected one."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._length = _length(mesh)
+        shape = mesh.plan.spec.model.shape
+        generator = torch.Generator().manual_seed(mesh.plan.spec.training.seed)
+        self._ids = torch.randint(0, shape.vocab_size, (2, self._length), generator=generator)
+        # Parts of a sum over the tensor-parallel ranks, inside blocks of experts, equal nothing of the original.
+        self._hidden = tuple(
+            f"{name.rpartition('.')[0]}." for name, style in entries(model).items() if style == EXPERTS
+        )
+        positions = torch.arange(self._length).expand(2, -1)
+        self._expected = self._run(model, self._ids, positions, {})
+
+    def compare(self, model: nn.Module) -> None:
+        """Runs the injected model on this rank's part. A collective call.
+
+        Raises:
+            RunError: on every rank alike; it names the first module whose output differs, or the first parameter whose
+            gradient does.
+        """
+        mesh, labels = self._mesh, torch.full_like(self._ids, -100)
+        labels[:, :-1] = self._ids[:, 1:]
+        ids, labels = self._on_rank(self._ids), self._on_rank(labels)
+        layout, cp = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp")
+        positions = local_positions(layout, cp, mesh.index("cp"), self._length).expand(2, -1)
+        device = mesh.device
+        found = self._run(model, ids.to(device), positions.to(device), {"shift_labels": labels.to(device)})
+        if (ring := mesh.parallel_group("cp")) is not None:
+            for gradient in found.gradients.values():
+                dist.all_reduce(gradient, group=ring)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self._first_difference(model, found))
+        if different := [one for one in everyones if one is not None]:
+            _, sentence = min(different)
+            raise RunError(f"the injected model does not compute what the original did: {sentence}", everywhere=True)
+
+    def _run(self, model: nn.Module, ids: Tensor, positions: Tensor, further: dict[str, Tensor]) -> _Record:
+        outputs: dict[str, Tensor] = {}
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        with _recording(model, outputs):
+            loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False, **further).loss
+            loss.backward()
+        gradients = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        model.zero_grad(set_to_none=True)
+        for module, mode in modes.items():
+            module.training = mode
+        return _Record(float(loss.detach()), outputs, gradients)
+
+    def _first_difference(self, model: nn.Module, found: _Record) -> tuple[int, str] | None:
+        place = 0
+        for name, output in found.outputs.items():
+            place += 1
+            expected = self._expected.outputs.get(name)
+            if expected is None or name.startswith(self._hidden):
+                continue
+            local = self._part(expected, output.shape)
+            if local is not None and (error := _error(output, local)) is not None:
+                return place, f"the output of {name or type(model).__name__} differs (relative error {error:.1e})"
+        slices = Slices(self._mesh)
+        largest = max(float(gradient.norm()) for gradient in self._expected.gradients.values())
+        for name, gradient in found.gradients.items():
+            place += 1
+            whole, piece = self._expected.gradients[name], slices.of(name)
+            if piece.ranges is not None and piece.dim is not None:
+                whole = take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
+            # What is rounding noise beside the other gradients is noise here too.
+            if float(whole.norm()) > 1e-5 * largest and (error := _error(gradient, whole)) is not None:
+                return place, f"the gradient of {name} differs (relative error {error:.1e})"
+        return None
+
+    def _on_rank(self, tensor: Tensor) -> Tensor:
+        mesh = self._mesh
+        layout = mesh.plan.spec.parallelism.cp_layout
+        return split_sequence(tensor, 1, layout, mesh.size("cp"), mesh.index("cp"))
+
+    def _part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
+        """What of the original's output this rank computes; None where the shapes do not tell."""
+        if whole.dim() < 2 or whole.shape[1] != self._length or whole.dim() != len(shape):
+            return None
+        local = self._on_rank(whole)
+        tp, rank = self._mesh.size("tp"), self._mesh.index("tp")
+        if local.shape[1] == tp * shape[1]:
+            local = local.chunk(tp, dim=1)[rank]
+        return local if local.shape == shape else None
+
+
+def _length(mesh: Mesh) -> int:
+    """A short sequence that can be dealt to the ranks; no longer than the plan's, which can."""
+    unit = 2 * mesh.size("cp") * mesh.size("tp")
+    return min(max(unit, 16 // unit * unit), mesh.plan.spec.training.sequence_length)
+
+
+def _error(found: Tensor, expected: Tensor) -> float | None:
+    """The relative difference, where it is more than rounding."""
+    tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
+    found, expected = found.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    return None if error <= tolerance else error
+
+
+@contextmanager
+def _recording(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
+    """Keeps the output of each module, the first time it is called, in the order in which they finish."""
+    handles = []
+    for name, module in model.named_modules():
+
+        def record(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point():
+                outputs.setdefault(name, first.detach().clone())
+
+        handles.append(module.register_forward_hook(record))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,57 @@
+"""The check before training passes for every family, and names what was broken on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from family_runs import drawn_model, family_plan
+from ranks import run_ranks
+
+from parcompile.plan import Plan
+from parcompile.rules.runtime import RUNTIME_FAMILIES
+
+pytestmark = pytest.mark.ranks
+
+
+def check(rank: int, plans: list[Plan]) -> list[str]:
+    """What the check says of each plan; empty: nothing. One world serves all."""
+    from parcompile.runtime import RunError, join
+    from parcompile.runtime.inject import inject
+    from parcompile.runtime.inject.selfcheck import SelfCheck
+
+    mesh, found = join(plans[0]), []
+    for plan in plans:
+        here, model = replace(mesh, plan=plan), drawn_model(plan)
+        checking = SelfCheck(model, here)
+        inject(model, here)
+        if plan.spec.name == "broken output":
+            model.model.layers[1].self_attn.o_proj.weight.data.add_(1.0)
+        if plan.spec.name == "broken gradient" and rank == 1:
+            model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+        try:
+            checking.compare(model)
+            found.append("")
+        except RunError as error:
+            found.append(str(error))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("parallelism", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp2", "cp2"])
+def test_an_injected_model_passes(parallelism: dict[str, Any]) -> None:
+    plans = [family_plan(family, 2, parallelism) for family in RUNTIME_FAMILIES]
+    for rank in run_ranks(2, check, plans):
+        assert dict(zip(RUNTIME_FAMILIES, rank, strict=True)) == dict.fromkeys(RUNTIME_FAMILIES, "")
+
+
+def test_the_first_module_that_differs_is_named_on_every_rank() -> None:
+    plan = family_plan("llama", 2, {"tp": 2})
+    broken = [replace(plan, spec=replace(plan.spec, name=name)) for name in ("broken output", "broken gradient")]
+    first, second = run_ranks(2, check, broken)
+    assert first == second
+    assert "the output of model.layers.1.self_attn.o_proj differs" in first[0]
+    assert "the gradient of model.layers.0.mlp.up_proj.weight differs (relative error 1.0e+00)" in first[1]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,110 @@
+"""Frozen parameters, parameter groups and a learning-rate schedule, through a change of layout in mid-run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_checkpoint import TOLERANCE
+from training_runs import initial_model, make_plan, samples
+
+from parcompile.plan import Plan
+from parcompile.runtime import RunError, decay_groups
+
+pytestmark = pytest.mark.ranks
+
+WEIGHT_DECAY = 0.5
+
+
+def frozen_model(plan: Plan) -> torch.nn.Module:
+    model = initial_model(plan)
+    model.get_input_embeddings().requires_grad_(False)  # type: ignore[operator]
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def evaluate(model: Any, batch: Any) -> Any:
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch).loss
+    model.train()
+    return loss
+
+
+def train(rank: int, plan: Plan, folder: str, until: int, resume: bool) -> dict[str, Any]:
+    from parcompile.runtime import initialize, reduce_loss
+    from parcompile.runtime.checkpoint import load, save
+
+    engine, _, loader, _ = initialize(
+        plan=plan,
+        model=frozen_model(plan),
+        training_data=samples(plan),
+        model_parameters=lambda model: decay_groups(model, WEIGHT_DECAY),
+        lr_scheduler=schedule,
+    )
+    loader.step = load(engine, folder) if resume else 0
+    batches, losses, norms = iter(loader), [], []
+    for _ in range(loader.step, until):
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(reduce_loss(loss, engine.mesh))
+        norms.append(float(engine.get_global_grad_norm()))
+    save(engine, folder, until)
+    evaluation = reduce_loss(evaluate(engine, next(batches)), engine.mesh)
+    return {"losses": losses, "norms": norms, "evaluation": evaluation, "lr": engine.get_lr()}
+
+
+def train_plain(plan: Plan, steps: int) -> dict[str, Any]:
+    model, training = frozen_model(plan), plan.spec.training
+    settings = training.optimizer
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, WEIGHT_DECAY), lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+    scheduler, data, losses, norms = schedule(optimizer), samples(plan), [], []
+    for step in range(steps + 1):
+        batch = data[step * 4 : step * 4 + 4]
+        stacked = {name: torch.stack([sample[name] for sample in batch]) for name in ("input_ids", "labels")}
+        if step == steps:
+            return {"losses": losses, "norms": norms, "evaluation": float(evaluate(model, stacked))}
+        loss = model(**stacked).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    raise AssertionError
+
+
+def test_groups_frozen_parameters_and_schedule_survive_a_change_of_layout(tmp_path: Any) -> None:
+    one, other = make_plan(2, {"tp": 2}), make_plan(2, {"cp": 2})
+    first = run_ranks(2, train, one, str(tmp_path), 2, False)[0]
+    second = run_ranks(2, train, other, str(tmp_path), 4, True)[0]
+    expected = train_plain(one, 4)
+    for key in ("losses", "norms"):
+        assert [*first[key], *second[key]] == pytest.approx(expected[key], rel=TOLERANCE)
+    assert second["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
+    assert second["lr"] == [1e-3 / 5] * 2
+
+
+def parameters_from_before(rank: int, plan: Plan) -> str:
+    from parcompile.runtime import initialize
+
+    model = initial_model(plan)
+    try:
+        initialize(plan=plan, model=model, model_parameters=list(model.parameters()))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_from_before_injection_are_refused() -> None:
+    (found, _) = run_ranks(2, parameters_from_before, make_plan(2, {"tp": 2}))
+    assert "of the 21 model_parameters are not the injected model's" in found
