@@ -6,19 +6,26 @@ Every number is from one run in which the methods take turns, round by round. "s
 attends over the whole sequence, divided by the time of the slower of two ranks (ideal 2). "ceiling" computes the same
 tiles with the same kernels and neither communicates nor merges: nobody can be faster. "CPU" is the processor time of
 both ranks over that of one rank, which a busy machine disturbs least (ideal 1). "torch" is torch's private
-context-parallel engine on the same CPU kernels, with its all-gather and its all-to-all of keys and values. Given are
+context-parallel engine on the same CPU kernels, with its all-gather and its all-to-all of keys and values;
+"ring-flash-attn" is that package, where it is installed, with the same kernels in the place of flash_attn. Given are
 medians, with the quartiles of the speed-up. "peak" is what a rank's memory grows by, in a run of its own in which the
 allocator returns every large block at once.
 """
 
+# The stand-ins for flash_attn have its arguments, which the ring passes by name.
+# ruff: noqa: ARG001
+
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +37,13 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.ring_attention import ring, ring_attention, split_sequence, ulysses_attention
+from parcompile.runtime.ring_attention import (
+    all_gather_attention,
+    ring,
+    ring_attention,
+    split_sequence,
+    ulysses_attention,
+)
 from parcompile.runtime.ring_attention.kernels import Gradients, Queries, add_gradients, select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 
@@ -111,6 +124,81 @@ def _torch_ring(rotation: torch_cp._RotateMethod) -> Method:
     return attend
 
 
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
+    """The function of flash_attn, on the CPU's kernel."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=softmax_scale
+    )
+    return out.transpose(1, 2), lse, None, None
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """The function of flash_attn, on the CPU's kernel."""
+    tensors = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, softmax_lse, 0.0, causal, scale=softmax_scale
+    )
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad.transpose(1, 2))
+
+
+def _ring_flash_attn() -> dict[str, tuple[str, Method]]:
+    """The peer, if it is installed."""
+    found = None if "ring_flash_attn" in sys.modules else importlib.util.find_spec("ring_flash_attn")
+    if found is None and "ring_flash_attn" not in sys.modules:
+        return {}
+    if "flash_attn" not in sys.modules:
+        package, functions = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+        functions._flash_attn_forward = _flash_attn_forward
+        functions._flash_attn_backward = _flash_attn_backward
+        functions._flash_attn_varlen_forward = functions._flash_attn_varlen_backward = None
+        package.flash_attn_interface = functions
+        sys.modules.update({"flash_attn": package, "flash_attn.flash_attn_interface": functions})
+    if found is not None:
+        # Its module alone: the package also imports adapters that not every version of transformers bears.
+        bare = types.ModuleType("ring_flash_attn")
+        bare.__path__ = list(found.submodule_search_locations or ())
+        sys.modules["ring_flash_attn"] = bare
+    zigzag = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn")
+
+    def attend(*qkv: Tensor) -> Tensor:
+        token_major = (tensor.transpose(1, 2) for tensor in qkv)
+        return zigzag.zigzag_ring_flash_attn_func(*token_major, causal=True).transpose(1, 2)
+
+    return {"ring-flash-attn": ("zigzag", attend)}
+
+
 def methods() -> dict[str, tuple[str, Method]]:
     """Name: layout of the tokens, function."""
     group = dist.group.WORLD
@@ -118,9 +206,11 @@ def methods() -> dict[str, tuple[str, Method]]:
         "ceiling": ("zigzag", _Ceiling.apply),
         "zigzag": ("zigzag", lambda *qkv: ring_attention(*qkv, group=group)),
         "contiguous": ("contiguous", lambda *qkv: ring_attention(*qkv, group=group, layout="contiguous")),
+        "all-gather": ("zigzag", lambda *qkv: all_gather_attention(*qkv, group=group)),
         "ulysses": ("zigzag", lambda *qkv: ulysses_attention(*qkv, group=group)),
         "torch all-gather": ("zigzag", _torch_ring(torch_cp._RotateMethod.ALL_GATHER)),
         "torch all-to-all": ("zigzag", _torch_ring(torch_cp._RotateMethod.ALL_TO_ALL)),
+        **_ring_flash_attn(),
     }
 
 
