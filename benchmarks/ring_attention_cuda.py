@@ -1,0 +1,216 @@
+"""Ring attention on GPUs: what merging and small tiles cost on one, and how it scales on several.
+
+    python benchmarks/ring_attention_cuda.py [--lengths 16384 65536] [--ranks 8] [--rounds 20] [--json FILE]
+
+On one GPU: each kernel is compared with the plain one in fp64 first. Then one rank's part of a zigzag ring of `--ranks`
+ranks, with every tile and every merge and no message, is timed against one call of flash attention over the whole
+sequence; "share" is that call's time, divided by the ranks, over the part's: 100 % is a ring that costs nothing but its
+attention. Forward, and forward + backward. "peak" is what the part allocates at most beyond its inputs.
+
+On several GPUs, one process for each: time of each implementation over all of them against one GPU that attends to the
+whole sequence alone, divided by their number. Without a GPU it says so and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
+from parcompile.runtime.ring_attention.fused import CudaEfficientKernel
+from parcompile.runtime.ring_attention.kernels import Gradients, Queries, add_gradients, attend, select_kernel
+from parcompile.runtime.ring_attention.merge import RunningAttention
+from parcompile.runtime.ring_attention.plain import PlainKernel
+from parcompile.runtime.ring_attention.route import Masking, plan_route
+from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+def draw(length: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [
+        torch.randn(1, length, count, HEAD_DIM, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
+        for count in heads
+    ]
+
+
+def seconds(function: Callable[[], object], rounds: int) -> list[float]:
+    """Of each round, after three to warm up, by the device's own clock."""
+    found = []
+    for turn in range(rounds + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        stop.record()
+        torch.cuda.synchronize()
+        if turn >= 3:
+            found.append(start.elapsed_time(stop) / 1e3)
+    return found
+
+
+def check_kernels() -> dict[str, float]:
+    """The largest relative error of output, log-sum-exp and gradients of each kernel against fp64, for each band."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        query, key, value, grad = draw(768, dtype)
+        kernel = select_kernel(query, value)
+        bands = [FULL, CAUSAL] + ([] if isinstance(kernel, CudaEfficientKernel) else [Band(-99, 0), Band(-300, 200)])
+        exact = PlainKernel()
+        for band in bands:
+            wide = [tensor.double() for tensor in (query, key, value)]
+            wanted, wanted_lse = exact.forward(*wide, band=band, scale=0.1)
+            out, lse = kernel.forward(query, key, value, band=band, scale=0.1, terms=None)
+            wanted_grads = exact.backward(grad.double(), *wide, wanted, wanted_lse, band=band, scale=0.1)
+            grads = kernel.backward(grad, query, key, value, out, lse, band=band, scale=0.1, terms=None)
+            pairs = zip((out, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True)
+            worst = max(float((got.double() - right).norm() / right.norm()) for got, right in pairs)
+            found[f"{kernel.name} {str(dtype).removeprefix('torch.')} {band.lower, band.upper}"] = worst
+    return found
+
+
+def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
+    """One rank's part of a ring, the middle one's, against one call over the whole sequence."""
+    whole = draw(length)
+    rank, scale = ranks // 2, HEAD_DIM**-0.5
+    parts = [[split_sequence(tensor, 2, "zigzag", ranks, each) for tensor in whole] for each in range(ranks)]
+    query, _, _, grad = parts[rank]
+    steps = plan_route(CpLayout.ZIGZAG, ranks, rank, query.shape[2], Masking())
+    kernel = select_kernel(query, query)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(query, dtype=torch.float32)
+        running = RunningAttention(out, out.new_empty(out.shape[:3]))
+        for step in steps:
+            for tile in step.tiles:
+                attend(kernel, tile, query, parts[step.source][1], parts[step.source][2], running, scale)
+        return running.out.to(query.dtype), running.lse
+
+    def both() -> None:
+        out, lse = forward()
+        queries = Queries(query, grad, out, lse, scale)
+        total = torch.zeros_like(query, dtype=torch.float32)
+        for step in steps:
+            _, key, value, _ = parts[step.source]
+            sums = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
+            into = Gradients(total, *sums)
+            for tile in step.tiles:
+                add_gradients(kernel, tile, queries, key, value, into)
+
+    leaves = [tensor.detach().requires_grad_() for tensor in whole[:3]]
+
+    def flash(backward: bool) -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        if backward:
+            torch.autograd.grad(out, leaves, whole[3])
+
+    found: dict[str, Any] = {"length": length, "ranks": ranks}
+    for name, part, one in (("forward", forward, False), ("forward + backward", both, True)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found[name] = {
+            "part_seconds": seconds(part, rounds),
+            "peak_bytes": torch.cuda.max_memory_allocated() - before,
+            "flash_seconds": seconds(lambda one=one: flash(one), rounds),
+        }
+    return found
+
+
+def worker(rank: int, ranks: int, rendezvous: str, arguments: argparse.Namespace, results: Any) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
+    )
+    measured = []
+    for length in arguments.lengths:
+        whole = draw(length)
+        alone = [*(tensor.detach().requires_grad_() for tensor in whole[:3]), whole[3]]
+
+        def step(tensors: list[Tensor], backward: bool, **place: Any) -> None:
+            out = attention(*tensors[:3], **place) if place else ring_attention(*tensors[:3])
+            if backward:
+                torch.autograd.grad(out, tensors[:3], tensors[3])
+
+        for backward in (False, True):
+            one = seconds(lambda: step(alone, backward), arguments.rounds)  # noqa: B023 -- called before the next turn
+            found = {"length": length, "backward": backward, "one_gpu": one, "ranks": ranks}
+            for name in sorted(set(IMPLEMENTATIONS) - {"usp", "double_ring"}):
+                local = [split_sequence(tensor.detach(), 2, "zigzag", ranks, rank) for tensor in whole]
+                local = [*(tensor.requires_grad_() for tensor in local[:3]), local[3]]
+                place = {"group": dist.group.WORLD, "implementation": name}
+                dist.barrier()
+                own = torch.tensor(seconds(lambda: step(local, backward, **place), arguments.rounds), device="cuda")  # noqa: B023
+                dist.all_reduce(own, dist.ReduceOp.MAX)
+                found[name] = own.tolist()
+            measured.append(found)
+    if rank == 0:
+        results.put(measured)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def many_gpus(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    ranks = torch.cuda.device_count()
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (ranks, f"{folder}/rendezvous", arguments, results), nprocs=ranks)
+    return results.get()
+
+
+def spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:6.1%} ({low:.1%} … {high:.1%})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
+    parser.add_argument("--ranks", type=int, default=8, help="of the ring whose part one GPU computes")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="also write every measured second")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU: nothing is measured")
+        return 0
+    errors = check_kernels()
+    for name, error in errors.items():
+        print(f"{name}: relative error {error:.1e}")
+    parts = [one_gpu(length, arguments.ranks, arguments.rounds) for length in arguments.lengths]
+    for part in parts:
+        for name in ("forward", "forward + backward"):
+            times = part[name]
+            share = [
+                flash / part["ranks"] / own
+                for flash, own in zip(times["flash_seconds"], times["part_seconds"], strict=True)
+            ]
+            print(
+                f"{part['length']} tokens, 1 of {part['ranks']} ranks, {name}: share {spread(share)}, "
+                f"peak {times['peak_bytes'] / 1e6:.0f} MB"
+            )
+    scaling = many_gpus(arguments) if torch.cuda.device_count() > 1 else []
+    for found in scaling:
+        direction = "forward + backward" if found["backward"] else "forward"
+        for name in sorted(set(found) & set(IMPLEMENTATIONS)):
+            share = [one / found["ranks"] / all_ for one, all_ in zip(found["one_gpu"], found[name], strict=True)]
+            print(f"{found['length']} tokens on {found['ranks']} GPUs, {direction}, {name}: {spread(share)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"errors": errors, "parts": parts, "scaling": scaling}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
