@@ -27,7 +27,7 @@ from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .passes import Job, Pass, head_groups, keep, sum_for
 from .recompute import attention_once
 from .ring import around, ring_backward
-from .route import Masking, Step, plan_route
+from .route import Masking, Step, effective_layout, plan_route
 from .sequence import local_positions
 from .terms import Terms
 from .tiles import Tile
@@ -160,10 +160,13 @@ def attend_over_ranks(
     if rank < 0:
         raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
     check_terms(query, size, alibi_slopes, bias, dropout, dropout_seed)
+    banded = False
     ways: list[tuple[slice, tuple[Step, ...] | Gathering, Terms | None]] = []
     has_terms = alibi_slopes is not None or bias is not None or dropout > 0
     for rows, borders in documents_of_rows(documents, query.shape[0]):
-        place = CpLayout(layout), size, rank, query.shape[2], Masking(causal, window, borders, per_document)
+        masking = Masking(causal, window, borders, per_document)
+        banded |= masking.has_bands(effective_layout(CpLayout(layout), size))
+        place = CpLayout(layout), size, rank, query.shape[2], masking
         way = plan_gathering(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
         terms = None
         if has_terms:
@@ -186,7 +189,7 @@ def attend_over_ranks(
         select_kernel(
             query,
             value,
-            banded=window is not None,
+            banded=banded,
             softcap=softcap,
             added=alibi_slopes is not None or bias is not None,
             dropout=dropout > 0,

@@ -66,6 +66,14 @@ class Masking:
         """Less is to compute than the blocks of the schedule."""
         return self.window is not None or (self.documents is not None and not self.per_document)
 
+    def has_bands(self, layout: CpLayout) -> bool:
+        """Tiles may be other than rectangles in which all see all and causal squares.
+
+        A document may have more stripes on one rank than on another, so that its diagonal misses the corners.
+        """
+        cut_stripes = layout is CpLayout.STRIPED and self.documents is not None and not self.per_document
+        return self.window is not None or cut_stripes
+
 
 @functools.lru_cache(maxsize=256)
 def plan_route(

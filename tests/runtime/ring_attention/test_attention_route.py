@@ -85,6 +85,7 @@ def test_tiles_cover_what_the_masks_leave_exactly_once(ring: tuple[CpLayout, int
                 seen = _seen(tile)
                 assert seen.any(1).all(), f"{tile} has a query without a key"
                 assert seen.any(0).all(), f"{tile} has a key without a query"
+                assert tile.is_simple or masking.has_bands(layout)
                 computed[positions[rank][tile.queries].unsqueeze(-1), positions[source][tile.keys]] += seen
             if step.keys_hop is not None:
                 source = (source + step.keys_hop.receive_from - rank) % size
@@ -118,6 +119,7 @@ def test_gathered_tiles_cover_the_same_and_are_fewer(ring: tuple[CpLayout, int, 
         keys = torch.cat([positions[parts[piece.part]][piece.keys] for piece in gathering.pieces])
         for tile in gathering.tiles:
             computed[positions[rank][tile.queries].unsqueeze(-1), keys[tile.keys]] += _seen(tile)
+            assert tile.is_simple or masking.has_bands(layout)
         if not masking.refines_blocks and masking.documents is None and layout is not CpLayout.STRIPED:
             # What is before a chunk is one rectangle; then its diagonal.
             assert len(gathering.tiles) <= 2 * layout.chunks_per_rank
