@@ -9,7 +9,7 @@ from pathlib import Path
 from . import schema, source
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .importers.kinds import DEEPSPEED, MEGATRON, SPEC, kind_of
+from .importers.kinds import DEEPSPEED, GPT_NEOX, MEGATRON, SPEC, kind_of
 from .importers.megatron_file import from_shell, from_tree, is_shell_arguments
 from .plan import Plan, compile_plan
 from .resolve import Resolution
@@ -21,8 +21,12 @@ _FURTHER = "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file that was read and checked: `document` is None when its syntax is broken, `resolution` if it is no spec."""
+    """A file that was read and checked: `document` is None when its syntax is broken, `resolution` if it is no spec.
 
+    `text` is what was read, for quoting lines of it.
+    """
+
+    text: source.SourceText
     document: source.Document | None
     diagnostics: tuple[Diagnostic, ...]
     resolution: Resolution | None
@@ -79,7 +83,7 @@ def check_read(
     """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
     if document is None:
-        return Checked(None, read.diagnostics, None, kind)
+        return Checked(read.source, None, read.diagnostics, None, kind)
 
     def find(text: source.Document) -> list[Diagnostic]:
         return _in_spec(text, folder, targets)[0] if kind == SPEC else _in_settings(text, kind)
@@ -93,7 +97,7 @@ def check_read(
         from .rules.trial import tried
 
         found = tried(found, document, find)
-    return Checked(document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
+    return Checked(read.source, document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
 
 
 def _in_spec(document: source.Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
@@ -150,6 +154,11 @@ def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
 
     if kind == MEGATRON:
         return [document.locate(one) for one in check_settings(Settings(document.tree, frozenset()), kind)]
+    if kind == GPT_NEOX:
+        return [
+            *_known_values(document),
+            *map(document.locate, check_settings(Settings(document.tree, frozenset()), kind)),
+        ]
     validation = schema.validate(document, kind)
     # What is "auto" has rules of its own, which know who replaces it.
     unfilled = set(autos(document.tree))
@@ -160,13 +169,20 @@ def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
     ]
 
 
-def compile_file(path: str | Path) -> tuple[Plan | None, Checked]:
-    """The plan of a spec, or None when it has errors.
+def _known_values(document: source.Document) -> list[Diagnostic]:
+    """What is wrong with the values of DeepSpeed's keys in a file that has others beside them."""
+    found = schema.validate(document, DEEPSPEED).diagnostics
+    known = schema.load(DEEPSPEED)["properties"]
+    return [one for one in found if one.code != "K001" and one.path and one.path[0] in known]
+
+
+def compile_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> tuple[Plan | None, Checked]:
+    """The plan of a spec, checked for these targets, or None when it has errors.
 
     Raises:
         SourceError: the file cannot be read.
     """
-    checked = check_file(path)
+    checked = check_file(path, targets)
     if not checked.valid:
         return None, checked
     assert checked.document is not None

@@ -18,7 +18,7 @@ from parcompile.reporters import FORMATS, report
 from parcompile.reporters.style import writable
 from parcompile.resolve import Unavailable
 from parcompile.rules import DEFAULT_TARGETS, TARGETS
-from parcompile.source import Document, Result, SourceError
+from parcompile.source import Result, SourceError, SourceText
 
 from .main import SPEC_HAS_ERRORS, USAGE
 
@@ -36,8 +36,8 @@ class _Run:
     fixed: int = 0
 
     @property
-    def documents(self) -> list[Document]:
-        return [one.document for one in self.checked if one.document]
+    def texts(self) -> list[SourceText]:
+        return [one.text for one in self.checked]
 
 
 @click.command("check")
@@ -146,7 +146,7 @@ def _check_one(run: _Run, file: str, targets: tuple[str, ...], *, fix: bool, uns
     except OSError as error:
         run.unreadable.append(f"{file} cannot be written: {error.strerror}")
     else:
-        run.files.append(checked.document.file if checked.document else file)
+        run.files.append(checked.text.file)
         run.checked.append(checked)
 
 
@@ -184,12 +184,12 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
     hint = "--fix" if not run.fixed else None
     if format_ == "json" and show_values:
         stream = io.StringIO()
-        report(found, run.documents, format_, stream, files=run.files)
+        report(found, run.texts, format_, stream, files=run.files)
         tree = json.loads(stream.getvalue())
         tree["values"] = {file: _values(one) for file, one in zip(run.files, run.checked, strict=True)}
         click.echo(json.dumps(tree, indent=2, default=str))
         return
-    report(found, run.documents, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint)
+    report(found, run.texts, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint)
     if format_ != "text":
         return
     if show_values:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from parcompile.pipeline import Checked, check_file
-from parcompile.plan import Plan, compile_plan
+from parcompile.pipeline import Checked, compile_file
+from parcompile.plan import Plan
 from parcompile.report import summary
 from parcompile.reporters import report
 from parcompile.rules.registry import DEFAULT_TARGETS, TARGETS
@@ -45,7 +45,8 @@ def command(spec: str, output: Path | None, names: tuple[str, ...], *, check: bo
         raise click.UsageError("--check compares with the files of a folder: add -o DIR")
     try:
         targets = chosen(names or (locked_targets(output) if check and output else ()))
-        plan, checked = _compile(spec, targets)
+        # Rules of a backend fire when its files are asked for.
+        plan, checked = compile_file(spec, [*DEFAULT_TARGETS, *(name for name in targets if name in TARGETS)])
     except (SourceError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     _print_diagnostics(checked, quiet=quiet)
@@ -65,22 +66,10 @@ def command(spec: str, output: Path | None, names: tuple[str, ...], *, check: bo
             click.echo("nothing written: add -o DIR to write the plan")
 
 
-def _compile(spec: str, targets: tuple[str, ...]) -> tuple[Plan | None, Checked]:
-    # Rules of a backend fire when its files are asked for.
-    checked = check_file(spec, [*DEFAULT_TARGETS, *(name for name in targets if name in TARGETS)])
-    if not checked.valid:
-        return None, checked
-    assert checked.document is not None
-    assert checked.resolution is not None
-    found = list(checked.diagnostics)
-    return compile_plan(checked.resolution.spec(), checked.document.tree, found), checked
-
-
 def _print_diagnostics(checked: Checked, *, quiet: bool) -> None:
     shown = [found for found in checked.diagnostics if found.is_error or not quiet]
-    documents = [checked.document] if checked.document else []
     if shown:
-        report(shown, documents, "text", sys.stderr)
+        report(shown, [checked.text], "text", sys.stderr)
 
 
 def _print_losses(plan: Plan, targets: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ def _plan(path: str) -> Plan:
         raise click.ClickException(str(error)) from None
     if plan is None:
         errors = [one for one in checked.diagnostics if one.is_error]
-        report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
+        report(errors, [checked.text], "text", sys.stderr)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     return plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .megatron_file import is_argument_tree
 
-SPEC, DEEPSPEED, MEGATRON = "spec", "ds_config", "megatron"
+SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 
 _SPEC_KEYS = frozenset({"version", "model", "cluster", "parallelism", "training", "zero", "deepspeed"})
 _DEEPSPEED_KEYS = frozenset(
@@ -36,6 +36,8 @@ _DEEPSPEED_KEYS = frozenset(
         "compression_training",
     }
 )
+NEOX_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size"})
+"""Keys that only gpt-neox has; it writes them with hyphens or underscores, and DeepSpeed's beside them."""
 
 
 def kind_of(tree: object) -> str:
@@ -45,4 +47,6 @@ def kind_of(tree: object) -> str:
     spec_keys, deepspeed_keys = len(_SPEC_KEYS & tree.keys()), len(_DEEPSPEED_KEYS & tree.keys())
     if spec_keys == 0 and is_argument_tree(tree):
         return MEGATRON
+    if spec_keys == 0 and NEOX_KEYS & {str(key).replace("-", "_") for key in tree}:
+        return GPT_NEOX
     return DEEPSPEED if deepspeed_keys > spec_keys else SPEC

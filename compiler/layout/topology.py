@@ -7,12 +7,12 @@ are `per_node` such places.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
 
 from .families import Family, Steps
-from .grid import offsets_of
 
 NODE, NETWORK = "node", "network"
 """The slowest link that a group uses: inside a node, or between nodes."""
@@ -50,22 +50,31 @@ def reach(family: Family, per_node: int) -> Reach:
     )
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def nodes_touched(first: int, members: Steps, per_node: int) -> int:
-    """On how many nodes the ranks `first + members` lie."""
-    inner: list[tuple[int, int]] = []
-    outer = 1
-    for size, stride in members:
-        # From the first stride on that is a whole number of nodes, every step leads to other nodes: strides divide each
-        # other.
-        if stride % per_node == 0:
-            outer *= size
-        else:
-            inner.append((size, stride))
-    if len(inner) == 1:
-        size, stride = inner[0]
-        last = (first + (size - 1) * stride) // per_node
-        return outer * (size if stride >= per_node else last - first // per_node + 1)
-    return outer * len({(first + offset) // per_node for offset in offsets_of(inner)})
+    """On how many nodes the ranks `first + members` lie, in the time of the steps and `per_node`.
+
+    The steps of the last (outermost) member repeat their place on a node after a period. Each step counts the nodes of
+    what lies inside it, less one where the next step begins on the node on which it ends.
+    """
+    if not members:
+        return 1
+    *rest, (size, stride) = members
+    inner = tuple(rest)
+    span = sum((count - 1) * step for count, step in inner)
+    period = per_node // math.gcd(stride, per_node)
+    total = 0
+    for index in range(min(size, period)):
+        place = (first + index * stride) % per_node
+        total += _times(index, size, period) * nodes_touched(place, inner, per_node)
+        if (place + span) // per_node == (place + stride) // per_node:
+            total -= _times(index, size - 1, period)
+    return total
+
+
+def _times(index: int, size: int, period: int) -> int:
+    """How many of `size` steps are `index` modulo `period`."""
+    return size // period + (index < size % period)
 
 
 def _places(starts: Steps, per_node: int) -> Counter[int]:
@@ -75,7 +84,7 @@ def _places(starts: Steps, per_node: int) -> Counter[int]:
         period = per_node // math.gcd(stride, per_node)
         step: Counter[int] = Counter()
         for index in range(min(size, period)):
-            step[index * stride % per_node] += size // period + (index < size % period)
+            step[index * stride % per_node] += _times(index, size, period)
         following: Counter[int] = Counter()
         for place, count in found.items():
             for offset, times in step.items():
@@ -85,5 +94,8 @@ def _places(starts: Steps, per_node: int) -> Counter[int]:
 
 
 def _rails(first: int, members: Steps, per_node: int) -> int:
-    shortened = tuple((min(size, per_node // math.gcd(stride, per_node)), stride) for size, stride in members)
-    return len({(first + offset) % per_node for offset in offsets_of(shortened)})
+    places = {first % per_node}
+    for size, stride in members:
+        period = per_node // math.gcd(stride, per_node)
+        places = {(place + index * stride) % per_node for place in places for index in range(min(size, period))}
+    return len(places)

@@ -11,13 +11,13 @@ from parcompile.diagnostics import Severity
 from parcompile.file_codes import FILE_CODES
 
 from .registry import Example, Rule, all_rules
-from .standalone import DEEPSPEED, file_rules
+from .standalone import DEEPSPEED, GPT_NEOX, MEGATRON, file_rules
 
 GROUPS = {
     "B": "Batch sizes and micro-batches",
     "C": "Context parallelism",
     "D": "Further DeepSpeed keys",
-    "F": "DeepSpeed and Megatron-LM files on their own",
+    "F": "DeepSpeed, Megatron-LM and gpt-neox files on their own",
     "H": "Memory",
     "J": "The text of a file",
     "K": "Keys and values",
@@ -35,6 +35,7 @@ GROUPS = {
 
 
 _WIDTH = 75
+_TOOLS = {DEEPSPEED: "deepspeed", MEGATRON: "megatron", GPT_NEOX: "gpt-neox"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def pages() -> Mapping[str, Page]:
             json.dumps(one.right, indent=2),
             "json",
             one.sources,
-            ("deepspeed" if one.kind == DEEPSPEED else "megatron",),
+            (_TOOLS[one.kind],),
         )
         for one in file_rules()
     ]

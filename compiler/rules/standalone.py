@@ -12,8 +12,8 @@ from parcompile.diagnostics import Diagnostic, Path, Severity
 
 from .registry import Finding
 
-_MODULES = ("ds_config", "megatron_layout", "megatron_training")
-DEEPSPEED, MEGATRON = "ds_config", "megatron"
+_MODULES = ("ds_config", "megatron_layout", "megatron_training", "gpt_neox")
+DEEPSPEED, MEGATRON, GPT_NEOX = "ds_config", "megatron", "gpt_neox"
 
 
 class Settings:

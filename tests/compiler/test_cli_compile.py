@@ -110,6 +110,14 @@ def test_a_mistake_is_named_and_nothing_is_written(run: Any, text: str, code: st
     assert not Path("plan").exists()
 
 
+@pytest.mark.parametrize("command", [(), ("check",)])
+def test_broken_syntax_is_shown_in_its_line(run: Any, command: tuple[str, ...]) -> None:
+    Path("spec.json").write_text('{\n  "version": 1,\n  "model" {}\n}\n', encoding="utf-8")
+    done = run(*command, "spec.json")
+    assert done.code == 1
+    assert ' 3 |   "model" {}' in done.out + done.err
+
+
 def test_all_mistakes_are_reported_in_one_pass(run: Any) -> None:
     tree = json.loads(json.dumps(SPEC))
     tree["parallelism"] = {"tp": 3, "cp": 2, "dp": 4}

@@ -53,7 +53,7 @@ def test_reach_equals_counting_nodes_and_rails_group_by_group() -> None:
         for sizes in ((2, 2, 2, 3), (3, 2, 4, 1), (4, 3, 1, 2), (1, 6, 2, 2), (8, 1, 3, 1)):
             grid = Grid.of(order, dict(zip(AXES, sizes, strict=True)))
             groups = Groups(grid, ep=2 if grid.size(("cp", "dp")) % 2 == 0 else 1)
-            for per_node in (1, 2, 4, 6, 8, 12, 24):
+            for per_node in (1, 2, 4, 5, 6, 8, 10, 12, 24):
                 for name in groups.all_names:
                     members = list(groups.all(name))
                     nodes = [len({rank // per_node for rank in group}) for group in members]
@@ -76,6 +76,10 @@ def test_reach_of_a_million_ranks_needs_no_enumeration() -> None:
     assert reach(groups.family("cp"), 8) == Reach(65_536, 65_536, (16, 16), (1, 1))
     assert reach(groups.family("dp-cp"), 8) == Reach(128, 128, (8192, 8192), (1, 1))
     assert reach(groups.family("dp-cp"), 8).slowest_link == NETWORK
+    # Nodes of 100 ranks, with strides that none of them divides.
+    odd = Groups(Grid.of(("dp", "tp", "cp", "pp"), {"dp": 93_750, "tp": 8, "cp": 4, "pp": 2}))
+    assert reach(odd.family("dp"), 100) == Reach(64, 64, (938, 938), (100, 100))
+    assert reach(odd.family("tp-pp"), 100) == Reach(375_000, 375_000, (16, 16), (2, 2))
 
 
 def test_the_plan_names_orders_that_send_less_between_nodes(tmp_path) -> None:
