@@ -1,12 +1,14 @@
 """A Llama block, forward and backward, tensor-parallel on two ranks of one thread: this project's layers against
-torch's DTensor.
+torch's DTensor and, where they can be imported, Megatron-Core's layers and DeepSpeed's AutoTP.
 
-    python benchmarks/tensor_parallel.py [--rounds 15] [--json FILE]
+    python benchmarks/tensor_parallel.py [--rounds 15] [--sizes 256] [--json FILE]
 
 Every number is from one run in which the methods take turns, step by step. "limit" is the same block with each rank's
 slices and without any communication: nobody can be faster. Bytes on the wire are what a rank sends per step (for
 all-reduce 2(tp−1)/tp of the tensor); CPU is the processor time of rank 0, all threads: what a busy machine disturbs
-least; "kept" is what autograd keeps for backward, without the weights.
+least; "kept" is what autograd keeps for backward, without the weights, and "peak" the most that a step has allocated at
+a time, gradients included. "host" is what a block costs besides its matmuls: the time of a block so small that nothing
+else counts, on a process group that sends nothing, less that of the limit.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from peers.tensor_parallel import absent, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as dtensor
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompile.runtime.tensor_parallel import (
@@ -35,6 +40,7 @@ from parcompile.runtime.tensor_parallel import (
     RowParallelLinear,
     SequenceParallelRMSNorm,
     column_parallel,
+    sum_partial_gradients,
 )
 
 RANKS = 2
@@ -101,9 +107,34 @@ def ours(block: Block, sequence_parallel: bool, keep_gathered: bool = False) -> 
         layers = [getattr(module, name) for name in columns]
         module.project = lambda x, layers=layers: column_parallel(x, layers)
     if sequence_parallel:
-        block.attention_norm = SequenceParallelRMSNorm.from_norm(block.attention_norm, group)
-        block.mlp_norm = SequenceParallelRMSNorm.from_norm(block.mlp_norm, group)
+        block.attention_norm = SequenceParallelRMSNorm.from_norm(block.attention_norm, group, sum_later=True)
+        block.mlp_norm = SequenceParallelRMSNorm.from_norm(block.mlp_norm, group, sum_later=True)
     return block
+
+
+def fused(block: Block, sequence_parallel: bool) -> Block:
+    """q, k and v in one matmul, gate and up in another."""
+    options = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel, "sequence_dim": 1}
+    parts = ((block.attention, ("q", "k", "v")), (block.mlp, ("gate", "up")))
+    packed = [pack([getattr(module, name) for name in columns], options) for module, columns in parts]
+    ours(block, sequence_parallel)
+    for (module, columns), layer in zip(parts, packed, strict=True):
+        for name in columns:
+            delattr(module, name)
+        module.packed = layer
+        module.project = lambda x, layer=layer: layer(x).split(layer.part_sizes, -1)
+    return block
+
+
+def pack(layers: list[nn.Linear], options: dict) -> ColumnParallelLinear:
+    rank, first, ranges = dist.get_rank(), 0, []
+    for layer in layers:
+        size = layer.out_features // RANKS
+        ranges.append((first + rank * size, first + (rank + 1) * size))
+        first += layer.out_features
+    full = nn.Linear(layers[0].in_features, first, bias=False, device="meta")
+    full.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
+    return ColumnParallelLinear.from_linear(full, ranges=ranges, **options)
 
 
 def with_dtensor(block: Block, sequence_parallel: bool) -> Block:
@@ -182,6 +213,70 @@ def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
     return sum(storages.values())
 
 
+def peak_bytes(step: Callable[[], None]) -> int:
+    """The most that is allocated at a time during a step, above what there was before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def conversions() -> dict[str, Callable[[Block], Block]]:
+    """Every method that can be run here, by name."""
+    missing = absent()
+    methods = {
+        "limit": limit,
+        "ours": lambda block: ours(block, False),
+        "ours, fused": lambda block: fused(block, False),
+        "DTensor": lambda block: with_dtensor(block, False),
+        "Megatron-Core": lambda block: with_megatron(block, False),
+        "AutoTP": with_autotp,
+        "ours + sp": lambda block: ours(block, True),
+        "ours, kept + sp": lambda block: ours(block, True, True),
+        "ours, fused + sp": lambda block: fused(block, True),
+        "DTensor + sp": lambda block: with_dtensor(block, True),
+        "Megatron-Core + sp": lambda block: with_megatron(block, True),
+    }
+    return {name: convert for name, convert in methods.items() if name.removesuffix(" + sp") not in missing}
+
+
+def host_overhead(_: int, results: str, rounds: int) -> None:
+    """Microseconds per block, forward and backward, that each method adds to the matmuls."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    layers, steps = 8, {}
+    for method, convert in conversions().items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(convert(Block(64, 176, 4, 2)) for _ in range(layers)))
+        x = torch.randn(1, 8 // (RANKS if method.endswith("+ sp") else 1), 64)
+        steps[method] = step_of(model, x)
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    for _ in range(4 * rounds):
+        for method, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[method].append(time.perf_counter() - start)
+    least = {method: min(values) / layers * 1e6 for method, values in seconds.items()}
+    Path(results).write_text(json.dumps({method: value - least["limit"] for method, value in least.items()}))
+
+
+def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        leaf = own.detach().requires_grad_()
+        out = model(leaf)
+        out.backward(out.detach())
+        finish_partial_gradients(model)
+        sum_partial_gradients(model.parameters(), dist.group.WORLD)
+        model.zero_grad(set_to_none=True)
+        return out
+
+    return step
+
+
 def run_rank(rank: int, store: str, rounds: int, sizes: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -202,14 +297,8 @@ def run_rank(rank: int, store: str, rounds: int, sizes: str, results: str) -> No
                 return nn.Sequential(*(convert(block.to(dtype)) for block in blocks)).to(dtype)
 
             own = x.chunk(RANKS, 1)[rank].contiguous()
-            methods = {
-                "limit": (build(limit), x),
-                "ours": (build(lambda block: ours(block, False)), x),
-                "DTensor": (build(lambda block: with_dtensor(block, False)), x),
-                "ours + sp": (build(lambda block: ours(block, True)), own),
-                "ours, kept + sp": (build(lambda block: ours(block, True, True)), own),
-                "DTensor + sp": (build(lambda block: with_dtensor(block, True)), own),
-            }
+            inputs = {method: own if method.endswith("+ sp") else x for method in conversions()}
+            methods = {method: (build(convert), inputs[method]) for method, convert in conversions().items()}
             report += compare(name, dtype, methods, reference, x, rounds)
     if rank == 0:
         Path(results).write_text(json.dumps(report))
@@ -217,18 +306,7 @@ def run_rank(rank: int, store: str, rounds: int, sizes: str, results: str) -> No
 
 
 def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, x: Tensor, rounds: int) -> list[dict]:
-    steps: dict[str, Callable[[], Tensor]] = {}
-    for method, (model, own) in methods.items():
-
-        def step(model=model, own=own) -> Tensor:
-            leaf = own.detach().requires_grad_()
-            out = model(leaf)
-            out.backward(out.detach())
-            finish_partial_gradients(model)
-            model.zero_grad(set_to_none=True)
-            return out
-
-        steps[method] = step
+    steps = {method: step_of(model, own) for method, (model, own) in methods.items()}
     expected = reference(x).detach()
     rows = []
     for method, step in steps.items():
@@ -251,6 +329,7 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
                 "calls": wire.calls,
                 "sent_bytes": wire.bytes,
                 "kept_bytes": kept,
+                "peak_bytes": peak_bytes(step),
             }
         )
     seconds: dict[str, list[float]] = {method: [] for method in steps}
@@ -276,8 +355,8 @@ def show(report: list[dict]) -> None:
         if row["method"] in ("ours", "ours + sp"):
             ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")] = row["seconds"]
     columns = ("block", "dtype", "method", "step ms (quartiles)", "time / ours (quartiles)", "CPU ms (quartiles)")
-    print("|", " | ".join((*columns, "calls", "sent MB", "kept MB")), "|")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|", " | ".join((*columns, "calls", "sent MB", "kept MB", "peak MB")), "|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in report:
         base = ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")]
         ratios = quartiles([a / b for a, b in zip(row["seconds"], base, strict=True)])
@@ -287,7 +366,8 @@ def show(report: list[dict]) -> None:
             f"| {row['size']} | {row['dtype'].removeprefix('torch.')} | {row['method']} "
             f"| {middle:.1f} ({low:.1f}-{high:.1f}) | {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f}) "
             f"| {cpu:.1f} ({cpu_low:.1f}-{cpu_high:.1f}) "
-            f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} |"
+            f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} "
+            f"| {row['peak_bytes'] / 1e6:.1f} |"
         )
 
 
@@ -309,9 +389,14 @@ def main() -> None:
             run_rank, (str(Path(directory) / "store"), arguments.rounds, arguments.sizes, str(results)), nprocs=RANKS
         )
         report = json.loads(results.read_text())
+        mp.spawn(host_overhead, (str(results), arguments.rounds))
+        host = json.loads(results.read_text())
     if arguments.json:
         arguments.json.write_text(json.dumps(report))
     show(report)
+    print("\nhost, µs per block:", ", ".join(f"{method} {value:+.0f}" for method, value in host.items()))
+    for name, reason in absent().items():
+        print(f"absent: {name} ({reason})")
 
 
 if __name__ == "__main__":

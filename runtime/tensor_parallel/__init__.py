@@ -12,6 +12,7 @@ from .initialization import draw_slice, master_seed
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .marking import is_sharded, mark_shard
 from .norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from .partial import sum_gradients, sum_partial_gradients
 from .replicas import ReplicasDifferError, check_replicated, watch_replicas
 from .weights import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
 
@@ -35,6 +36,8 @@ __all__ = [
     "rank_random",
     "shard_weight",
     "share_input",
+    "sum_gradients",
+    "sum_partial_gradients",
     "take_ranges",
     "vocab_parallel_cross_entropy",
     "watch_replicas",

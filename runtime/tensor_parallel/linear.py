@@ -82,7 +82,12 @@ class _ParallelLinear(nn.Module):
     @property
     def local_size(self) -> int:
         """Features of this rank's slice: of the output of a column layer, of the input of a row layer."""
-        return sum(stop - start for start, stop in self.ranges)
+        return sum(self.part_sizes)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Features of each of this rank's ranges: `y.split(layer.part_sizes, -1)` takes fused outputs apart."""
+        return [stop - start for start, stop in self.ranges]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, padded_out_features: int | None = None, **options: Any) -> Self:

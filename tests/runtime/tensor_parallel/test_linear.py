@@ -159,7 +159,7 @@ def check_packed_ranges() -> None:
     ranges = [(rank * size, (rank + 1) * size), (8 + rank * size, 8 + (rank + 1) * size)]
     column = ColumnParallelLinear.from_linear(packed, group=group, ranges=ranges)
     row = RowParallelLinear.from_linear(down, group=group)
-    gate, up = column(x).chunk(2, -1)
+    gate, up = column(x).split(column.part_sizes, -1)
     row(gate.sigmoid() * up).square().sum().backward()
     gate, up = packed(x).chunk(2, -1)
     down(gate.sigmoid() * up).square().sum().backward()

@@ -1,0 +1,67 @@
+"""Gradients of replicated parameters that each rank has only a part of.
+
+A parameter that works on a rank's own tokens (a norm, a router, a bias of the sequence-parallel region) gets the
+gradient of those tokens; the parts have to be summed over the tensor-parallel ranks. The norms and the row layers here
+do that by themselves; `sum_gradients` does it for any other module.
+
+Summed at once, in backward, gradients are whole wherever anybody looks at them (DeepSpeed takes them as they arrive);
+that is one small all-reduce per parameter. Summed later, all of them travel in one all-reduce per step, as in
+Megatron-LM's `finalize_model_grads`: `sum_partial_gradients`, after backward and before the gradient norm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..collectives import Group, group_size
+
+__all__ = ["sum_gradients", "sum_partial_gradients"]
+
+
+def sum_gradients(module: nn.Module, group: Group, *, later: bool = False) -> None:
+    """Sum the gradients of all parameters of `module`, which works on this rank's own tokens, over `group`.
+
+    Call it when the module is on its device. With `later`, the gradients stay partial until `sum_partial_gradients`.
+    """
+    if group_size(group) == 1:
+        return
+    for parameter in module.parameters():
+        if later:
+            mark_partial(parameter)
+        elif parameter.requires_grad:
+            parameter.register_hook(lambda gradient: _summed(gradient, group))  # type: ignore[no-untyped-call]
+
+
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """Make the partial gradients among `parameters` whole, with one all-reduce per dtype and device.
+
+    Gradients of other parameters are left alone. With gradient accumulation, call it once, after the last backward.
+    """
+    if group_size(group) == 1:
+        return
+    together: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
+            together[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
+    for grads in together.values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):  # type: ignore[no-untyped-call]
+            grad.copy_(total.view_as(grad))
+
+
+def mark_partial(parameter: nn.Parameter | None) -> None:
+    """Mark a parameter for `sum_partial_gradients`, by the attribute that Megatron-LM uses."""
+    if parameter is not None:
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def _summed(gradient: Tensor, group: Group) -> Tensor:
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
