@@ -13,6 +13,7 @@ from torch import Tensor
 from parcompile.plan import Plan
 
 from ..errors import RunError
+from .stored_names import stored_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,21 +59,21 @@ class PretrainedFolder:
             RunError: a tensor is missing, misshapen or not the model's; it is named.
         """
         planned = {name: parameter.shape for name, parameter in plan.parameters.expanded()}
+        used: set[str] = set()
         for name, shape in planned.items():
-            if name not in self._places:
+            entry = stored_as(name, self._places.keys(), self._open)
+            if entry is None:
                 raise RunError(f"{self.folder} lacks {name} {list(shape)}", everywhere=True)
-            found = tuple(self._slice(name).get_shape())
+            found = tuple(entry[0].get_shape())
             if found != shape:
                 raise RunError(
                     f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan", everywhere=True
                 )
+            used |= entry[1]
         # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
         tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
-        extra = {
-            name
-            for name in self._places.keys() - planned.keys() - tied - set(buffers)
-            if not name.endswith("rotary_emb.inv_freq")
-        }
+        extra = self._places.keys() - used - tied - set(buffers)
+        extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
         if extra:
             raise RunError(f"{self.folder} has {min(extra)}, which the plan does not know", everywhere=True)
 
@@ -108,4 +109,10 @@ class PretrainedFolder:
         return found
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._places[name]].get_slice(name)
+        entry = stored_as(name, self._places.keys(), self._open)
+        if entry is None:
+            raise RunError(f"{self.folder} lacks {name}", everywhere=True)
+        return entry[0]
+
+    def _open(self, stored: str) -> Any:
+        return self._files[self._places[stored]].get_slice(stored)

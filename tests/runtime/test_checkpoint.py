@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from click.testing import CliRunner, Result
+from ranks import RankError, run_ranks
 from training_runs import initial_model, make_plan, samples
 
+from parcompile.cli.main import cli
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify
+from parcompile.targets.files import to_text
 
 pytestmark = pytest.mark.ranks
 
@@ -147,6 +153,92 @@ def save_thrice(rank: int, plan: Plan, folder: str) -> None:
         save(engine, folder, step, keep=2)
 
 
+def die_while_saving(rank: int, plan: Plan, folder: str) -> None:
+    """Rank 1 is killed when its files are written and the checkpoint is not complete yet."""
+    from parcompile.runtime import initialize
+
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    save(engine, folder, 0)
+    loss = engine(**next(iter(loader))).loss
+    engine.backward(loss)
+    engine.step()
+    write = engine.save_checkpoint
+
+    def write_and_die(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        engine.save_checkpoint = write_and_die
+    save(engine, folder, 1)
+
+
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_in_use(tmp_path: Path) -> None:
+    plan = make_plan(2, {"cp": 2})
+    started = time.monotonic()
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(2, die_while_saving, plan, str(tmp_path), timeout=60)
+    assert time.monotonic() - started < 60
+    assert (tmp_path / "unfinished-step-1").is_dir()
+    assert verify(tmp_path) == []
+    assert read_note(tmp_path).step == 0
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)])
+
+
+def written(plan: Plan, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(to_text(plan.to_json()), encoding="utf-8")
+    return folder
+
+
+def test_inspect_says_what_a_checkpoint_is_of(folder: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    found = json.loads(invoke("inspect", folder / "a", "--format", "json").stdout)
+    assert {key: found[key] for key in ("step", "tp", "dp", "optimizer_shards", "model_type")} == {
+        "step": 2,
+        "tp": 2,
+        "dp": 2,
+        "optimizer_shards": 2,
+        "model_type": "llama",
+    }
+    assert found["parameters"] == layout("one rank").parameters.numel
+    assert "optimizer shards  2" in invoke("inspect", folder / "a").stdout
+
+
+def test_a_converted_checkpoint_is_loaded_by_deepspeed_as_its_own(
+    folder: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    target = written(layout("tp4"), folder / "tp4")
+    done = invoke("convert", folder / "a", "--to", target, "-o", folder / "converted")
+    assert done.exit_code == 0, done.output
+    assert invoke("verify", folder / "converted").exit_code == 0
+    assert_close(run("tp4", folder / "converted")[0], uninterrupted[0], STEPS - 2)
+
+
+def test_an_exported_model_can_be_imported_as_the_start_of_a_run(
+    folder: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    assert invoke("export", folder / "a", "--hf", folder / "hf").exit_code == 0
+    plan = layout("tp2 × dp2")
+    done = invoke("import", "--hf", folder / "hf", "--plan", written(plan, folder / "plan"), "-o", folder / "start")
+    assert done.exit_code == 0, done.output
+    one, other = SavedRun(read_note(folder / "start")), SavedRun(read_note(folder / "a"))
+    for name in one.parameters:
+        assert torch.equal(one.whole(name), other.whole(name)), name
+    assert one.note.step == 0
+
+
+def test_mistakes_are_one_message(folder: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path) -> None:
+    missing = invoke("verify", tmp_path)
+    assert missing.exit_code != 0
+    assert "there is no checkpoint to resume in" in missing.output
+    again = invoke("export", folder / "a", "--hf", folder / "a")
+    assert again.exit_code != 0
+    assert "is not empty" in again.output
+
+
 class TestDamage:
     @pytest.fixture
     def copy(self, folder: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path) -> Path:
@@ -155,15 +247,15 @@ class TestDamage:
     def optimizer_file(self, copy: Path) -> Path:
         return sorted((copy / "step-2").glob("*optim_states.pt"))[0]
 
-    def test_a_changed_byte_is_found_and_resuming_refused_on_every_rank(self, copy: Path) -> None:
+    def test_a_changed_byte_is_found_and_resuming_refused(self, copy: Path) -> None:
         file = self.optimizer_file(copy)
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
         assert verify(copy) == [f"{file} is damaged: its SHA-256 is not the one it was saved with"]
-        for found in run("tp2 × dp2", copy):
-            assert found["everywhere"]
-            assert f"{file} is damaged" in found["error"]
+        (found,) = run("one rank", copy)
+        assert found["everywhere"]
+        assert f"{file} is damaged" in found["error"]
 
     def test_a_short_file_and_a_missing_one_are_named(self, copy: Path) -> None:
         file = self.optimizer_file(copy)

@@ -16,7 +16,11 @@ from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint.pretrained import PretrainedFolder
 
-FAMILIES = ("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2")
+FAMILIES = (
+    *("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2"),
+    # stored under other names, or expert by expert
+    *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "granitemoe"),
+)
 
 
 def stored(plan: Plan, folder: Path, shard_size: str = "20KB") -> Path:
@@ -36,6 +40,8 @@ def load(rank: int, plans: list[Plan], folder: str) -> list[dict[str, Any]]:
         here = replace(mesh, plan=plan)
         model.join = lambda _, here=here: here  # one world for all plans
         loaded = model.load_pretrained(Path(folder) / plan.spec.name, plan)
+        # As drawn_model: Phi-MoE draws its experts at random in training.
+        loaded.train(plan.spec.model.shape.model_type != "phimoe")
         loss = loaded(**split_batch(batch_of(plan), here)).loss
         loss.backward()
         gradients = {f"gradient of {name}": parameter.grad for name, parameter in loaded.named_parameters()}

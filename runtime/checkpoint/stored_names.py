@@ -1,0 +1,78 @@
+"""Tensors that published files store otherwise than the model holds them: other names, and each expert on its own.
+
+transformers renames and stacks them while it loads; here only the slices that a rank needs are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Opener = Callable[[str], Any]
+"""From the name of a stored tensor to its safetensors slice."""
+
+_RENAMED = (
+    (r"^lm_head\.weight$", "embed_out.weight"),
+    (r"\.mlp\.(gate|router)\.weight$", ".block_sparse_moe.gate.weight"),
+    (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
+    (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
+    (r"\.experts\.down_proj$", ".output_linear.weight"),
+)
+_EXPERTS = (
+    # the model's name, where the experts lie, their parts in order
+    (r"\.experts\.gate_up_proj$", ".experts.{}", ("gate_proj", "up_proj")),
+    (r"\.experts\.down_proj$", ".experts.{}", ("down_proj",)),
+    (r"\.mlp\.experts\.gate_up_proj$", ".block_sparse_moe.experts.{}", ("w1", "w3")),
+    (r"\.mlp\.experts\.down_proj$", ".block_sparse_moe.experts.{}", ("w2",)),
+)
+
+
+def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, set[str]] | None:
+    """The slice of a tensor under the model's name, and the stored tensors that it is made of; None: there is none."""
+    if name in stored:
+        return opened(name), {name}
+    for pattern, replacement in _RENAMED:
+        other = re.sub(pattern, replacement, name)
+        if other != name and other in stored:
+            return opened(other), {other}
+    for pattern, place, parts in _EXPERTS:
+        if not re.search(pattern, name):
+            continue
+        base = re.sub(pattern, lambda _, place=place: place, name)
+        rows = []
+        while all(f"{base.format(len(rows))}.{part}.weight" in stored for part in parts):
+            rows.append([f"{base.format(len(rows))}.{part}.weight" for part in parts])
+        if rows:
+            return StackedExperts([[opened(one) for one in row] for row in rows]), {one for row in rows for one in row}
+    return None
+
+
+class StackedExperts:
+    """Many matrices as one [experts, rows, columns]; the rows of an expert's parts follow one another."""
+
+    def __init__(self, experts: list[list[Any]]) -> None:
+        self._experts = experts
+        self._rows = [part.get_shape()[0] for part in experts[0]]
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return [len(self._experts), sum(self._rows), self._experts[0][0].get_shape()[1]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """All experts' rows and columns of the given slices; only they are read."""
+        _, rows, columns = (*(index if isinstance(index, tuple) else (slice(None),)), slice(None), slice(None))[:3]
+        start, stop, _ = rows.indices(sum(self._rows))
+        return torch.stack([self._expert(parts, start, stop, columns) for parts in self._experts])
+
+    def _expert(self, parts: list[Any], start: int, stop: int, columns: slice) -> Tensor:
+        pieces, offset = [], 0
+        for part, size in zip(parts, self._rows, strict=True):
+            first, last = max(start - offset, 0), min(stop - offset, size)
+            if first < last:
+                pieces.append(part[first:last, columns])
+            offset += size
+        return torch.cat(pieces)
