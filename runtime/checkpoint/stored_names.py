@@ -42,8 +42,8 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     for pattern, place, parts in _EXPERTS:
         if not re.search(pattern, name):
             continue
-        base = re.sub(pattern, lambda _, place=place: place, name)
-        rows = []
+        base = re.sub(pattern, place, name)
+        rows: list[list[str]] = []
         while all(f"{base.format(len(rows))}.{part}.weight" in stored for part in parts):
             rows.append([f"{base.format(len(rows))}.{part}.weight" for part in parts])
         if rows:
