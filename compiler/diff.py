@@ -98,6 +98,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
         training = plan.spec.training
         model = {f"model.{key}": value for key, value in plan.spec.model.hf_config.items()}
         optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
+        schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
         return {
             **model,
             "sequence_length": training.sequence_length,
@@ -105,6 +106,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             "precision": training.precision.value,
             "gradient_accumulation_dtype": training.gradient_accumulation_dtype.value,
             **optimizer,
+            **schedule,
             "gradient_clipping": training.gradient_clipping,
             "loss_scale": training.loss_scale,
             "train_steps": training.train_steps,
@@ -113,6 +115,10 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
         }
 
     yield from _changed(Kind.NUMERICS, values(before), values(after))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {} if value is None else asdict(value)
 
 
 def _rounding(before: Plan, after: Plan) -> Iterator[Change]:

@@ -12,7 +12,7 @@ from .cost.memory import static_memory
 from .layout.sequence import CpLayout
 from .model.hf_config import shape_from_config
 from .plan_sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
-from .spec import Cluster, Model, Optimizer, Origin, Parallelism, Precision, Provenance, Spec, Training
+from .spec import Cluster, LrScheduler, Model, Optimizer, Origin, Parallelism, Precision, Provenance, Spec, Training
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -73,6 +73,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
+    schedule = training.pop("lr_scheduler")
     for name in ("precision", "gradient_accumulation_dtype"):
         training[name] = Precision(training[name])
     config = tree["model"]["hf_config"]
@@ -81,7 +82,11 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         model=Model(tree["model"]["source"], shape_from_config(config), config),
         cluster=Cluster(**cluster),
         parallelism=Parallelism(**parallelism),
-        training=Training(**training, optimizer=Optimizer(**optimizer)),
+        training=Training(
+            **training,
+            optimizer=Optimizer(**optimizer),
+            lr_scheduler=None if schedule is None else LrScheduler(**schedule),
+        ),
         zero_stage=tree["zero"]["stage"],
         deepspeed=tree["deepspeed"],
         provenance={

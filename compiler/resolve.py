@@ -24,6 +24,7 @@ from .model.presets import find_preset
 from .model.shape import ModelShape
 from .spec import (
     Cluster,
+    LrScheduler,
     Model,
     Optimizer,
     Origin,
@@ -299,6 +300,13 @@ class Resolution:
     def _batch(self, name: str) -> int:
         return int(self.get("training", name))
 
+    def eval_batch(self, name: str, training: int) -> int:
+        """A batch size of evaluation: that of training unless it is given."""
+        path = ("training", f"eval_{name}")
+        if self.given(*path):
+            return int(self.get(*path))
+        return int(self._record(path, training, Origin.DERIVED, f"{name} {training}"))
+
     def _whole_ratio(self, name: str, total: int, divisor: int, equation: str) -> int:
         if total % divisor:
             raise Unavailable(name)
@@ -375,20 +383,39 @@ class Resolution:
             micro_batch_size=self.micro_batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             global_batch_size=self.global_batch_size,
+            eval_global_batch_size=self.eval_batch("global_batch_size", self.global_batch_size),
+            eval_micro_batch_size=self.eval_batch("micro_batch_size", self.micro_batch_size),
             precision=self.precision,
             gradient_accumulation_dtype=self.gradient_accumulation_dtype,
             optimizer=Optimizer(
                 type=self.get("training", "optimizer", "type", default="adamw"),
-                lr=float(self.get("training", "optimizer", "lr", default=3e-4)),
+                lr=self.lr,
                 betas=self._betas(),
                 eps=float(self.get("training", "optimizer", "eps", default=1e-8)),
                 weight_decay=float(self.get("training", "optimizer", "weight_decay", default=0.1)),
             ),
+            lr_scheduler=self.lr_scheduler,
             gradient_clipping=float(self.get("training", "gradient_clipping", default=1.0)),
             activation_checkpointing=self.get("training", "activation_checkpointing", default="none"),
             loss_scale=float(self.get("training", "loss_scale", default=0)),
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed", default=1234)),
+        )
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate."""
+        return float(self.get("training", "optimizer", "lr", default=3e-4))
+
+    @property
+    def lr_scheduler(self) -> LrScheduler | None:
+        """How the learning rate changes; None when it stays."""
+        if self.get("training", "lr_scheduler", default=None) is None:
+            return None
+        return LrScheduler(
+            type=self.get("training", "lr_scheduler", "type"),
+            warmup_steps=int(self.get("training", "lr_scheduler", "warmup_steps")),
+            min_lr=float(self.get("training", "lr_scheduler", "min_lr", default=0.0)),
         )
 
     def _betas(self) -> tuple[float, float]:

@@ -96,6 +96,18 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class LrScheduler:
+    """The learning rate rises from `min_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
+
+    `type` is "constant", or "linear" or "cosine": from lr to `min_lr` at the last of the training steps.
+    """
+
+    type: str
+    warmup_steps: int
+    min_lr: float
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """Batch, sequence, precision and optimizer. Sizes are in sequences and tokens."""
 
@@ -103,9 +115,12 @@ class Training:
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
+    eval_global_batch_size: int
+    eval_micro_batch_size: int
     precision: Precision
     gradient_accumulation_dtype: Precision
     optimizer: Optimizer
+    lr_scheduler: LrScheduler | None
     gradient_clipping: float
     activation_checkpointing: str
     loss_scale: float

@@ -67,6 +67,8 @@ _NAMES: dict[str, Path] = {
     "train_batch_size": ("training", "global_batch_size"),
     "micro_batch_size": ("training", "micro_batch_size"),
     "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
+    "eval_global_batch_size": ("training", "eval_global_batch_size"),
+    "eval_micro_batch_size": ("training", "eval_micro_batch_size"),
     "gradient_accumulation_steps": ("training", "gradient_accumulation_steps"),
     "data_types.grad_accum_dtype": ("training", "gradient_accumulation_dtype"),
     "fp16.loss_scale": ("training", "loss_scale"),
@@ -95,10 +97,11 @@ _DECIDED = {
     "save": "checkpoints belong to the training script",
     "load": "checkpoints belong to the training script",
     "save_interval": "checkpoints belong to the training script",
-    "lr_decay_style": "a spec has no schedule",
-    "min_lr": "a spec has no schedule",
-    "lr_warmup_iters": "a spec has no schedule",
-    "lr_decay_iters": "a spec has no schedule",
+    "lr_decay_style": "a spec has schedules with a warm-up of 2 steps or more: constant, linear, cosine",
+    "min_lr": "there is no schedule that falls to it",
+    "lr_warmup_iters": "a warm-up has 2 steps or more and belongs to a schedule",
+    "lr_warmup_init": "a warm-up starts at min_lr",
+    "lr_decay_iters": "a schedule ends with the training steps",
     "expert_tensor_parallel_size": "experts are cut over tp as the rest is",
     "cp_comm_type": "context parallelism is a ring",
     "attention_dropout": "a spec has no dropout",
@@ -135,6 +138,7 @@ def import_tree(tree: Mapping[str, Any], kind: str, given: Mapping[Path, Any]) -
     _optimizer(flat, result, decoupled=decoupled)
     _choices(flat, result)
     _virtual_stages(flat, result)
+    _schedule(flat, result)
     if kind == MEGATRON:
         distributed = _take(flat, result, "zero.stage", "use_distributed_optimizer")
         _set(result.spec, ("zero", "stage"), 1 if distributed else 0)
@@ -245,6 +249,19 @@ def _virtual_stages(flat: dict[str, Any], result: Imported) -> None:
         if layers % (pp * each) == 0:
             target = ("parallelism", "num_virtual_stages_per_pipeline_rank")
             _carry(result, flat, name, target, layers // (pp * each))
+
+
+def _schedule(flat: dict[str, Any], result: Imported) -> None:
+    """Megatron-LM's schedule, when a spec can say it."""
+    style, warmup = flat.get("lr_decay_style"), flat.get("lr_warmup_iters")
+    if style not in ("constant", "linear", "cosine") or not isinstance(warmup, int) or warmup < 2:
+        return
+    target = ("training", "lr_scheduler")
+    for name, key in (("lr_decay_style", "type"), ("lr_warmup_iters", "warmup_steps"), ("min_lr", "min_lr")):
+        if name in flat:
+            _carry(result, flat, name, (*target, key), flat[name])
+    if flat.get("lr_warmup_init") == _get(result.spec, (*target, "min_lr")):
+        _take(flat, result, ".".join((*target, "min_lr")), "lr_warmup_init")
 
 
 def _rest(flat: dict[str, Any], result: Imported, tree: Mapping[str, Any], *, deepspeed: bool) -> None:

@@ -20,6 +20,8 @@ _MODULES = (
     "model",
     "stages",
     "interleaving",
+    "evaluation",
+    "schedule",
     "tensor",
     "tensor_remarks",
     "sequence",

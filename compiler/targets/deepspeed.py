@@ -28,6 +28,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "optimizer": _optimizer(spec),
+        **_scheduler(spec),
         "gradient_clipping": training.gradient_clipping,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
@@ -57,6 +58,25 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
         "adam_w_mode": optimizer.type == "adamw",
     }
     return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
+
+
+def _scheduler(spec: Spec) -> dict[str, Any]:
+    """The schedule; without one the rate stays, and DeepSpeed gets no section."""
+    schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
+    if schedule is None:
+        return {}
+    warmup: dict[str, Any] = {"warmup_num_steps": schedule.warmup_steps, "warmup_type": "linear"}
+    if schedule.type == "cosine":
+        # The floors of this one are fractions of the optimizer's rate.
+        floor = schedule.min_lr / lr
+        settings = {"warmup_min_ratio": floor, "cos_min_ratio": floor, **warmup}
+        kind = "WarmupCosineLR"
+    else:
+        settings = {"warmup_min_lr": schedule.min_lr, "warmup_max_lr": lr, **warmup}
+        kind = "WarmupLR" if schedule.type == "constant" else "WarmupDecayLR"
+    if schedule.type != "constant":
+        settings["total_num_steps"] = spec.training.train_steps
+    return {"scheduler": {"type": kind, "params": settings}}
 
 
 def _fp16(spec: Spec) -> dict[str, Any]:

@@ -114,6 +114,10 @@ def losses(plan: Plan) -> list[Loss]:
         )
     if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
         found.append(Loss("cp_layout contiguous", "Megatron-LM deals sequences out in zigzag", "zigzag is used"))
+    if training.lr_scheduler is not None:
+        found.append(
+            Loss("lr_scheduler", "Megatron-LM counts steps from 0, DeepSpeed from 1", "rates are one step earlier")
+        )
     found.append(Loss("data and tokenizer", "the spec does not name them", "add --data-path and --tokenizer-type"))
     return found
 
@@ -231,15 +235,17 @@ def _latent_attention(spec: Spec) -> Arguments:
 
 
 def _training(spec: Spec) -> Arguments:
-    training, optimizer = spec.training, spec.training.optimizer
+    training, optimizer, schedule = spec.training, spec.training.optimizer, spec.training.lr_scheduler
     found: Arguments = {
         "seq-length": training.sequence_length,
         "micro-batch-size": training.micro_batch_size,
         "global-batch-size": training.global_batch_size,
+        "eval-micro-batch-size": training.eval_micro_batch_size,
+        "eval-global-batch-size": training.eval_global_batch_size,
         "optimizer": "adam",
         "lr": optimizer.lr,
-        "min-lr": optimizer.lr,
-        "lr-decay-style": "constant",
+        "min-lr": optimizer.lr if schedule is None else schedule.min_lr,
+        "lr-decay-style": "constant" if schedule is None else schedule.type,
         "weight-decay": optimizer.weight_decay,
         "adam-beta1": optimizer.betas[0],
         "adam-beta2": optimizer.betas[1],
@@ -247,6 +253,8 @@ def _training(spec: Spec) -> Arguments:
         "clip-grad": training.gradient_clipping,
         "seed": training.seed,
     }
+    if schedule is not None:
+        found |= {"lr-warmup-iters": schedule.warmup_steps, "lr-warmup-init": schedule.min_lr}
     if training.train_steps is not None:
         found["train-iters"] = training.train_steps
     if training.precision is not Precision.FP32:

@@ -72,7 +72,15 @@ def accounted(result: Imported) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["W001-tp-2-of-8", "T007-joint-factor", "P004-fp32-sums", "design-64k", "L006-interleaved", "L004-first-and-last"],
+    [
+        "W001-tp-2-of-8",
+        "T007-joint-factor",
+        "P004-fp32-sums",
+        "design-64k",
+        "L006-interleaved",
+        "L004-first-and-last",
+        "S006-falls-after-the-warm-up",
+    ],
 )
 def test_megatron_arguments_come_back_as_the_same_layout(name: str, tmp_path: Path) -> None:
     plan, _ = compile_file(POSITIVE / f"{name}.json")
@@ -91,7 +99,7 @@ def test_megatron_arguments_come_back_as_the_same_layout(name: str, tmp_path: Pa
     for axis in ("tp", "cp", "pp", "ep", "dp", "sequence_parallel"):
         assert getattr(again.spec.parallelism, axis) == getattr(plan.spec.parallelism, axis)
     assert again.spec.virtual_stages == plan.spec.virtual_stages
-    for value in ("sequence_length", "global_batch_size", "micro_batch_size", "precision", "optimizer"):
+    for value in ("sequence_length", "global_batch_size", "micro_batch_size", "precision", "optimizer", "lr_scheduler"):
         assert getattr(again.spec.training, value) == getattr(plan.spec.training, value)
 
 

@@ -42,7 +42,16 @@ MODELS = {
         {"tp": 4, "pp": 2, "order": "tp-cp-ep-pp-dp"},
         {"gradient_accumulation_dtype": "fp32", "global_batch_size": 512},
     ),
-    "qwen2.5-7b": ({"cp": 2}, {"optimizer": {"type": "adam"}}),
+    "qwen2.5-7b": (
+        {"cp": 2},
+        {
+            "optimizer": {"type": "adam"},
+            "train_steps": 100,
+            "lr_scheduler": {"type": "cosine", "warmup_steps": 5, "min_lr": 1e-5},
+            "eval_global_batch_size": 512,
+            "eval_micro_batch_size": 2,
+        },
+    ),
     "llama-3.1-405b": (
         {
             "tp": 8,
@@ -168,6 +177,15 @@ class TestMegatron:
         other = arguments(model_plan("qwen3-8b", tmp_path))
         assert other["use-tp-pp-dp-mapping"] is True
         assert other["kv-channels"] == 128
+
+    def test_schedule_and_evaluation_batch_are_passed_on(self, tmp_path) -> None:
+        found = arguments(model_plan("qwen2.5-7b", tmp_path))
+        assert (found["lr-decay-style"], found["lr-warmup-iters"], found["train-iters"]) == ("cosine", 5, 100)
+        assert found["min-lr"] == found["lr-warmup-init"] == 1e-5
+        assert found["eval-micro-batch-size"] == 2
+        still = arguments(model_plan("llama-3-8b", tmp_path))
+        assert (still["lr-decay-style"], still["min-lr"]) == ("constant", still["lr"])
+        assert "lr-warmup-iters" not in still
 
     def test_uneven_and_virtual_stages_are_passed_on(self, tmp_path) -> None:
         found = arguments(model_plan("llama-3.1-405b", tmp_path))

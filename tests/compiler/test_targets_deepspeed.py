@@ -18,6 +18,13 @@ SPECS = {
     "fp16": spec_tree(1, 2, training={"precision": "fp16", "loss_scale": 128, "optimizer": {"type": "adam"}}),
     "fp32 sums": spec_tree(1, 2, training={"gradient_accumulation_dtype": "fp32"}),
     "stage 2": spec_tree(1, 4, zero={"stage": 2}),
+    "constant rate": spec_tree(1, 2, training={"lr_scheduler": {"type": "constant", "warmup_steps": 10}}),
+    "linear rate": spec_tree(
+        1, 2, training={"train_steps": 50, "lr_scheduler": {"type": "linear", "warmup_steps": 5, "min_lr": 1e-5}}
+    ),
+    "cosine rate": spec_tree(
+        1, 2, training={"train_steps": 50, "lr_scheduler": {"type": "cosine", "warmup_steps": 5, "min_lr": 1e-5}}
+    ),
     "further keys": spec_tree(
         1, 4, deepspeed={"steps_per_print": 10, "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
     ),
@@ -81,6 +88,7 @@ def test_deepspeed_parses_every_key_back_to_the_same_value(case, deepspeed) -> N
         ],
         "data_types": {"grad_accum_dtype": parsed.grad_accum_dtype},
         "optimizer": {"type": parsed.optimizer_name, "params": parsed.optimizer_params},
+        "scheduler": {"type": parsed.scheduler_name, "params": parsed.scheduler_params},
         "bf16": vars(parsed.bfloat16_config),
         "fp16": vars(parsed.float16_config),
         "zero_optimization": vars(parsed.zero_config),
@@ -120,3 +128,25 @@ def test_nothing_is_left_to_deepspeeds_defaults_or_auto(case) -> None:
         "zero_optimization.stage",
         "zero_optimization.reduce_bucket_size",
     } <= paths
+
+
+@pytest.mark.parametrize("name", ["constant rate", "linear rate", "cosine rate"])
+def test_deepspeeds_schedule_rises_to_the_rate_and_falls_to_the_floor(name, deepspeed, tmp_path) -> None:
+    schedules, torch = pytest.importorskip("deepspeed.runtime.lr_schedules"), pytest.importorskip("torch")
+    plan = compile_tree(SPECS[name], tmp_path)
+    training, section = plan.spec.training, ds_config(plan)["scheduler"]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=training.optimizer.lr)
+    schedule = getattr(schedules, section["type"])(optimizer, **section["params"])
+    rates = []
+    for _ in range(training.train_steps or 50):
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    warmup, low, high = training.lr_scheduler.warmup_steps, training.lr_scheduler.min_lr, training.optimizer.lr
+    rise = [low + (high - low) * step / warmup for step in range(warmup)]
+    assert rates[:warmup] == pytest.approx(rise, rel=1e-12)
+    assert max(rates) == pytest.approx(high, rel=0.01)
+    if training.lr_scheduler.type == "constant":
+        assert set(rates[warmup:]) == {high}
+    else:
+        assert rates[-1] == pytest.approx(low, abs=(high - low) / 40)
+        assert sorted(rates[warmup:], reverse=True) == rates[warmup:]

@@ -28,6 +28,8 @@ MEGATRON_ARGS=(
   --seq-length 1024
   --micro-batch-size 4
   --global-batch-size 32
+  --eval-micro-batch-size 4
+  --eval-global-batch-size 32
   --optimizer adam
   --lr 0.0003
   --min-lr 0.0003

@@ -38,6 +38,8 @@ MEGATRON_ARGS=(
   --seq-length 8192
   --micro-batch-size 1
   --global-batch-size 512
+  --eval-micro-batch-size 1
+  --eval-global-batch-size 512
   --optimizer adam
   --lr 0.0003
   --min-lr 0.0003

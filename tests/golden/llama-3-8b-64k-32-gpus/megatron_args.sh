@@ -39,6 +39,8 @@ MEGATRON_ARGS=(
   --seq-length 65536
   --micro-batch-size 1
   --global-batch-size 64
+  --eval-micro-batch-size 1
+  --eval-global-batch-size 64
   --optimizer adam
   --lr 0.0003
   --min-lr 0.0003

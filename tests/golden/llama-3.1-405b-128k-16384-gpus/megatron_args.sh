@@ -41,6 +41,8 @@ MEGATRON_ARGS=(
   --seq-length 131072
   --micro-batch-size 1
   --global-batch-size 128
+  --eval-micro-batch-size 1
+  --eval-global-batch-size 128
   --optimizer adam
   --lr 0.0003
   --min-lr 0.0003

@@ -38,6 +38,8 @@ MEGATRON_ARGS=(
   --seq-length 32768
   --micro-batch-size 1
   --global-batch-size 16
+  --eval-micro-batch-size 1
+  --eval-global-batch-size 16
   --optimizer adam
   --lr 0.0003
   --min-lr 0.0003
