@@ -164,9 +164,9 @@ class _Surgeon:
         if not isinstance(holder, (dict, list)):
             raise EditError(f"{parent!r} holds no entries")
         entries = self._entries(place)
-        if not self.yaml or self.text[place.start] in "{[":
-            return self._insert_flow(place, entries, entry)
-        return self._insert_block(place, entries, f"- {entry}" if isinstance(holder, list) else entry)
+        if self._is_block(place):
+            return self._insert_block(place, entries, f"- {entry}" if isinstance(holder, list) else entry)
+        return self._insert_flow(place, entries, entry)
 
     def _insert_flow(self, place: Place, entries: list[tuple[int, int]], entry: str) -> tuple[int, int, str]:
         if not entries:
@@ -198,13 +198,19 @@ class _Surgeon:
         index = next((number for number, entry in enumerate(entries) if entry[0] == start), None)
         if index is None:
             raise EditError("the entry is not written here")
-        if self.yaml and self.text[parent.start] not in "{[":
+        if self._is_block(parent):
             return self._remove_block(parent, entries, index)
         if len(entries) == 1:
             return parent.start + 1, parent.end - 1, ""
         if index < len(entries) - 1:
             return start, entries[index + 1][0], ""
         return entries[index - 1][1], entries[index][1], ""
+
+    def _is_block(self, place: Place) -> bool:
+        """Whether a list or mapping is written by indentation, without brackets."""
+        if self.yaml and self.text[place.start] in "&!":
+            raise EditError("an anchor or a tag stands before the value")
+        return self.yaml and self.text[place.start] not in "{["
 
     def _remove_block(self, parent: Place, entries: list[tuple[int, int]], index: int) -> tuple[int, int, str]:
         if len(entries) == 1:

@@ -19,6 +19,7 @@ from .inject import inject
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
 from .model import build_model
 from .mpu import Mpu
+from .ring_attention import keep_attention
 
 
 def initialize(
@@ -71,7 +72,8 @@ def initialize(
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     if plan.spec.training.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        # Attention keeps its output: recomputation would send keys and values around the ring a second time.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})  # type: ignore[operator]
     model.to(mesh.device)
     model.train()
     if mesh.size("tp") > 1:

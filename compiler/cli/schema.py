@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from parcompile import schema
+from parcompile.schema.draft07 import draft07
 
 
 @click.command("schema")
 @click.argument("name", required=False)
-def command(name: str | None) -> None:
+@click.option("--draft-07", "older", is_flag=True, help="Its draft-07 twin, for editors that know nothing newer.")
+def command(name: str | None, *, older: bool) -> None:
     """Print the JSON Schema NAME (spec, plan, ds-config, process-groups, ...). Without NAME, list the names."""
     if name is None:
         click.echo("\n".join(one.replace("_", "-") for one in schema.names()))
@@ -18,4 +22,6 @@ def command(name: str | None) -> None:
         text = schema.text(name)
     except schema.UnknownSchemaError as error:
         raise click.UsageError(str(error)) from None
+    if older:
+        text = json.dumps(draft07(schema.load(name)), indent=2, ensure_ascii=False)
     click.echo(text, nl=not text.endswith("\n"))

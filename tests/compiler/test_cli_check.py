@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft7Validator
 
 from parcompile import schema
 from parcompile.cli import main
@@ -207,6 +208,12 @@ class TestExplain:
 
 
 class TestSchema:
+    @pytest.mark.parametrize("name", schema.names())
+    def test_the_draft_07_twin_of_every_schema_is_one(self, run: Any, name: str) -> None:
+        twin = run("schema", name, "--draft-07").json
+        Draft7Validator.check_schema(twin)
+        assert twin["$schema"] == "http://json-schema.org/draft-07/schema#"
+
     @pytest.mark.parametrize("name", schema.names())
     def test_every_schema_is_printed_under_both_spellings(self, run: Any, name: str) -> None:
         assert run("schema", name).json == run("schema", name.replace("_", "-")).json == schema.load(name)
