@@ -1,0 +1,82 @@
+"""The model of a spec: a preset, a configuration file, or dimensions given inline."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from parcompile.layout.tensor import padded_vocab_size
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.parameters import ParameterTable, parameter_table
+from parcompile.model.presets import find_preset
+from parcompile.model.shape import ModelShape
+from parcompile.spec import Model, Origin
+
+from .parallelism import ParallelismValues
+from .reader import Unavailable
+
+
+class ModelValues(ParallelismValues):
+    """What the section `model` says."""
+
+    @functools.cached_property
+    def model_config(self) -> Mapping[str, Any]:
+        """The Hugging Face configuration of the model.
+
+        Raises:
+            ModelConfigError: the preset or the file does not exist or holds no configuration.
+        """
+        given = self.get("model")
+        if "preset" in given:
+            preset = find_preset(self.get("model", "preset"))
+            if preset is None:
+                raise ModelConfigError(f"there is no preset {given['preset']!r}", "preset")
+            return preset.config
+        if "hf_config" in given:
+            return self._read_config(FilePath(self.get("model", "hf_config")))
+        if any(path[:1] == ("model",) for path in self.invalid):
+            # A dimension that is missing or wrong has been reported: what remains describes no model.
+            raise Unavailable("model")
+        return {key: self.get("model", key) for key in given}
+
+    def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
+        path = self.folder / relative
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config") from None
+        except ValueError as error:
+            raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
+        if not isinstance(config, dict):
+            raise ModelConfigError(f"{path} holds no JSON object", "hf_config")
+        return config
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        """The dimensions of the model."""
+        try:
+            return shape_from_config(self.model_config)
+        except ModelConfigError:
+            raise Unavailable("model") from None
+
+    @functools.cached_property
+    def parameters(self) -> ParameterTable:
+        """Every parameter of the model."""
+        return parameter_table(self.shape)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary with padding."""
+        return padded_vocab_size(self.shape.vocab_size, self.axis("tp"), self.make_vocab_size_divisible_by)
+
+    def model(self) -> Model:
+        """The whole section."""
+        shape, given = self.shape, self.get("model")
+        source = str(given.get("preset") or given.get("hf_config") or "dimensions")
+        origin = Origin.PRESET if "preset" in given else Origin.CONFIG if "hf_config" in given else Origin.SPEC
+        for key, value in self.model_config.items():
+            self.record(("model", key), value, origin, source if origin is not Origin.SPEC else "")
+        return Model(source, shape, dict(self.model_config))

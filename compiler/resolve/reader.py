@@ -1,0 +1,73 @@
+"""A spec that is read value by value: which are given, which are wrong, and where each came from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from parcompile.diagnostics import Path, format_path
+from parcompile.spec import Origin, Provenance
+
+MISSING = object()
+"""What `lookup` finds where the spec says nothing."""
+
+
+class Unavailable(Exception):  # noqa: N818 -- not an error: a value that another diagnostic already speaks of
+    """A value cannot be had because something it depends on is missing or wrong."""
+
+
+class SpecReader:
+    """Reads the tree of a spec and remembers the provenance of what was read.
+
+    Args:
+        tree: the parsed spec. Values that the schema refused are named in `invalid` and are never used.
+        invalid: paths at which the schema found something wrong.
+        folder: the folder of the spec: paths in the spec are relative to it.
+    """
+
+    def __init__(self, tree: object, invalid: Collection[Path] = (), folder: FilePath | None = None) -> None:
+        self.tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
+        self.invalid = frozenset(invalid)
+        self.folder = folder or FilePath()
+        self.provenance: dict[str, Provenance] = {}
+
+    def given(self, *path: str) -> bool:
+        """Whether the spec has a usable value at this path."""
+        return self.lookup(path) is not MISSING and not self.is_invalid(path)
+
+    def get(self, *path: str, default: object = MISSING) -> Any:
+        """The spec's value at a path, or the default.
+
+        Raises:
+            Unavailable: the value is invalid, or missing without a default.
+        """
+        if self.is_invalid(path):
+            raise Unavailable(format_path(path))
+        value = self.lookup(path)
+        if isinstance(value, list) and any(found[: len(path)] == path for found in self.invalid):
+            # A list with a wrong entry is wrong as a whole.
+            raise Unavailable(format_path(path))
+        if value is MISSING:
+            if default is MISSING:
+                raise Unavailable(format_path(path))
+            return self.record(path, default, Origin.DEFAULT)
+        return self.record(path, value, Origin.SPEC)
+
+    def lookup(self, path: tuple[str, ...]) -> object:
+        """What the tree holds at a path, right or wrong; `MISSING` where it holds nothing."""
+        node: object = self.tree
+        for step in path:
+            if not isinstance(node, dict) or step not in node:
+                return MISSING
+            node = node[step]
+        return node
+
+    def is_invalid(self, path: tuple[str, ...]) -> bool:
+        """Whether the schema refused the value at this path or one around it."""
+        return any(path[:length] in self.invalid for length in range(len(path) + 1))
+
+    def record(self, path: tuple[str, ...], value: Any, origin: Origin, detail: str = "") -> Any:
+        """Remembers where a value comes from, the first time it is read, and returns it."""
+        self.provenance.setdefault(format_path(path), Provenance(value, origin, detail))
+        return value

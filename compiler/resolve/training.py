@@ -1,0 +1,131 @@
+"""Batches, precision, and the optimizer."""
+
+from __future__ import annotations
+
+from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Training
+
+from .parallelism import ParallelismValues
+from .reader import Unavailable
+
+
+class TrainingValues(ParallelismValues):
+    """What the sections `training` and `zero` say."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a whole sequence."""
+        return int(self.get("training", "sequence_length"))
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward pass of one model copy."""
+        name, steps = "micro_batch_size", "gradient_accumulation_steps"
+        if self.given("training", name) or not self.given("training", "global_batch_size"):
+            return int(self.get("training", name, default=1))
+        if not self.given("training", steps):
+            return int(self.get("training", name, default=1))
+        total, passes, dp = self._batch("global_batch_size"), self._batch(steps), self.axis("dp")
+        return self._whole_ratio(name, total, passes * dp, f"global_batch_size {total} / ({steps} {passes} · dp {dp})")
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes of one optimizer step."""
+        name = "gradient_accumulation_steps"
+        if self.given("training", name) or not self.given("training", "global_batch_size"):
+            return int(self.get("training", name, default=1))
+        total, micro, dp = self._batch("global_batch_size"), self.micro_batch_size, self.axis("dp")
+        return self._whole_ratio(name, total, micro * dp, f"global_batch_size {total} / (micro {micro} · dp {dp})")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of one optimizer step."""
+        if self.given("training", "global_batch_size"):
+            return self._batch("global_batch_size")
+        micro, passes, dp = self.micro_batch_size, self.gradient_accumulation_steps, self.axis("dp")
+        equation = f"micro {micro} · gradient_accumulation_steps {passes} · dp {dp}"
+        self.get("training", "global_batch_size", default=None)
+        path = "training.global_batch_size"
+        self.provenance[path] = Provenance(micro * passes * dp, Origin.DERIVED, equation)
+        return micro * passes * dp
+
+    def _batch(self, name: str) -> int:
+        return int(self.get("training", name))
+
+    def eval_batch(self, name: str, training: int) -> int:
+        """A batch size of evaluation: that of training unless it is given."""
+        path = ("training", f"eval_{name}")
+        if self.given(*path):
+            return int(self.get(*path))
+        return int(self.record(path, training, Origin.DERIVED, f"{name} {training}"))
+
+    def _whole_ratio(self, name: str, total: int, divisor: int, equation: str) -> int:
+        if total % divisor:
+            raise Unavailable(name)
+        self.record(("training", name), total // divisor, Origin.DERIVED, equation)
+        return total // divisor
+
+    @property
+    def precision(self) -> Precision:
+        """The type of weights and activations."""
+        return Precision(self.get("training", "precision", default="bf16"))
+
+    @property
+    def gradient_accumulation_dtype(self) -> Precision:
+        """The type in which gradients are summed."""
+        name = "gradient_accumulation_dtype"
+        if self.given("training", name):
+            return Precision(self.get("training", name))
+        self.record(("training", name), self.precision.value, Origin.DERIVED, "the type of the weights")
+        return self.precision
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO."""
+        return int(self.get("zero", "stage", default=1))
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate."""
+        return float(self.get("training", "optimizer", "lr", default=3e-4))
+
+    @property
+    def lr_scheduler(self) -> LrScheduler | None:
+        """How the learning rate changes; None when it stays."""
+        if self.get("training", "lr_scheduler", default=None) is None:
+            return None
+        return LrScheduler(
+            type=self.get("training", "lr_scheduler", "type"),
+            warmup_steps=int(self.get("training", "lr_scheduler", "warmup_steps")),
+            min_lr=float(self.get("training", "lr_scheduler", "min_lr", default=0.0)),
+        )
+
+    def _betas(self) -> tuple[float, float]:
+        first, second = self.get("training", "optimizer", "betas", default=[0.9, 0.95])
+        return float(first), float(second)
+
+    def training(self) -> Training:
+        """The whole section."""
+        steps = self.get("training", "train_steps", default=None)
+        return Training(
+            sequence_length=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            global_batch_size=self.global_batch_size,
+            eval_global_batch_size=self.eval_batch("global_batch_size", self.global_batch_size),
+            eval_micro_batch_size=self.eval_batch("micro_batch_size", self.micro_batch_size),
+            precision=self.precision,
+            gradient_accumulation_dtype=self.gradient_accumulation_dtype,
+            optimizer=Optimizer(
+                type=self.get("training", "optimizer", "type", default="adamw"),
+                lr=self.lr,
+                betas=self._betas(),
+                eps=float(self.get("training", "optimizer", "eps", default=1e-8)),
+                weight_decay=float(self.get("training", "optimizer", "weight_decay", default=0.1)),
+            ),
+            lr_scheduler=self.lr_scheduler,
+            gradient_clipping=float(self.get("training", "gradient_clipping", default=1.0)),
+            activation_checkpointing=self.get("training", "activation_checkpointing", default="none"),
+            loss_scale=float(self.get("training", "loss_scale", default=0)),
+            train_steps=None if steps is None else int(steps),
+            seed=int(self.get("training", "seed", default=1234)),
+        )
