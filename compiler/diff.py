@@ -143,7 +143,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
         return {
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus_per_node,
-            "accelerator": cluster.accelerator,
+            "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
             **{axis: getattr(parallelism, axis) for axis in _AXES},
             "order": "-".join(parallelism.order),
             "layers of each stage": ", ".join(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from .cost.preset import preset_tree
 from .diagnostics import Diagnostic
 from .layout.groups import Groups
 from .layout.tensor import TensorLayout, tensor_layout
@@ -139,5 +140,8 @@ def compile_plan(spec: Spec, tree: object, diagnostics: list[Diagnostic]) -> Pla
     refusals = tuple(
         Refusal(found.code, found.message) for found in diagnostics if found.code.startswith(REFUSAL_PREFIX)
     )
-    # The model's configuration may stand in a file beside the spec, so it is part of the spec's identity.
-    return Plan(spec, digest({"spec": tree, "model": dict(spec.model.hf_config)}), refusals)
+    # The model and the machine may stand in files beside the spec, so they are part of the spec's identity.
+    identity: dict[str, object] = {"spec": tree, "model": dict(spec.model.hf_config)}
+    if spec.cluster.preset is not None:
+        identity["preset"] = preset_tree(spec.cluster.preset)
+    return Plan(spec, digest(identity), refusals)

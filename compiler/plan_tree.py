@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .cost.memory import static_memory
+from .cost.preset import preset_from_tree, preset_tree
 from .layout.sequence import CpLayout
 from .model.hf_config import shape_from_config
 from .plan_sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
@@ -34,7 +35,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "compiler_version": plan.compiler_version,
         "spec_hash": plan.spec_hash,
         "name": spec.name,
-        "cluster": {**asdict(spec.cluster), "world_size": plan.world_size},
+        "cluster": _cluster(spec.cluster),
         "parallelism": {
             **asdict(spec.parallelism),
             "order": "-".join(spec.parallelism.order),
@@ -69,6 +70,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     """
     cluster, parallelism, training = dict(tree["cluster"]), dict(tree["parallelism"]), dict(tree["training"])
     cluster.pop("world_size")
+    preset = cluster.pop("preset")
     parallelism["order"] = tuple(parallelism["order"].split("-"))
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
     optimizer = dict(training.pop("optimizer"))
@@ -80,7 +82,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     return Spec(
         name=tree["name"],
         model=Model(tree["model"]["source"], shape_from_config(config), config),
-        cluster=Cluster(**cluster),
+        cluster=Cluster(**{**cluster, "preset": None if preset is None else preset_from_tree(preset)}),
         parallelism=Parallelism(**parallelism),
         training=Training(
             **training,
@@ -94,6 +96,16 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
             for path, found in tree["provenance"].items()
         },
     )
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "accelerator": cluster.accelerator,
+        "preset": None if cluster.preset is None else preset_tree(cluster.preset),
+        "world_size": cluster.world_size,
+    }
 
 
 def _training(spec: Spec) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .cost.hardware import Accelerator
 from .layout.grid import Grid
 from .layout.sequence import CpLayout
 from .layout.stages import Slots, Stage, merged, rank_stages
@@ -28,11 +29,12 @@ class Precision(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines."""
+    """The machines. With a measured `preset`, `accelerator` names the built-in one that it is like."""
 
     nodes: int
     gpus_per_node: int
     accelerator: str
+    preset: Accelerator | None = None
 
     @property
     def world_size(self) -> int:

@@ -23,7 +23,6 @@ from .footprint import (
     memory_values,
     peak_bytes,
 )
-from .hardware import find_accelerator
 from .measurements import Measurement
 from .step import step_seconds, step_terms, timing
 from .workload import Workload
@@ -190,7 +189,7 @@ def _rules_out(ran: Measurement, crash: Measurement) -> bool:
         return False
     if ran.work.zero_stage <= crash.work.zero_stage:
         return True
-    device = find_accelerator(crash.work.accelerator).memory_bytes
+    device = crash.work.machine.memory_bytes
     more = 12 * max(crash.work.stage_parameters(stage) for stage in crash.work.stages)
     return device is not None and (ran.peak_bytes or 0) + more <= (1 - CLEAR) * device
 
@@ -205,7 +204,7 @@ def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
     if not crashed:
         return None
     ran = [one for one in rows if one.peak_bytes]
-    device = find_accelerator(ran[0].work.accelerator).memory_bytes
+    device = ran[0].work.machine.memory_bytes
     if device is None:
         return None
     sizes = {

@@ -15,7 +15,6 @@ from parcompile.layout.stages import Stage
 
 from .activations import layer_bytes
 from .coefficients import FUSED, Fit, default_memory
-from .hardware import find_accelerator
 from .memory import LARGEST_BUCKET
 from .workload import FRAMEWORKS, Workload
 
@@ -231,7 +230,7 @@ def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
         interval = (static + (peak - static) * min(low, 1.0), static + (peak - static) * max(high, 1.0))
     else:
         interval = (peak * low, peak * high)
-    device = find_accelerator(work.accelerator).memory_bytes
+    device = work.machine.memory_bytes
     if device is None:
         return Footprint(stages, interval, None, None)
     limit = usable_bytes(device, fitted)

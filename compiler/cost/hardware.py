@@ -1,4 +1,4 @@
-"""Accelerators and links: peak figures, each with its source, in `accelerators.json`."""
+"""Accelerators and links: peaks with their sources, in `accelerators.json`; or as measured (`preset`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,27 @@ class Link:
     title: str
     bytes_per_s: float
     source: str
+    latency_seconds: float = 0.0
+    """Of one collective; 0 where the fitted coefficients hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rates that a machine was seen to reach. `like` is the preset whose software and launch settings hold for it."""
+
+    like: str
+    fp32_flops_per_s: float
+    attention_flops_per_s: float
+    layer_seconds: float
+    """Shortest time of a layer, forward and backward: launching its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a rank runs on, at its peak. `memory_bytes` is None where the machine decides it."""
+    """What a rank runs on: at its peak, or, with `measured`, as it was seen to run.
+
+    `memory_bytes` is None where the machine decides it.
+    """
 
     name: str
     title: str
@@ -34,6 +50,13 @@ class Accelerator:
     node_link: Link
     network_link: Link
     sources: Mapping[str, str]
+    measured: Measured | None = None
+
+    def matmul_flops_per_s(self, element_bytes: int) -> float:
+        """The rate of matrix products of elements of that size; peaks are those of 16 bits."""
+        if self.measured is not None and element_bytes == 4:
+            return self.measured.fp32_flops_per_s
+        return self.flops_per_s
 
 
 def find_accelerator(name: str) -> Accelerator:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .activations import layer_bytes
 from .coefficients import Fit, default_time
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
-from .hardware import Accelerator, find_accelerator
+from .hardware import find_accelerator
 from .traffic import ring_hop_bytes
 from .workload import Workload
 
@@ -46,6 +46,9 @@ class StepTerms:
     optimizer: float
     node_bytes_per_s: float
     network_bytes_per_s: float
+    tp_calls: int
+    node_latency_seconds: float
+    network_latency_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,14 @@ class Timing:
     utilisation: float
 
 
-def step_terms(work: Workload, accelerator: Accelerator | None = None) -> StepTerms:
+def step_terms(work: Workload) -> StepTerms:
     """The terms of a layout.
 
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
-    machine = accelerator or find_accelerator(work.accelerator)
+    machine = work.machine
+    peak = machine.matmul_flops_per_s(work.element_bytes)
     shape, tokens, stages = work.shape, work.local_tokens, work.stages
     again = 4 / 3 if work.recompute == "full" else 1.0
     moe = shape.moe is not None
@@ -117,13 +121,13 @@ def step_terms(work: Workload, accelerator: Accelerator | None = None) -> StepTe
     experts = shape.moe.num_experts_per_token if shape.moe else 0
     return StepTerms(
         work=work,
-        matmul=flops / work.tp / machine.flops_per_s,
-        attention=attention / work.tp / machine.flops_per_s,
+        matmul=flops / work.tp / peak,
+        attention=attention / work.tp / peak,
         elementwise=3 * again * tokens * (kept.total - kept.gathered) / machine.memory_bytes_per_s,
         tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * activation,
         ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
         cp_bytes=(work.cp - 1) * (2 + 4 / work.element_bytes) * ring_hop_bytes(work) if work.cp > 1 else 0.0,
-        head_matmul=6 * logits * shape.hidden_size / machine.flops_per_s,
+        head_matmul=6 * logits * shape.hidden_size / peak,
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
         stage_layers=tuple(len(stage.layers) for stage in stages),
         stage_heads=tuple(stage.has_head for stage in stages),
@@ -132,6 +136,9 @@ def step_terms(work: Workload, accelerator: Accelerator | None = None) -> StepTe
         optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
         node_bytes_per_s=machine.node_link.bytes_per_s,
         network_bytes_per_s=machine.network_link.bytes_per_s,
+        tp_calls=collectives * (2 if work.sequence_parallel else 1),
+        node_latency_seconds=machine.node_link.latency_seconds,
+        network_latency_seconds=machine.network_link.latency_seconds,
     )
 
 
@@ -155,7 +162,11 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
     narrow = (1 + values["narrow"] * work.tp / work.shape.hidden_size) / values["matmul"]
     work_layer = terms.matmul * narrow + values["elementwise"] * terms.elementwise
     attention = terms.attention / values["attention"]
-    tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values) if work.tp > 1 else 0.0
+    tensor = 0.0
+    if work.tp > 1:
+        tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
+        far = work.stride("tp") * work.tp > work.gpus_per_node
+        tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     context = 0.0
     if work.cp > 1:
         # The ring hides behind attention.
@@ -222,23 +233,41 @@ def step_seconds(terms: StepTerms, values: Mapping[str, float]) -> float:
     return step_time(terms, values).seconds
 
 
-def timing(work: Workload, fit: Fit | None = None, accelerator: Accelerator | None = None) -> Timing:
+def timing(work: Workload, fit: Fit | None = None) -> Timing:
     """The predicted step of a layout.
 
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
-    machine = accelerator or find_accelerator(work.accelerator)
-    fitted = fit or default_time(work.accelerator)
-    step = step_time(step_terms(work, machine), fitted.values)
+    machine, fitted = work.machine, fit or default_time(work.accelerator)
+    # Utilisation is that of the hardware's peak, which nobody publishes for a rank on a CPU.
+    known = work.accelerator != "cpu"
+    peak = find_accelerator(work.accelerator).flops_per_s if known else machine.matmul_flops_per_s(work.element_bytes)
+    # Coefficients of one's own were fitted to this machine's rates; those of the package to peaks.
+    values = fitted.values if fit or machine.measured is None else reached(work, fitted.values)
+    step = step_time(step_terms(work), values)
     low, _, high = fitted.spread["all"]
     rate = work.tokens_per_step / step.seconds / work.world_size
     return Timing(
         step=step,
         interval_seconds=(step.seconds * low, step.seconds * high),
         tokens_per_second_per_gpu=rate,
-        utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / machine.flops_per_s,
+        utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
     )
+
+
+def reached(work: Workload, values: Mapping[str, float]) -> dict[str, float]:
+    """The coefficients for a measured machine: what was measured is not discounted a second time."""
+    machine = work.machine
+    assert machine.measured is not None
+    return {
+        **values,
+        "matmul": 1.0,
+        "attention": machine.measured.attention_flops_per_s / machine.matmul_flops_per_s(work.element_bytes),
+        "launch_seconds": machine.measured.layer_seconds,
+        "node_link": 1.0,
+        "network_link": 1.0,
+    }
 
 
 def run_days(timed: Timing, work: Workload, tokens: float) -> float:

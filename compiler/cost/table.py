@@ -31,7 +31,7 @@ def table(found: Estimate, *, unicode: bool = True) -> str:
     if memory.limit_bytes is not None and memory.probability is not None:
         verdict = "fits" if memory.fits else "does not fit"
         lines.append(
-            f"              {verdict} into {memory.limit_bytes / GIB:.1f} usable GiB of {work.accelerator} with "
+            f"              {verdict} into {memory.limit_bytes / GIB:.1f} usable GiB of {work.machine.name} with "
             f"probability {memory.probability:.0%}"
         )
     step, (fast, slow) = time.step, time.interval_seconds

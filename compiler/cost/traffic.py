@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .flops import moe_layers
-from .hardware import Link, find_accelerator
+from .hardware import Link
 from .workload import Workload
 
 
@@ -86,8 +86,7 @@ def _shard_stride(work: Workload) -> int:
 def _group(
     work: Workload, group: str, operation: str, messages: int, size: float, ranks: int, *, stride: int | None = None
 ) -> GroupTraffic:
-    accelerator = find_accelerator(work.accelerator)
     step = work.stride(group) if stride is None else stride
     leaves = work.nodes > 1 and step * ranks > work.gpus_per_node
-    link = accelerator.network_link if leaves else accelerator.node_link
+    link = work.machine.network_link if leaves else work.machine.node_link
     return GroupTraffic(group, operation, messages, size, link, leaves)

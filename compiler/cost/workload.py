@@ -15,6 +15,7 @@ from parcompile.layout.tensor import padded_vocab_size
 from parcompile.model.shape import ModelShape
 from parcompile.spec import Spec
 
+from .hardware import Accelerator, find_accelerator
 from .parameters import rank_parameters
 
 
@@ -66,6 +67,17 @@ class Workload:
     virtual_stages: int = 1
     stage_layers: tuple[Stage, ...] | None = None
     framework: str = "deepspeed"
+    preset: Accelerator | None = None
+    """A measured machine, which `accelerator` then only resembles."""
+
+    @property
+    def machine(self) -> Accelerator:
+        """What a rank runs on.
+
+        Raises:
+            ValueError: there is no such preset.
+        """
+        return self.preset or find_accelerator(self.accelerator)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -161,4 +173,5 @@ def workload_of(spec: Spec) -> Workload:
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
         virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
         stage_layers=spec.stages,
+        preset=spec.cluster.preset,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
+from parcompile.cost.hardware import Accelerator
+from parcompile.cost.preset import PresetError, is_preset_file, read_preset
 from parcompile.layout.grid import AXES
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import Slots
@@ -18,11 +21,25 @@ class ParallelismValues(SpecReader):
     @functools.cached_property
     def cluster(self) -> Cluster:
         """The machines."""
+        name, preset = str(self.get("cluster", "accelerator", default="h100-sxm")), None
+        if is_preset_file(name):
+            # Rule H002 speaks of a file that cannot be used; the other rules need the number of ranks.
+            with contextlib.suppress(PresetError):
+                preset = self.accelerator_preset(name)
         return Cluster(
             nodes=int(self.get("cluster", "nodes", default=1)),
             gpus_per_node=int(self.get("cluster", "gpus_per_node")),
-            accelerator=self.get("cluster", "accelerator", default="h100-sxm"),
+            accelerator=preset.measured.like if preset and preset.measured else name,
+            preset=preset,
         )
+
+    def accelerator_preset(self, name: str) -> Accelerator:
+        """The machine that a file beside the spec describes.
+
+        Raises:
+            PresetError: the file cannot be used.
+        """
+        return read_preset(self.folder / name)
 
     @property
     def world_size(self) -> int:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType
 
+from parcompile.cost.hardware import accelerators
 from parcompile.cost.memory import static_memory
+from parcompile.cost.preset import PresetError, is_preset_file
+from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.tensor import SplitError
 from parcompile.resolve import Resolution, Unavailable
+from parcompile.suggest import closest
 
 from .places import also, model_path
 from .registry import Finding, rule
-
-_MIB = 1024**2
-DEVICE_BYTES = MappingProxyType(
-    {
-        "a100-40gb": 40_960 * _MIB,
-        "a100-80gb": 81_920 * _MIB,
-        "h100-sxm": 81_559 * _MIB,
-        "h100-pcie": 81_559 * _MIB,
-        "h200": 143_771 * _MIB,
-        "b200": 183_359 * _MIB,
-        "mi300x": 196_592 * _MIB,
-        "l40s": 46_068 * _MIB,
-    }
-)
-"""Memory of a device as nvidia-smi and rocm-smi report it; what the driver and the libraries take comes off that."""
 
 
 @rule(
@@ -40,8 +28,9 @@ DEVICE_BYTES = MappingProxyType(
 )
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the static bytes of the fullest rank exceed the device's memory."""
-    device, stage = DEVICE_BYTES.get(spec.cluster.accelerator), spec.zero_stage
-    if device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis("tp"):
+    machine, stage = spec.cluster.preset or accelerators().get(spec.cluster.accelerator), spec.zero_stage
+    device = None if machine is None else machine.memory_bytes
+    if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis("tp"):
         return
     try:
         memory = static_memory(spec.spec())
@@ -61,13 +50,41 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     terms = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
     shards = spec.axis("dp") * spec.axis("cp")
     yield Finding(
-        f"{terms} = {_gib(memory.total_bytes)} GiB > {_gib(device)} GiB of {spec.cluster.accelerator}, without "
+        f"{terms} = {_gib(memory.total_bytes)} GiB > {_gib(device)} GiB of {machine.name}, without "
         f"activations; the largest part is {largest}",
         model_path(spec, "hidden_size"),
         help=f"tp {spec.axis('tp')} and pp {spec.axis('pp')} divide all of it; dp · cp {shards} divides the fp32 "
         "master weights and the optimizer state, at ZeRO stage 1",
         related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
     )
+
+
+@rule(
+    "H002",
+    "the accelerator's file cannot be used",
+    """cluster.accelerator is the name of a preset, or a .json file (relative to the spec) of the form that
+    `parcompile profile` writes: the schema `accelerator`. The message names the first place in that file that is
+    wrong.""",
+    wrong={"cluster": {"accelerator": "missing.json"}},
+    right={"cluster": {"accelerator": "h200"}},
+)
+def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
+    """Fires on files that are missing or are no presets."""
+    name = spec.get("cluster", "accelerator", default="h100-sxm")
+    if not is_preset_file(name):
+        return
+    try:
+        spec.accelerator_preset(name)
+    except PresetError as error:
+        place, stem = ("cluster", "accelerator"), name.removesuffix(".json")
+        known = next((one for one in accelerators() if one.startswith(stem)), closest(stem, list(accelerators())))
+        fix = Fix(f"use the preset {known}", Safety.CHANGES_COST, (Edit(place, known),))
+        yield Finding(
+            f"accelerator {name}: {error}",
+            place,
+            help=f"write the file with `parcompile profile -o {name}`, or name a preset: {', '.join(accelerators())}",
+            fixes=(fix,) if known else (),
+        )
 
 
 def _gib(size: int) -> str:

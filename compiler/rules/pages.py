@@ -18,7 +18,7 @@ GROUPS = {
     "C": "Context parallelism",
     "D": "Further DeepSpeed keys",
     "F": "DeepSpeed, Megatron-LM and gpt-neox files on their own",
-    "H": "Memory",
+    "H": "Memory and accelerator",
     "J": "The text of a file",
     "K": "Keys and values",
     "L": "Layers and stages",
