@@ -16,7 +16,7 @@ from parcompile.spec import Precision, Spec
 
 from .environment import variables
 from .identity import header
-from .losses import Loss, effective_order, order_loss
+from .losses import Loss, effective_order, order_loss, sequence_loss
 
 MEGATRON_VERSION = "d98e8a64"
 """Commit of NVIDIA/Megatron-LM whose parser was read (2026-08-22)."""
@@ -75,7 +75,7 @@ def files(plan: Plan) -> dict[str, Any]:
 def losses(plan: Plan) -> list[Loss]:
     """What Megatron-LM does not do as the plan says."""
     spec = plan.spec
-    found = order_loss(spec.parallelism, "Megatron-LM", _ORDERS)
+    found = order_loss(spec.parallelism, "Megatron-LM", _ORDERS) + sequence_loss(spec, "Megatron-LM")
     family = spec.model.shape.model_type
     if family not in _FAMILIES:
         found.append(

@@ -7,7 +7,7 @@ import json
 from parcompile.plan import Plan
 
 from .identity import header
-from .losses import Loss, order_loss
+from .losses import Loss, order_loss, sequence_loss
 
 TORCHTITAN_VERSION = "0.3.0"
 """Version of torchtitan whose `ParallelismConfig` and `TrainingConfig` were read."""
@@ -49,7 +49,7 @@ def losses(plan: Plan) -> list[Loss]:
     """What torchtitan does not do as the plan says."""
     spec, shape = plan.spec, plan.spec.model.shape
     parallelism = spec.parallelism
-    found = order_loss(parallelism, "torchtitan", _ORDERS)
+    found = order_loss(parallelism, "torchtitan", _ORDERS) + sequence_loss(spec, "torchtitan")
     if shape.num_key_value_heads % parallelism.tp:
         found.append(
             Loss(

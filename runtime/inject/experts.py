@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ..collectives import reduce_from_group, reduce_scatter_to_sequence
 from ..errors import RunError
 from ..tensor_parallel import mark_shard, take_ranges
-from .regions import SEQUENCE_DIM, enter_region
+from .regions import Region
 from .slices import Slices
 
 
-def cut_experts(
-    name: str, block: nn.Module, slices: Slices, group: dist.ProcessGroup, *, sequence_parallel: bool
-) -> None:
+def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
     """Cuts everything in `block`, a router with its experts, in place.
 
     Raises:
@@ -42,15 +38,11 @@ def cut_experts(
             setattr(module, kind, local)
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = local.shape
-    enter_region(block, group, sequence_parallel=sequence_parallel)
+    region.enter_block(block)
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         parts = output[0] if isinstance(output, tuple) else output
-        whole: Tensor = (
-            reduce_scatter_to_sequence(parts, SEQUENCE_DIM, group)
-            if sequence_parallel
-            else reduce_from_group(parts, group)
-        )
+        whole = region.leave(parts)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     block.register_forward_hook(leave)

@@ -20,7 +20,7 @@ from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .heads import localise_heads
 from .norms import SpreadRMSNorm
-from .regions import enter_region, sum_gradient
+from .regions import Region, sum_gradient
 from .slices import Slice, Slices
 from .vocabulary import cut_vocabulary
 
@@ -45,33 +45,33 @@ class _Injection:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self.mesh, self.spec = model, mesh, mesh.plan.spec
         self.slices = Slices(mesh)
-        self.sequence_parallel = self.spec.parallelism.sequence_parallel
 
     def run(self) -> None:
         self.slices.compare(self.model)
         check_settings(self.model, self.mesh.size("tp") * self.mesh.size("cp"))
         parallelism, length = self.spec.parallelism, self.spec.training.sequence_length
         use_ring_attention(self.model, RingPlace(self.mesh.parallel_group("cp"), parallelism.cp_layout, length))
-        group = self.mesh.parallel_group("tp")
+        group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
             check_agreement(self.model, self.slices)
-            self._experts(group)
-            self._layers(group)
+            region = Region(group, sequence_parallel=parallelism.sequence_parallel)
+            self._experts(region)
+            self._layers(region)
         # Last, since the head is a linear like the others.
-        cut_vocabulary(self.model, self.mesh, group)
-        if group is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
+        cut_vocabulary(self.model, self.mesh, region)
+        if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             sum_partial_gradients(self.model, self.mesh)
         self.model.loss_function = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)  # type: ignore[assignment]
 
-    def _experts(self, group: dist.ProcessGroup) -> None:
+    def _experts(self, region: Region) -> None:
         blocks = [name.rpartition(".")[0] for name, style in entries(self.model).items() if style == EXPERTS]
         for name in blocks:
             block = self.model.get_submodule(name)
-            cut_experts(name, block, self.slices, group, sequence_parallel=self.sequence_parallel)
+            cut_experts(name, block, self.slices, region)
 
-    def _layers(self, group: dist.ProcessGroup) -> None:
+    def _layers(self, region: Region) -> None:
         """Cuts every parameter that the plan cuts, except experts and vocabulary."""
-        regions: dict[str, nn.Module] = {}
+        blocks: dict[str, list[ColumnParallelLinear]] = {}
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
@@ -83,20 +83,22 @@ class _Injection:
             if isinstance(owner, ColumnParallelLinear | RowParallelLinear):
                 continue  # the bias of a linear that its weight has replaced
             if isinstance(owner, nn.Linear):
-                setattr(parent, child, self._parallel(owner, piece, group))
-                if piece.dim == 0:
-                    regions[parent_name] = parent
+                layer = self._parallel(owner, piece, region)
+                setattr(parent, child, layer)
+                if isinstance(layer, ColumnParallelLinear):
+                    blocks.setdefault(parent_name, []).append(layer)
             elif parameter.dim() == 1 and kind == "weight":
-                setattr(parent, child, self._spread_norm(owner, parameter, piece, group))
+                setattr(parent, child, self._spread_norm(owner, parameter, piece, region.group))
             else:
                 setattr(owner, kind, _sliced(parameter, piece))
         shape, tp = self.spec.model.shape, self.mesh.size("tp")
-        for parent_name, parent in regions.items():
-            enter_region(parent, group, sequence_parallel=self.sequence_parallel)
+        for parent_name, layers in blocks.items():
+            parent = self.model.get_submodule(parent_name)
+            region.enter_layers(parent, layers)
             if parent_name.endswith(f".{FAMILIES[shape.model_type].attention}"):
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
 
-    def _parallel(self, linear: nn.Linear, piece: Slice, group: dist.ProcessGroup) -> nn.Module:
+    def _parallel(self, linear: nn.Linear, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
         if piece.replica_group is not None and piece.parameter.split and len(piece.parameter.split.parts) > 1:
             shape, tp = self.spec.model.shape, self.mesh.size("tp")
             raise RunError(
@@ -106,15 +108,15 @@ class _Injection:
             )
         if piece.dim == 0:
             return ColumnParallelLinear.from_linear(
-                linear, group=group, ranges=piece.ranges, replica_group=piece.replica_group, input_is_ready=True
+                # Kept whole, as the estimate has it: one all-gather less in backward.
+                linear,
+                ranges=piece.ranges,
+                replica_group=piece.replica_group,
+                keep_gathered=True,
+                **region.options,
             )
         return RowParallelLinear.from_linear(
-            linear,
-            group=group,
-            ranges=piece.ranges,
-            input_is_parallel=True,
-            sequence_parallel=self.sequence_parallel,
-            sequence_dim=1,
+            linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options
         )
 
     def _spread_norm(

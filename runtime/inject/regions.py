@@ -1,36 +1,152 @@
-"""The borders of the tensor-parallel region: where activations enter it, and which gradients are partial in it.
+"""The borders of the tensor-parallel region: how activations enter and leave it, which gradients are partial in it.
 
-Query, key and value (and gate and up) share one entry: their input is copied (or gathered from the sequence shards)
-once, and their input gradients are summed locally before the one all-reduce (or reduce-scatter) of the backward pass.
+Query, key and value (and gate and up) share one entry: their input is gathered once, and the sum of their input
+gradients is reduced once, each under a matmul of theirs (`column_matmul`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, gather_from_sequence
+from ..collectives import copy_to_group, gather_from_sequence, reduce_from_group, reduce_scatter_to_sequence
+from ..errors import RunError
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
+from ..tensor_parallel.columns import column_outputs
 
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""
 
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-def enter_region(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Makes the hidden states that `module` is called with enter the tensor-parallel region."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (_entered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _entered(kwargs["hidden_states"])}
+class Region:
+    """The tensor-parallel region of one model.
 
-    def _entered(hidden: Tensor) -> Tensor:
-        if sequence_parallel:
-            return gather_from_sequence(hidden, SEQUENCE_DIM, group)
-        return copy_to_group(hidden, group)
+    With `sequence_parallel` the hidden states between the blocks are split over the ranks of `group`. A sequence that
+    they do not divide is continued with zeros there, which nothing inside a region ever sees.
+    """
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.sequence_length: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the layers of the region take and return hidden states."""
+        return {
+            "group": self.group,
+            "sequence_parallel": self.sequence_parallel,
+            "sequence_dim": SEQUENCE_DIM,
+        }
+
+    def watch(self, embedding: nn.Module) -> None:
+        """Takes the length of the sequence from the tokens [B, S] that each forward pass begins with."""
+
+        def look(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self.sequence_length = args[0].shape[SEQUENCE_DIM]
+
+        embedding.register_forward_pre_hook(look)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """[B, s, H] between the regions to [B, S, H] inside."""
+        if self.sequence_parallel:
+            return gather_from_sequence(hidden, SEQUENCE_DIM, self.group, self.sequence_length)
+        return copy_to_group(hidden, self.group)
+
+    def leave(self, parts: Tensor) -> Tensor:
+        """Parts of a sum [B, S, H] to the sum between the regions."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence(parts, SEQUENCE_DIM, self.group, pad=True)
+        return reduce_from_group(parts, self.group)
+
+    def enter_block(self, block: nn.Module) -> None:
+        """Makes the hidden states that `block` is called with enter the region, for whatever it does with them."""
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+            hidden, put_back = _hidden_states(args, kwargs)
+            return put_back(self.enter(hidden))
+
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+
+    def enter_layer(self, layer: ColumnParallelLinear) -> None:
+        """Tells a column layer that stands alone, as the head does, how long the sequence is."""
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "sequence_length": self.sequence_length}), with_kwargs=True
+        )
+
+    def enter_layers(self, block: nn.Module, layers: Sequence[ColumnParallelLinear]) -> None:
+        """Lets the column layers of `block` take its hidden states in together.
+
+        Where the block has other weights too, they may want the hidden states themselves: it gets them whole.
+        """
+        if any(_is_whole(module) for module in block.modules()):
+            for layer in layers:
+                layer.input_is_ready = True
+            self.enter_block(block)
+            return
+        entry = _Entry(self, layers)
+        block.register_forward_pre_hook(entry.enter, with_kwargs=True)
+
+
+class _Entry:
+    """Computes column layers as their block is called, and hands each its result when the block calls it.
+
+    With sequence parallelism no rank needs the whole hidden states but for these matmuls: the block is handed a tensor
+    of their shape that holds nothing (NaN, so that a use of it elsewhere cannot pass unseen).
+    """
+
+    def __init__(self, region: Region, layers: Sequence[ColumnParallelLinear]) -> None:
+        self.region, self.layers = region, tuple(layers)
+        self.token: Tensor | None = None
+        self.results: dict[int, Any] = {}
+        for layer in self.layers:
+            layer.together = self.take
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        hidden, put_back = _hidden_states(args, kwargs)
+        if torch.compiler.is_compiling():
+            # Nothing can be handed on between hooks there: the block gets its input whole, and each layer multiplies.
+            return put_back(self.region.enter(hidden))
+        length = self.region.sequence_length if self.region.sequence_parallel else None
+        outs = column_parallel(hidden, self.layers, length)
+        self.results = {id(layer): out for layer, out in zip(self.layers, outs, strict=True)}
+        self.token = hidden
+        if self.region.sequence_parallel:
+            shape = (*outs[0].shape[:-1], hidden.shape[-1])
+            self.token = hidden.new_full((1,), float("nan")).expand(shape)
+        return put_back(self.token)
+
+    def take(self, layer: ColumnParallelLinear, x: Tensor, _: int | None) -> Any:
+        if torch.compiler.is_compiling():
+            return column_outputs(x, (layer,), input_is_ready=True)[0]
+        if x is not self.token or id(layer) not in self.results:
+            raise RunError(
+                "a block calls one of its column-parallel layers twice, or with something else than its hidden states: "
+                f"{layer} cannot be injected",
+                everywhere=True,
+            )
+        out = self.results.pop(id(layer))
+        if not self.results:
+            self.token = None  # nothing is kept alive beyond the last call
+        return out
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own that is not cut."""
+    matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
+    return bool(matrices) and not isinstance(module, ColumnParallelLinear | RowParallelLinear)
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], _Call]]:
+    """What a block is called with, and a function that puts another tensor in its place."""
+    if args:
+        return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)
+    return kwargs["hidden_states"], lambda hidden: (args, {**kwargs, "hidden_states": hidden})
 
 
 def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:

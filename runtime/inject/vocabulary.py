@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import RunError
 from ..groups import Mesh
 from ..tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from .regions import enter_region
+from .regions import Region
 
 
-def cut_vocabulary(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
     """Replaces the embedding and the head, where anything has to be cut or padded.
 
     Raises:
@@ -21,26 +20,27 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup | None
     """
     causal: Any = model
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-    sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
     padded = next(
         layout.full_shape[0]
         for parameter, layout in mesh.plan.tensors().values()
         if parameter.split and parameter.split.pads_vocabulary
     )
-    if group is None and padded == mesh.plan.spec.model.shape.vocab_size:
+    if region is None and padded == mesh.plan.spec.model.shape.vocab_size:
         return
+    options = {} if region is None else region.options
     tied = head.weight is embedding.weight
     new_embedding = VocabParallelEmbedding.from_embedding(
-        embedding, group=group, padded_num_embeddings=padded, sequence_parallel=sequence_parallel, sequence_dim=1
+        embedding, padded_num_embeddings=padded, pad_sequence=True, **options
     )
     _keep_scale(embedding, new_embedding)
     causal.set_input_embeddings(new_embedding)
-    new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, group=group, input_is_ready=True)
+    new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, **options)
     if tied:
         new_head.weight = new_embedding.weight
     causal.set_output_embeddings(new_head)
-    if group is not None:
-        enter_region(new_head, group, sequence_parallel=sequence_parallel)
+    if region is not None:
+        region.watch(new_embedding)
+        region.enter_layer(new_head)
 
 
 def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:

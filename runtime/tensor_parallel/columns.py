@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,14 +51,19 @@ def check_same_entry(layers: Sequence[ColumnParallelLinear]) -> None:
 
 
 def column_outputs(
-    x: Tensor, layers: Sequence[ColumnParallelLinear], sequence_length: int | None = None
+    x: Tensor,
+    layers: Sequence[ColumnParallelLinear],
+    sequence_length: int | None = None,
+    *,
+    input_is_ready: bool | None = None,
 ) -> tuple[Any, ...]:
-    """`column_parallel` for layers that are known to agree."""
+    """`column_parallel` for layers that are known to agree; `input_is_ready` overrules theirs."""
     first = layers[0]
     weights = [copy_to_group(layer.weight, layer.replica_group) for layer in layers]
     biases = [None if layer.bias is None else copy_to_group(layer.bias, layer.replica_group) for layer in layers]
     added = [None if layer.skip_bias_add else bias for layer, bias in zip(layers, biases, strict=True)]
-    if first.input_is_ready or first.group is None:
+    ready = first.input_is_ready if input_is_ready is None else input_is_ready
+    if ready or first.group is None:
         outs = tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True))
     else:
         dim = first.sequence_dim if first.sequence_parallel else None
@@ -96,6 +102,8 @@ class _Waiting:
         self.results: dict[int, Any] = {}
 
     def take(self, layer: ColumnParallelLinear, x: Tensor, sequence_length: int | None) -> Any:
+        if torch.compiler.is_compiling():
+            return column_outputs(x, (layer,), sequence_length)[0]
         fresh = self.source is not None and self.source[0] is x and self.source[1:] == (x._version, sequence_length)
         if not fresh or id(layer) not in self.results:
             self.source = (x, x._version, sequence_length)

@@ -213,7 +213,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output, self.input_is_ready = gather_output, input_is_ready
         self.keep_gathered = keep_gathered
         self.sequence_length = sequence_length
-        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # see share_input
+        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # of share_input
 
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Any:
         """[…, I] to […, O/tp], or […, O] with `gather_output`.
@@ -223,7 +223,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Raises:
             ValueError: The input is not a slice of a sequence of `sequence_length` tokens.
         """
-        if self.together is not None and not torch.compiler.is_compiling():
+        if self.together is not None:
             return self.together(self, x, sequence_length)
         if self.group is None and not self.skip_bias_add:
             return F.linear(x, self.weight, self.bias)

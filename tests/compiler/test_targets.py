@@ -16,8 +16,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from layout_cases import compile_tree, spec_tree
+from spec_cases import FOLDER
 
 from parcompile import schema
+from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 from parcompile.targets.files import write
 from parcompile.targets.megatron import arguments
@@ -117,6 +119,15 @@ class TestChoice:
             (LOCK, "lock"),
         ):
             valid(schema_name, files[name])
+
+    def test_targets_that_do_not_pad_a_split_sequence_get_no_files(self) -> None:
+        plan, _ = compile_file(FOLDER / "positive" / "T007-local-share.json")
+        report = json.loads(render(plan, ("torchtitan", "megatron"))["target_report.json"])["targets"]
+        for target in ("torchtitan", "megatron"):
+            assert report[target]["files"] == []
+            whys = [loss["why"] for loss in report[target]["losses"] if loss["what"] == "sequence_length 8190"]
+            assert len(whys) == 1
+            assert whys[0].endswith("does not pad: (sequence_length 8190 / cp 2) % tp 4 = 3")
 
     def test_a_target_that_cannot_run_the_layout_gets_a_reason_and_no_files(self, tmp_path) -> None:
         plan = model_plan("qwen3-8b", tmp_path)

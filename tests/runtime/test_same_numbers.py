@@ -37,6 +37,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_key_value_heads": 1},
         {},
     ),
+    "tp4 with a sequence of 18, sequence parallelism": (
+        4,
+        {"tp": 4, "sequence_parallel": True},
+        {"tie_word_embeddings": True},
+        {"sequence_length": 18, "activation_checkpointing": "full"},
+    ),
     "dp outside, order cp-tp-dp-pp": (4, {"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"}, {}, {}),
     "qk-norm and kv replicas (qwen3)": (
         4,
