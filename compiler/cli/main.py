@@ -22,6 +22,7 @@ _COMMANDS = (
     "import",
     "init",
     "local",
+    "profile",
     "schema",
     "search",
 )
@@ -46,6 +47,8 @@ class _Commands(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # The deepspeed launcher puts this before what the user wrote; ranks read it from the environment.
+        args = args[1:] if args and args[0].startswith("--local_rank=") else args
         if args and args[0] not in (*_COMMANDS, "--help", "-h", "--version"):
             args = ["compile", *args]
         return super().parse_args(ctx, args)

@@ -1,0 +1,141 @@
+"""`parcompile profile`: measures this machine, and writes an accelerator preset that a spec can name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parcompile import schema
+from parcompile.cost.hardware import accelerators
+from parcompile.cost.preset import SCHEMA, is_preset_file
+from parcompile.cost.table import columns
+from parcompile.reporters.style import writable
+from parcompile.targets.files import to_text, write
+
+_LIKE = click.Choice(list(accelerators()))
+
+
+@click.command("profile")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the preset here (NAME.json).")
+@click.option("--ranks", type=click.IntRange(2, 16), help="Start as many CPU ranks on this machine and measure links.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="Time to spend.")
+@click.option("--like", type=_LIKE, help="Built-in preset that the machine resembles (default: by its name).")
+@click.option("--name", help="Name of the preset, for tables (default: that of the file).")
+def command(output: Path | None, ranks: int | None, seconds: float, like: str | None, name: str | None) -> None:
+    """Measure this machine: matrix products, attention, memory, and with several ranks the links.
+
+    Alone it measures one rank. Under a launcher (deepspeed --module parcompile profile, torchrun -m parcompile
+    profile) every rank takes part, and the links in a node and between nodes are measured; the figures are those of
+    the slowest rank. A spec names the file at cluster.accelerator. Nothing is written unless everything was measured.
+    """
+    speaks, launched = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
+    if ranks and launched:
+        raise click.UsageError("--ranks starts ranks itself: leave it out under a launcher")
+    if output is not None and not is_preset_file(output.name):
+        raise click.UsageError(f"{output}: a spec names a preset's file by its ending, write {output.name}.json")
+    if output is not None and speaks and not os.access(output.resolve().parent, os.W_OK):
+        raise click.ClickException(f"{output.resolve().parent} is no folder that can be written")
+    tree = _measured(ranks, seconds, like, name or (output.stem if output else None), launched=launched)
+    if tree is None:
+        return
+    wrong = schema.validate(tree, SCHEMA).diagnostics
+    if wrong:
+        raise click.ClickException(f"nothing is written: {wrong[0].message}")
+    click.echo(writable(sys.stdout, _text(tree)), nl=False)
+    if output is not None:
+        try:
+            write({output.name: to_text(tree)}, output.resolve().parent)
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+        click.echo(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')
+
+
+def _measured(
+    ranks: int | None, seconds: float, like: str | None, name: str | None, *, launched: bool
+) -> dict[str, Any] | None:
+    try:
+        from parcompile.runtime.errors import RunError, report_errors
+        from parcompile.runtime.local import RankError, run_local
+        from parcompile.runtime.profiling import measure, measure_rank
+    except ImportError as error:
+        raise click.ClickException(f"this needs the runtime ({error}): pip install 'parcompile[runtime]'") from None
+    if launched:
+        # What every rank finds is said once.
+        with report_errors():
+            return measure(seconds, like=like, name=name)
+    try:
+        if ranks:
+            found = run_local(ranks, measure_rank, seconds, like, name, timeout=10 * seconds + 120)[0]
+            assert isinstance(found, dict)
+            return found
+        return measure(seconds, like=like, name=name)
+    except RunError as error:
+        raise click.ClickException(str(error)) from None
+    except RankError as error:
+        raise click.ClickException(str(error).strip().splitlines()[-1]) from None
+
+
+def _text(tree: dict[str, Any]) -> str:
+    memory = tree["memory_mib"]
+    figures = tree["measurements"]
+    lines = [
+        f"machine   {tree['title']}; {figures['ranks']} rank(s) on {figures['nodes']} node(s), like {tree['like']}"
+        f"{'' if memory is None else f', {memory / 1024:.1f} GiB'}",
+        "",
+        *columns(
+            [
+                ("what", "type", "size", "time", "reached"),
+                *(
+                    (one["what"], one["dtype"], _size(one), _time(one["seconds"]), _rate(one))
+                    for one in figures["rates"]
+                ),
+            ]
+        ),
+    ]
+    if figures["links"]:
+        rows = [("link", "collective", "ranks", "message", "time", "sent by a rank")]
+        for one in figures["links"]:
+            rate = f"{one['bytes_per_s'] / 1e9:.3g} GB/s"
+            rows.append(
+                (one["link"], one["collective"], str(one["ranks"]), _bytes(one["size"]), _time(one["seconds"]), rate)
+            )
+        lines += ["", *columns(rows)]
+    lines.append("")
+    for key in ("node_link", "network_link"):
+        link = tree[key]
+        lines.append(
+            f"{key.replace('_', ' '):<13} {link['bytes_per_s'] / 1e9:.3g} GB/s, {_time(link['latency_seconds'])}"
+        )
+        if link["source"] != tree["source"]:
+            lines[-1] += f" ({link['source']})"
+    return "\n".join(lines) + "\n"
+
+
+def _size(one: dict[str, Any]) -> str:
+    if one["what"] == "memory":
+        return _bytes(one["size"])
+    return f"{one['size']} × {one['size']}" if one["what"] == "matmul" else f"{one['size']} tokens"
+
+
+def _rate(one: dict[str, Any]) -> str:
+    if one["what"] == "memory":
+        return f"{one['per_second'] / 1e9:.4g} GB/s"
+    return "" if one["what"] == "layer launch" else f"{one['per_second'] / 1e12:.4g} TFLOP/s"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:g} {unit}"
+    return f"{count} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,5 @@
+"""Measures the machine that it runs on, for `parcompile profile`: compute, memory, links."""
+
+from .machine import measure, measure_rank
+
+__all__ = ["measure", "measure_rank"]

@@ -1,0 +1,125 @@
+"""Rate and latency of the links between ranks: each collective by size, in a node and between nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from parcompile.runtime.transport import start_all_gather, start_all_reduce, start_reduce_scatter
+
+from .compute import synchronize
+
+NODE, NETWORK = "node", "network"
+CPU_BYTES = (2**10, 2**15, 2**20, 2**24)
+DEVICE_BYTES = (2**10, 2**15, 2**20, 2**24, 2**28)
+MOST_CALLS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """One collective over one class of links. `wire_bytes` are what each rank sends of a message of `size` bytes."""
+
+    link: str
+    collective: str
+    ranks: int
+    size: int
+    wire_bytes: float
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What a rank puts on the wire."""
+        return self.wire_bytes / self.seconds
+
+
+def link_classes(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
+    """The groups over which each class of links is measured; `nodes` names that of each rank.
+
+    In a node: its ranks. Between nodes: the ranks of the same place on every node, all places at once, as a training
+    run uses them. A class of groups of one rank is left out.
+
+    Raises:
+        ValueError: the nodes have different numbers of ranks.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    counts = {node: len(ranks) for node, ranks in members.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"nodes have different numbers of ranks: {counts}; start as many on each")
+    found = {NODE: list(members.values()), NETWORK: [list(ranks) for ranks in zip(*members.values(), strict=True)]}
+    return {name: groups for name, groups in found.items() if len(groups[0]) > 1}
+
+
+def link_rates(device: torch.device, nodes: Sequence[str], seconds: float) -> list[LinkRate]:
+    """Every collective of every class of links, in about that many seconds. All ranks call it together."""
+    rank, classes = dist.get_rank(), link_classes(nodes)
+    sizes = CPU_BYTES if device.type == "cpu" else DEVICE_BYTES
+    share = seconds / max(1, len(classes) * 4 * len(sizes))
+    found = []
+    for name, groups in classes.items():
+        mine: dist.ProcessGroup | None = None
+        for ranks in groups:
+            created = dist.new_group(ranks)
+            if rank in ranks:
+                mine = created
+        assert mine is not None
+        count = dist.get_world_size(mine)
+        for size in sizes:
+            for collective, (call, factor) in _collectives(device, size, mine).items():
+                once = _seconds(call, device, share)
+                found.append(LinkRate(name, collective, count, size, factor * size, once))
+        dist.destroy_process_group(mine)
+    return found
+
+
+def _collectives(
+    device: torch.device, size: int, group: dist.ProcessGroup
+) -> dict[str, tuple[Callable[[], object], float]]:
+    """Calls on messages of `size` bytes, each with the share of them that a rank sends."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole = torch.zeros(max(1, size // 4 // ranks) * ranks, device=device)
+    part, received = whole[: whole.numel() // ranks].clone(), torch.empty_like(whole)
+    around = (ranks - 1) / ranks
+
+    def ring() -> None:
+        sends = [
+            dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+
+    return {
+        "all-reduce": (lambda: start_all_reduce(whole, group).wait(), 2 * around),
+        "all-gather": (lambda: start_all_gather(part, group).wait(0), around),
+        "reduce-scatter": (lambda: start_reduce_scatter(whole, 0, group).wait(), around),
+        "ring exchange": (ring, 1.0),
+    }
+
+
+def _seconds(call: Callable[[], object], device: torch.device, share: float) -> float:
+    """The slowest rank's mean over calls: as many as fit into `share`, the same number on every rank."""
+    call()
+    calls = int(min(MOST_CALLS, max(2.0, share / _slowest(_timed(call, device, 1), device))))
+    return _slowest(_timed(call, device, calls), device)
+
+
+def _timed(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    synchronize(device)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return max((time.perf_counter() - started) / calls, 1e-9)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    found = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
