@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from parcompile.diff import Change, Difference, Kind, difference
-from parcompile.pipeline import compile_file
-from parcompile.plan import Plan, PlanError
-from parcompile.reporters import report
-from parcompile.source import SourceError
 from parcompile.targets.files import to_text
 
-from .main import SPEC_HAS_ERRORS
+from .plans import read_plan
 
 _TITLES = {
     Kind.NUMERICS: "Numerics: another training",
@@ -34,24 +28,8 @@ def command(before: str, after: str, form: str) -> None:
 
     Both may be a spec, a plan.json, or the folder that holds one.
     """
-    found = difference(_plan(before), _plan(after))
+    found = difference(read_plan(before)[0], read_plan(after)[0])
     click.echo(to_text(found.to_json()) if form == "json" else _text(found), nl=False)
-
-
-def _plan(path: str) -> Plan:
-    """The plan of a plan file or a folder, or the compiled one of a spec."""
-    file = Path(path)
-    try:
-        if file.is_dir() or file.name == "plan.json":
-            return Plan.load(file)
-        plan, checked = compile_file(path)
-    except (PlanError, SourceError) as error:
-        raise click.ClickException(str(error)) from None
-    if plan is None:
-        errors = [one for one in checked.diagnostics if one.is_error]
-        report(errors, [checked.text], "text", sys.stderr)
-        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-    return plan
 
 
 def _text(found: Difference) -> str:

@@ -17,6 +17,7 @@ from parcompile.cost.table import GIB, columns, table
 from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Diagnostic
 from parcompile.pipeline import Checked, check_file
+from parcompile.plan import compile_plan
 from parcompile.reporters import report
 from parcompile.reporters.style import Style, writable
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
@@ -69,14 +70,27 @@ def command(
         raise click.ClickException(f"[{found.code}] {found.message}")
     result = estimate(found.work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
-        from parcompile.cost.drawing import svg
-
-        plot.write_text(svg(result), encoding="utf-8")
+        _plot(plot, checked, result)
     if form == "json":
         click.echo(json.dumps(result.to_json(), indent=2))
     else:
         text = table(result, unicode=Style.of(sys.stdout).unicode)
         click.echo(writable(sys.stdout, text), nl=False)
+
+
+def _plot(file: Path, checked: Checked, result: Estimate) -> None:
+    """The memory and the step of an estimate as one drawing."""
+    from parcompile.pictures.named import picture
+    from parcompile.pictures.subject import Subject
+    from parcompile.pictures.svg import svg
+
+    assert checked.resolution is not None
+    subject = Subject(compile_plan(checked.resolution.spec(), checked.resolution.tree, []), result)
+    drawn = svg(picture("memory", subject), picture("timeline", subject))
+    try:
+        file.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written: {error.strerror}") from None
 
 
 def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False) -> Checked:

@@ -25,6 +25,7 @@ _COMMANDS = (
     "profile",
     "schema",
     "search",
+    "view",
 )
 """Subcommands; each is the function `command` of the module of its name, imported when it is called."""
 

@@ -119,6 +119,10 @@ class Estimate:
             "pp": step.exchange,
         }[group]
 
+    def hidden_seconds(self, group: str) -> float:
+        """Seconds of a step in which the traffic of a group runs behind computation."""
+        return {"cp": self.time.step.hidden_context, "dp-cp": self.time.step.hidden_gradients}.get(group, 0.0)
+
 
 def _share(value: float | None) -> float | None:
     return None if value is None else round(value, 4)

@@ -222,19 +222,23 @@ def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
     stages = tuple(
         RankMemory(one.stage, one.stage * stride, stage_components(work, one, values)) for one in memory_terms(work)
     )
-    peak = max(one.total_bytes for one in stages)
-    static = max(stages, key=lambda one: one.total_bytes).static_bytes
-    low, _, high = fitted.spread[layout_class(work)]
-    if work.framework == "deepspeed":
-        # The static part is exact: only what comes on top is uncertain.
-        interval = (static + (peak - static) * min(low, 1.0), static + (peak - static) * max(high, 1.0))
-    else:
-        interval = (peak * low, peak * high)
+    fullest = max(stages, key=lambda one: one.total_bytes)
+    peak, interval = fullest.total_bytes, stage_interval(work, fullest, fitted)
     device = work.machine.memory_bytes
     if device is None:
         return Footprint(stages, interval, None, None)
     limit = usable_bytes(device, fitted)
     return Footprint(stages, interval, limit, fit_probability(peak, interval, limit))
+
+
+def stage_interval(work: Workload, stage: RankMemory, fit: Fit | None = None) -> tuple[float, float]:
+    """The 90 % interval of a stage's peak in bytes."""
+    low, _, high = (fit or default_memory()).spread[layout_class(work)]
+    if work.framework != "deepspeed":
+        return stage.total_bytes * low, stage.total_bytes * high
+    # The static part is exact: only what comes on top is uncertain.
+    static, rest = stage.static_bytes, stage.total_bytes - stage.static_bytes
+    return static + rest * min(low, 1.0), static + rest * max(high, 1.0)
 
 
 H100_MIB = 81559

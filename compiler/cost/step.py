@@ -53,7 +53,10 @@ class StepTerms:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step's parts in seconds. `stages` are the busy seconds of each stage for one micro-batch."""
+    """A step's parts in seconds. `stages` are the busy seconds of each stage for one micro-batch.
+
+    What `hidden_context` and `hidden_gradients` take runs behind computation: it is no part of the step.
+    """
 
     compute: float
     launch: float
@@ -65,6 +68,8 @@ class StepTime:
     gradients: float
     optimizer: float
     stages: tuple[float, ...]
+    hidden_context: float = 0.0
+    hidden_gradients: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -167,10 +172,9 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
         far = work.stride("tp") * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
-    context = 0.0
-    if work.cp > 1:
-        # The ring hides behind attention.
-        context = max(0.0, terms.cp_bytes / bandwidth(terms, work.stride("cp"), work.cp, values) - attention)
+    # The ring hides behind attention.
+    ring = terms.cp_bytes / bandwidth(terms, work.stride("cp"), work.cp, values) if work.cp > 1 else 0.0
+    context = max(0.0, ring - attention)
     expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
@@ -190,7 +194,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         )
         sends = (passes + work.pp - 1) * 2 * work.virtual_stages
         exchange = sends * (terms.exchange_bytes / speed + values["send_seconds"])
-    gradients = _gradients(terms, values, slowest)
+    gradients, hidden = _gradients(terms, values, slowest)
     return StepTime(
         compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head),
         launch=passes * layers * (layer - busy),
@@ -202,6 +206,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         gradients=gradients,
         optimizer=terms.optimizer,
         stages=stages,
+        hidden_context=passes * layers * (ring - context),
+        hidden_gradients=hidden,
     )
 
 
@@ -216,16 +222,18 @@ def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
     return seconds
 
 
-def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) -> float:
+def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) -> tuple[float, float]:
+    """Seconds of the gradients' traffic that a step waits for, and those that run behind the backward pass."""
     work = terms.work
     if work.shards == 1:
-        return 0.0
+        return 0.0, 0.0
     stride = min(work.stride(axis) for axis, size in (("dp", work.dp), ("cp", work.cp)) if size > 1)
     seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
     if work.zero_stage == 0:
         # Reduced during the last backward pass, which is two thirds of a micro-batch.
-        return max(LEAST_EXPOSED * seconds, seconds - values["overlap"] * slowest * 2 / 3)
-    return seconds
+        exposed = max(LEAST_EXPOSED * seconds, seconds - values["overlap"] * slowest * 2 / 3)
+        return exposed, seconds - exposed
+    return seconds, 0.0
 
 
 def step_seconds(terms: StepTerms, values: Mapping[str, float]) -> float:

@@ -47,25 +47,28 @@ def table(found: Estimate, *, unicode: bool = True) -> str:
             f"budget        {found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, "
             f"{found.budget.days:.2f} days{price}"
         )
-    lines += ["", *_memory_rows(peak.components), "", *_time_rows(step.parts, step.seconds)]
+    lines += ["", *memory_rows(peak.components), "", *time_rows(step.parts, step.seconds)]
     if found.traffic:
-        lines += ["", *_traffic_rows(found)]
-    lines += ["", *bars(found, unicode=unicode)]
+        lines += ["", *traffic_rows(found)]
+    lines += ["", *memory_bars(found, unicode=unicode), *time_bars(found, unicode=unicode)]
     return "\n".join(lines) + "\n"
 
 
-def _memory_rows(components: Mapping[str, float]) -> list[str]:
+def memory_rows(components: Mapping[str, float]) -> list[str]:
+    """The components of a rank's memory with their shares."""
     total = sum(components.values())
     rows = [(name, f"{size / GIB:.2f} GiB", f"{size / total:.0%}") for name, size in components.items() if size]
     return columns([("memory of that rank", "", ""), *rows])
 
 
-def _time_rows(parts: Mapping[str, float], total: float) -> list[str]:
+def time_rows(parts: Mapping[str, float], total: float) -> list[str]:
+    """The parts of a step with their shares."""
     rows = [(name, f"{seconds:.3f} s", f"{seconds / total:.0%}") for name, seconds in parts.items() if seconds]
     return columns([("time of a step", "", ""), *rows])
 
 
-def _traffic_rows(found: Estimate) -> list[str]:
+def traffic_rows(found: Estimate) -> list[str]:
+    """What a rank sends in a step, by group."""
     rows = [("group", "operation", "messages", "sent", "link", "exposed")]
     for one in found.traffic:
         place = "between nodes" if one.leaves_node else "in a node"
@@ -88,26 +91,32 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def bars(found: Estimate, *, unicode: bool = True) -> list[str]:
-    """For each stage a bar of its memory by component and a bar of its busy time."""
+def memory_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
+    """For each stage a bar of its memory by component."""
     marks = MARKS if unicode else PLAIN_MARKS
-    stages, times = found.memory.stages, found.time.step.stages
+    stages = found.memory.stages
     names = [name for name in stages[0].components if any(stage.components[name] for stage in stages)]
     groups = _grouped(names)
     scale = max([stage.total_bytes for stage in stages] + [found.memory.limit_bytes or 0])
     legend = ", ".join(f"{mark} {name}" for mark, name in zip(marks, groups, strict=False))
     lines = [f"memory by stage, {scale / GIB:.1f} GiB wide: {legend}"]
-    shown = _shown(len(stages), found.memory.peak.stage)
-    for index in shown:
+    for index in _shown(len(stages), found.memory.peak.stage):
         stage = stages[index]
         bar = ""
         for mark, members in zip(marks, groups.values(), strict=False):
             bar += mark * round(BAR_WIDTH * sum(stage.components[name] for name in members) / scale)
         lines.append(f"{index:>5} |{bar[:BAR_WIDTH].ljust(BAR_WIDTH)}| {stage.total_bytes / GIB:.1f} GiB")
+    return lines
+
+
+def time_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
+    """For each stage a bar of its busy time for one micro-batch."""
+    mark = (MARKS if unicode else PLAIN_MARKS)[0]
+    times = found.time.step.stages
     longest = max(times) or 1.0
-    lines.append(f"time by stage and micro-batch, {longest:.3f} s wide")
-    for index in shown:
-        bar = marks[0] * round(BAR_WIDTH * times[index] / longest)
+    lines = [f"time by stage and micro-batch, {longest:.3f} s wide"]
+    for index in _shown(len(times), found.memory.peak.stage):
+        bar = mark * round(BAR_WIDTH * times[index] / longest)
         lines.append(f"{index:>5} |{bar.ljust(BAR_WIDTH)}| {times[index]:.3f} s")
     return lines
 

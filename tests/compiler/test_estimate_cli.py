@@ -130,7 +130,7 @@ def test_the_drawing_is_well_formed_and_has_a_box_for_each_component(run: Run) -
     assert run("estimate", "spec.json", "--plot", "stages.svg")[0] == 0
     root = ET.parse("stages.svg").getroot()
     titles = [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(title.startswith("activations: ") for title in titles)
+    assert any(title.startswith("stage 0, activations: ") for title in titles)
 
 
 def test_uneven_and_interleaved_stages_are_those_of_the_spec(run: Run) -> None:

@@ -1,0 +1,93 @@
+"""`parcompile view PLAN`: pictures of a plan."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from parcompile.pictures.markdown import as_markdown
+from parcompile.pictures.named import KINDS, as_text, picture
+from parcompile.pictures.png import PngError, png
+from parcompile.pictures.shapes import WIDE
+from parcompile.pictures.subject import Subject
+from parcompile.pictures.svg import svg
+from parcompile.plan import Plan
+from parcompile.report import summary
+from parcompile.reporters.style import Style, writable
+
+from .plans import read_plan
+
+SUFFIXES = {".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
+FORMATS = ("text", "svg", "png", "md")
+
+
+@click.command("view")
+@click.argument("plan")
+@click.option("--picture", "name", type=click.Choice(list(KINDS)), help="One picture only.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the output ends in.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
+@click.option("--axis", help="What the grid is coloured by (tp, cp, dp, pp), or the only panel of cuts (also zero).")
+@click.option("--rank", type=int, help="Light up the groups of this rank in the grid.")
+@click.option("--width", type=click.IntRange(280, 4000), default=WIDE, show_default=True, help="Pixels of a picture.")
+def command(
+    plan: str, name: str | None, form: str | None, output: Path | None, axis: str | None, rank: int | None, width: int
+) -> None:
+    """Show PLAN: who is where, what each rank holds, computes and sends, and what that costs.
+
+    PLAN is a plan.json, the folder that holds it, or a spec. Without an output the short form goes to the terminal.
+    """
+    form = _format(form, output, name)
+    if name is None and (axis or rank is not None):
+        raise click.UsageError("--axis and --rank belong to a picture: add --picture grid")
+    subject = _subject(read_plan(plan)[0])
+    try:
+        content = _content(subject, name, form, width=width, axis=axis, rank=rank)
+    except (ValueError, PngError) as error:
+        raise click.ClickException(str(error)) from None
+    if output is None:
+        assert isinstance(content, str)
+        click.echo(writable(sys.stdout, content), nl=False)
+        return
+    try:
+        output.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+    click.echo(f"wrote {output}")
+
+
+def _subject(plan: Plan) -> Subject:
+    try:
+        return Subject.of(plan)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _format(form: str | None, output: Path | None, name: str | None) -> str:
+    """What to write, from the option and the output's name."""
+    ending = None if output is None else SUFFIXES.get(output.suffix.lower())
+    if form is None and output is not None and ending is None:
+        raise click.UsageError(f"{output.name} does not end in {', '.join(SUFFIXES)}: add --format")
+    found = form or ending or "text"
+    if found in ("svg", "png") and name is None:
+        raise click.UsageError(f"{found} holds one picture: add --picture {'|'.join(KINDS)}")
+    if found == "png" and output is None:
+        raise click.UsageError("png is not for a terminal: add -o FILE.png")
+    return found
+
+
+def _content(
+    subject: Subject, name: str | None, form: str, *, width: float, axis: str | None, rank: int | None
+) -> str | bytes:
+    unicode = Style.of(sys.stdout).unicode
+    if name is None:
+        if form == "md":
+            return "\n".join(as_markdown(one, subject) for one in KINDS)
+        return "\n".join([summary(subject.plan) + "\n", *(as_text(one, subject, unicode=unicode) for one in KINDS)])
+    if form == "md":
+        return as_markdown(name, subject)
+    if form == "text":
+        return as_text(name, subject, unicode=unicode)
+    drawn = picture(name, subject, width=width, axis=axis, rank=rank)
+    return png(drawn) if form == "png" else svg(drawn)

@@ -1,0 +1,104 @@
+"""The memory of each pipeline stage's ranks: stacked bars against what the accelerator has, with the interval."""
+
+from __future__ import annotations
+
+from parcompile.cost.footprint import STATIC, RankMemory, stage_interval
+from parcompile.cost.table import memory_bars, memory_rows
+
+from .shapes import SMALL, Box, Line, Picture, Sketch, Text, text_width, ticks
+from .subject import GIB, Subject, gib
+
+ROLES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master weights": "master",
+    "optimizer state": "optimizer",
+    "reduce bucket": "bucket",
+    "activations": "activations",
+    "logits": "logits",
+    "pipeline buffers": "buffers",
+    "framework": "framework",
+}
+
+
+def draw(subject: Subject, width: float) -> Picture:
+    """A bar for each stage; what is exact is blue, what is estimated orange."""
+    memory, work = subject.estimate.memory, subject.estimate.work
+    sketch = Sketch(width)
+    stages, limit = memory.stages, memory.limit_bytes
+    intervals = [stage_interval(work, stage) for stage in stages]
+    row, bar = (30.0, 18.0) if len(stages) <= 16 else (18.0, 11.0)
+    left = text_width(f"stage {len(stages) - 1}") + 10
+    right = text_width("000.0 GiB") + 20
+    longest = max([high for _, high in intervals] + [stage.total_bytes for stage in stages] + [limit or 0.0])
+    scale = (width - left - right) / longest
+    top = 22.0 if limit else 4.0
+    _axis(sketch, longest, scale, left, top, top + row * len(stages))
+    for index, (stage, (low, high)) in enumerate(zip(stages, intervals, strict=True)):
+        y = top + index * row + (row - bar) / 2
+        sketch.add(Text(0, y + bar / 2 + 4.5, f"stage {stage.stage}", fill="soft"))
+        x = left
+        for name, size in stage.components.items():
+            if size:
+                sketch.add(Box(x, y, size * scale, bar, ROLES[name], f"stage {stage.stage}, {name}: {gib(size)}"))
+                x += size * scale
+        middle = y + bar / 2
+        for x1, y1, x2, y2 in (
+            (low * scale, middle, high * scale, middle),
+            (low * scale, middle - 5, low * scale, middle + 5),
+            (high * scale, middle - 5, high * scale, middle + 5),
+        ):
+            sketch.add(Line(left + x1, y1, left + x2, y2, "ink", 1.6))
+        sketch.add(Text(width, y + bar / 2 + 4.5, gib(stage.total_bytes), anchor="end", strong=True))
+    bottom = top + row * len(stages)
+    if limit:
+        x = left + limit * scale
+        sketch.add(Line(x, top - 4, x, bottom + 4, "bad", 2.0, dashed=True))
+        anchor = "end" if x > width * 0.6 else "start"
+        sketch.add(Text(x, top - 9, f"usable {gib(limit)}", SMALL + 1, "bad", anchor, strong=True))
+    sketch.y = bottom + 20
+    names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
+    sketch.legend([(ROLES[name], name) for name in names])
+    sketch.caption(
+        "Blue is exact, byte for byte; the rest is estimated. The whisker is the 90 % interval.", size=SMALL + 1
+    )
+    return sketch.picture("Memory of a rank, by pipeline stage", verdict(subject), _words(memory.peak))
+
+
+def _axis(sketch: Sketch, longest: float, scale: float, left: float, top: float, bottom: float) -> None:
+    most = 4 if sketch.narrow else 8
+    for value in ticks(longest / GIB, most):
+        x = left + value * GIB * scale
+        sketch.add(Line(x, top, x, bottom, "line"))
+        sketch.add(Text(x, bottom + 14, f"{value:g}", SMALL, "soft", "middle"))
+
+
+def verdict(subject: Subject) -> str:
+    """The peak, its interval and whether it fits, in one sentence."""
+    memory = subject.estimate.memory
+    low, high = memory.interval_bytes
+    text = f"Peak {gib(memory.peak.total_bytes)} on stage {memory.peak.stage}, 90 % interval {gib(low)} to {gib(high)}"
+    if memory.limit_bytes is None or memory.probability is None:
+        return text
+    return f"{text}; fits into {gib(memory.limit_bytes)} usable with probability {memory.probability:.0%}"
+
+
+def _words(peak: RankMemory) -> str:
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in peak.components.items() if size)
+    static = sum(peak.components[name] for name in STATIC)
+    return f"The fullest stage {peak.stage} holds {gib(peak.total_bytes)}, {gib(static)} of it exact: {parts}"
+
+
+def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
+    """For a terminal: the bars, and the parts of the fullest stage."""
+    found = subject.estimate
+    return [*memory_bars(found, unicode=unicode), "", *memory_rows(found.memory.peak.components)]
+
+
+def rows(subject: Subject) -> list[tuple[str, ...]]:
+    """As a table: a row for each component, a column for each stage."""
+    stages = subject.estimate.memory.stages
+    names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
+    head = ("component", *(f"stage {stage.stage}" for stage in stages))
+    parts = [(name, *(gib(stage.components[name]) for stage in stages)) for name in names]
+    return [head, *parts, ("all", *(gib(stage.total_bytes) for stage in stages))]

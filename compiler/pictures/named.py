@@ -1,0 +1,57 @@
+"""Every picture by name: `picture("memory", subject)`, and as text for a terminal or Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import cuts, grid, memory, ring, timeline, traffic
+from .shapes import WIDE, Picture
+from .subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of picture; `options` are those of `axis` and `rank` that it takes."""
+
+    draw: Callable[..., Picture]
+    lines: Callable[..., list[str]]
+    options: tuple[str, ...] = ()
+
+
+KINDS = {
+    "grid": Kind(grid.draw, grid.lines, ("axis", "rank")),
+    "cuts": Kind(cuts.draw, cuts.lines, ("axis",)),
+    "memory": Kind(memory.draw, memory.lines),
+    "traffic": Kind(traffic.draw, traffic.lines),
+    "schedule": Kind(ring.draw, ring.lines),
+    "timeline": Kind(timeline.draw, timeline.lines),
+}
+
+
+def picture(
+    name: str, subject: Subject, *, width: float = WIDE, axis: str | None = None, rank: int | None = None
+) -> Picture:
+    """A picture of a plan, `width` pixels wide.
+
+    Args:
+        name: one of `KINDS`.
+        subject: the plan (`Subject.of(plan)`).
+        width: in pixels, without margins.
+        axis: what the grid is coloured by, or the only panel of `cuts`.
+        rank: the rank whose groups the grid lights up.
+
+    Raises:
+        ValueError: the picture does not take this option, or the axis or the rank does not exist.
+    """
+    kind = KINDS[name]
+    given = {option: value for option, value in (("axis", axis), ("rank", rank)) if value is not None}
+    for option in given:
+        if option not in kind.options:
+            raise ValueError(f"the picture {name} takes no --{option}")
+    return kind.draw(subject, width, **given)
+
+
+def as_text(name: str, subject: Subject, *, unicode: bool = True) -> str:
+    """The picture in characters."""
+    return "\n".join(KINDS[name].lines(subject, unicode=unicode)) + "\n"

@@ -1,0 +1,50 @@
+"""What pictures are drawn of: a plan and what it is estimated to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parcompile.cost.estimate import Estimate, estimate
+from parcompile.cost.workload import workload_of
+from parcompile.plan import Plan
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+AXIS_OF_GROUP = {"dp-cp": "dp", "ep": "ep"}
+"""The axis in whose colour a group's traffic is drawn, where it is not the group's own name."""
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A plan with its estimate."""
+
+    plan: Plan
+    estimate: Estimate
+
+    @classmethod
+    def of(cls, plan: Plan) -> Subject:
+        """The plan, estimated.
+
+        Raises:
+            ValueError: the layout cannot be estimated.
+        """
+        return cls(plan, estimate(workload_of(plan.spec)))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which ranks differ, innermost first; tp when there is one rank only."""
+        parallelism = self.plan.spec.parallelism
+        found = tuple(axis for axis in parallelism.order if axis in DENSE_AXES and getattr(parallelism, axis) > 1)
+        return found or ("tp",)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, or MiB where that is little."""
+    if size and size < 0.05 * GIB:
+        return f"{size * 1024 / GIB:,.1f} MiB"
+    return f"{size / GIB:,.1f} GiB"
+
+
+def seconds(time: float) -> str:
+    """A time in seconds or milliseconds."""
+    return f"{time:,.2f} s" if time >= 1 else f"{time * 1000:,.1f} ms"

@@ -1,0 +1,97 @@
+"""A picture as SVG: a file of its own that follows the reader's light or dark, or a part of a page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .colours import name, rules
+from .shapes import LARGE, NORMAL, Area, Box, Cells, Line, Picture, Shape, Text, broken
+
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+MARGIN = 16
+
+
+def svg(*pictures: Picture) -> str:
+    """A file: pictures below each other with headlines, background and colours of their own."""
+    width, height = max(one.width for one in pictures) + 2 * MARGIN, 0.0
+    body = []
+    for one in pictures:
+        head, top = headline(one)
+        body += [
+            f'<g transform="translate(0 {_n(height)})">',
+            *(_shape(shape) for shape in head),
+            f'<g transform="translate({MARGIN} {_n(top)})">',
+            *(_shape(shape) for shape in one.shapes),
+            "</g></g>",
+        ]
+        height += top + one.height + MARGIN
+    fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in pictures), strict=True))
+    colours = f"{rules(fills, strokes)}@media(prefers-color-scheme:dark){{{rules(fills, strokes, dark=True)}}}"
+    size = f'width="{_n(width)}" height="{_n(height)}" viewBox="0 0 {_n(width)} {_n(height)}"'
+    label = " ".join(_label(one) for one in pictures)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">',
+            f"<style>text{{font-family:{FONT}}}{colours}</style>",
+            '<rect class="f-surface" width="100%" height="100%" rx="8"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def inline(picture: Picture) -> str:
+    """A part of a page, which has the headline and the colours (`colours.rules`) itself."""
+    box = f'viewBox="0 0 {_n(picture.width)} {_n(picture.height)}"'
+    return "".join(
+        [
+            f'<svg {box} role="img" aria-label="{_label(picture)}">',
+            *(_shape(shape) for shape in picture.shapes),
+            "</svg>",
+        ]
+    )
+
+
+def headline(picture: Picture) -> tuple[list[Shape], float]:
+    """Title and subtitle at the top of a picture, and the height that they take."""
+    shapes: list[Shape] = []
+    y = float(MARGIN)
+    for text, size, fill in ((picture.title, LARGE, "ink"), (picture.subtitle, NORMAL, "soft")):
+        for line in broken(text, picture.width, size * (1.06 if fill == "ink" else 1)) if text else ():
+            y += size * 1.4
+            shapes.append(Text(MARGIN, y - size * 0.35, line, size, fill, strong=fill == "ink"))
+    return shapes, y + 8
+
+
+def _label(picture: Picture) -> str:
+    return escape(f"{picture.title}. {picture.description}")
+
+
+def _shape(shape: Shape) -> str:
+    if isinstance(shape, Box):
+        roles = f"f-{name(shape.fill)} s-{name(shape.stroke)}" if shape.stroke else f"f-{name(shape.fill)}"
+        place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}"'
+        radius = f' rx="{_n(shape.radius)}"' if shape.radius else ""
+        inner = f"><title>{escape(shape.title)}</title></rect>" if shape.title else "/>"
+        return f'<rect class="{roles}" {place}{radius}{inner}'
+    if isinstance(shape, Cells):
+        width, height = _n(shape.width), _n(shape.height)
+        path = "".join(f"M{_n(x)} {_n(y)}h{width}v{height}h-{width}z" for x, y in shape.corners)
+        return f'<path class="f-{name(shape.fill)}" d="{path}"/>'
+    if isinstance(shape, Area):
+        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.corners)
+        return f'<polygon class="f-{name(shape.fill)}" points="{points}"/>'
+    if isinstance(shape, Line):
+        place = f'x1="{_n(shape.x1)}" y1="{_n(shape.y1)}" x2="{_n(shape.x2)}" y2="{_n(shape.y2)}"'
+        more = f' stroke-width="{_n(shape.width)}"' if shape.width != 1 else ""
+        more += ' stroke-dasharray="5 4"' if shape.dashed else ""
+        return f'<line class="s-{name(shape.stroke)}" {place}{more}/>'
+    anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
+    weight = ' font-weight="600"' if shape.strong else ""
+    place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}"'
+    return f'<text class="f-{name(shape.fill)}" {place}{anchor}{weight}>{escape(shape.text)}</text>'
+
+
+def _n(value: float) -> str:
+    """A number of pixels, to a tenth."""
+    return f"{value:.1f}".removesuffix(".0")

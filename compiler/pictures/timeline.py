@@ -1,0 +1,194 @@
+"""A step's time: its parts, what communication hides behind computation, and what each stage does when."""
+
+from __future__ import annotations
+
+from parcompile.cost.pipeline import Schedule, schedule
+from parcompile.cost.table import time_bars, time_rows
+
+from .shapes import SMALL, Box, Picture, Sketch, Text, fitted, text_width
+from .subject import AXIS_OF_GROUP, Subject, seconds
+
+ROLES = {
+    "computation": "computation",
+    "kernel launches": "launches",
+    "tp, exposed": "tp",
+    "cp, exposed": "cp",
+    "ep, exposed": "ep",
+    "pipeline bubble and imbalance": "bubble",
+    "stage exchange": "pp",
+    "gradients, exposed": "dp",
+    "optimizer": "optimizer",
+}
+LEAST_PASS = 5.0
+"""Pixels of a pass below which the middle of a step is left out."""
+
+
+def draw(subject: Subject, width: float) -> Picture:
+    """The parts of the step in one bar, communication by group, and the lanes of the stages."""
+    found = subject.estimate
+    step, work = found.time.step, found.work
+    sketch = Sketch(width)
+    _parts(sketch, subject)
+    _overlap(sketch, subject)
+    laid = timetable(subject)
+    _lanes(sketch, subject, laid)
+    low, high = found.time.interval_seconds
+    subtitle = (
+        f"{seconds(step.seconds)}, 90 % interval {seconds(low)} to {seconds(high)}; {work.tokens_per_step:,} tokens, "
+        f"{found.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {found.time.utilisation:.1%}"
+    )
+    parts = ", ".join(f"{name} {seconds(time)}" for name, time in step.parts.items() if time)
+    return sketch.picture("One step", subtitle, f"A step takes {seconds(step.seconds)}: {parts}")
+
+
+def timetable(subject: Subject) -> Schedule:
+    """The passes of the step."""
+    group = subject.plan.spec.parallelism.microbatch_group_size_per_virtual_pipeline_stage
+    return schedule(subject.estimate.work, subject.estimate.time.step, group)
+
+
+def _parts(sketch: Sketch, subject: Subject) -> None:
+    step = subject.estimate.time.step
+    sketch.caption("Where the time goes", strong=True)
+    x, top = 0.0, sketch.y + 6
+    for name, time in step.parts.items():
+        if time:
+            length = sketch.width * time / step.seconds
+            text = f"{name}: {seconds(time)}, {time / step.seconds:.1%}"
+            sketch.add(Box(x, top, length, 26, ROLES[name], text))
+            share = f"{time / step.seconds:.0%}"
+            if length > text_width(share) + 10:
+                sketch.add(
+                    Text(x + length / 2, top + 17.5, share, SMALL + 1, f"on:{ROLES[name]}", "middle", strong=True)
+                )
+            x += length
+    sketch.y = top + 30
+    sketch.legend([(ROLES[name], f"{name} {seconds(time)}") for name, time in step.parts.items() if time])
+
+
+def _overlap(sketch: Sketch, subject: Subject) -> None:
+    """For each group, the traffic that a step waits for and the traffic that computation hides."""
+    found = subject.estimate
+    times = {one.group: (found.exposed_seconds(one.group), found.hidden_seconds(one.group)) for one in found.traffic}
+    times = {group: pair for group, pair in times.items() if sum(pair)}
+    if not times:
+        return
+    sketch.y += 12
+    sketch.caption("Communication: waited for (coloured) and hidden behind computation (grey)", strong=True)
+    left, right = 56.0, 128.0 if sketch.narrow else 250.0
+    longest = max(map(sum, times.values()))
+    top = sketch.y + 4
+    for group, (exposed, hidden) in times.items():
+        room = (sketch.width - left - right) / longest
+        sketch.add(Text(0, top + 14, group))
+        sketch.add(Box(left, top + 3, max(exposed * room, 1.5 if exposed else 0), 14, AXIS_OF_GROUP.get(group, group)))
+        sketch.add(Box(left + exposed * room, top + 3, hidden * room, 14, "hidden"))
+        text = f"{seconds(exposed)} + {seconds(hidden)} hidden" if hidden else seconds(exposed)
+        text = f"all {seconds(hidden)} hidden" if hidden and not exposed else text
+        sketch.add(Text(sketch.width, top + 14, fitted(text, right - 8, SMALL + 1), SMALL + 1, "soft", "end"))
+        top += 24
+    sketch.y = top
+
+
+def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
+    step, work = subject.estimate.time.step, subject.estimate.work
+    sketch.y += 12
+    name = "1F1B" if work.virtual_stages == 1 else f"interleaved 1F1B, {work.virtual_stages} virtual stages"
+    idle = f", idle {laid.idle_share:.1%} of the pipeline's time" if work.pp > 1 else ""
+    sketch.caption(f"What each stage does when: {work.micro_batches} micro-batches, {name}{idle}", strong=True)
+    left = text_width(f"stage {laid.stages - 1}", SMALL) + 10
+    room = sketch.width - left
+    lane = 22.0 if laid.stages <= 16 else 12.0
+    whole = laid.seconds + step.gradients + step.optimizer
+    shortest = min(one.stop - one.start for one in laid.passes)
+    windows = [(0.0, whole, left, room)]
+    if shortest / whole * room < LEAST_PASS:
+        # The filling and the draining of the pipeline, with the middle left out.
+        span = min(shortest * (room - 30) / LEAST_PASS / 2, whole / 2)
+        half = (room - 30) / 2
+        windows = [(0.0, span, left, half), (whole - span, whole, left + half + 30, half)]
+    top = sketch.y + 6
+    for stage in range(laid.stages):
+        y = top + stage * lane
+        sketch.add(Text(0, y + lane / 2 + 4, f"stage {stage}", SMALL, "soft"))
+        for _, _, x, length in windows:
+            sketch.add(Box(x, y + 1, length, lane - 3, "bubble"))
+    bottom = top + laid.stages * lane
+    for window in windows:
+        _passes(sketch, laid, window, top, lane)
+        _tail(sketch, laid, (step.gradients, step.optimizer), window, (top, laid.stages * lane))
+        start, stop, x, length = window
+        sketch.add(Text(x, bottom + 13, seconds(start) if start else "0 s", SMALL, "soft"))
+        sketch.add(Text(x + length, bottom + 13, seconds(stop), SMALL, "soft", "end"))
+    if len(windows) > 1:
+        middle = left + room / 2
+        sketch.add(Text(middle, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))
+    sketch.y = bottom + 18
+    sketch.legend(
+        [
+            ("forward", "forward"),
+            ("backward", "backward"),
+            ("bubble", "idle"),
+            ("dp", "gradients"),
+            ("optimizer", "optimizer"),
+        ]
+    )
+    if len(windows) > 1:
+        sketch.caption("The middle of the step is like its edges and is left out.", size=SMALL + 1)
+    estimate = step.seconds - step.gradients - step.optimizer
+    if abs(laid.seconds - estimate) > 0.005 * estimate:
+        sketch.caption(
+            f"Laid out pass by pass, these lanes take {seconds(laid.seconds)}; the estimate has {seconds(estimate)}."
+        )
+
+
+def _passes(sketch: Sketch, laid: Schedule, window: tuple[float, float, float, float], top: float, lane: float) -> None:
+    start, stop, left, room = window
+    scale = room / (stop - start)
+    for one in laid.passes:
+        later = laid.left_out_seconds if laid.left_out and one.start >= laid.resumes else 0.0
+        begin, end = max(one.start + later, start), min(one.stop + later, stop)
+        if begin >= end:
+            continue
+        x, length = left + (begin - start) * scale, (end - begin) * scale
+        y = top + one.stage * lane
+        role = "forward" if one.forward else "backward"
+        chunk = f", chunk {one.chunk}" if one.chunk else ""
+        title = f"stage {one.stage}: {role} of micro-batch {one.micro_batch}{chunk}" if not later else ""
+        sketch.add(Box(x, y + 1, max(length - 0.6, 0.6), lane - 3, role, title))
+        number = str(one.micro_batch)
+        if not later and lane > 14 and length > text_width(number, SMALL - 1) + 4:
+            sketch.add(Text(x + length / 2 - 0.3, y + lane / 2 + 3.5, number, SMALL - 1, f"on:{role}", "middle"))
+
+
+def _tail(
+    sketch: Sketch,
+    laid: Schedule,
+    times: tuple[float, float],
+    window: tuple[float, float, float, float],
+    place: tuple[float, float],
+) -> None:
+    """Gradients, then the optimizer, over all lanes."""
+    start, stop, left, room = window
+    scale = room / (stop - start)
+    begin = laid.seconds
+    for role, title, time in (("dp", "gradients", times[0]), ("optimizer", "optimizer", times[1])):
+        first, last = max(begin, start), min(begin + time, stop)
+        if time and first < last:
+            length = max((last - first) * scale, 1.5)
+            x = min(left + (first - start) * scale, left + room - length)
+            sketch.add(Box(x, place[0] + 1, length, place[1] - 3, role, f"{title}: {seconds(time)}"))
+        begin += time
+
+
+def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
+    """For a terminal: the parts, and the busy time of each stage."""
+    step = subject.estimate.time.step
+    return [*time_rows(step.parts, step.seconds), "", *time_bars(subject.estimate, unicode=unicode)]
+
+
+def rows(subject: Subject) -> list[tuple[str, ...]]:
+    """As a table."""
+    step = subject.estimate.time.step
+    parts = [(name, seconds(time), f"{time / step.seconds:.1%}") for name, time in step.parts.items() if time]
+    return [("part of a step", "time", "share"), *parts, ("all", seconds(step.seconds), "100%")]

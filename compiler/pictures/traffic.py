@@ -1,0 +1,110 @@
+"""What a rank sends in a step: by group of ranks, and by the link that carries it."""
+
+from __future__ import annotations
+
+from parcompile.cost.table import traffic_rows
+from parcompile.cost.traffic import GroupTraffic
+
+from .shapes import SMALL, Box, Picture, Sketch, Text
+from .subject import AXIS_OF_GROUP, Subject, gib, seconds
+
+ROW = 44.0
+
+
+def draw(subject: Subject, width: float) -> Picture:
+    """A bar for each kind of group in the colour of its axis, then one for each link."""
+    found = subject.estimate.traffic
+    sketch = Sketch(width)
+    links: dict[tuple[str, bool], float] = {}
+    for one in found:
+        key = (one.link.title, one.leaves_node)
+        links[key] = links.get(key, 0.0) + one.wire_bytes
+    longest = max(links.values(), default=0.0)
+    for one in found:
+        time = _time(subject, one)
+        place = "between nodes" if one.leaves_node else "in a node"
+        axis = AXIS_OF_GROUP.get(one.group, one.group)
+        _row(sketch, f"{one.group}: {one.operation}", one.wire_bytes, longest, axis, f"{place}, {time}")
+    if not found:
+        sketch.caption("One rank has no one to send to.")
+    elif len(links) > 1 or len(found) > 1:
+        sketch.y += 10
+        sketch.caption("By link", strong=True)
+        for (title, leaves), size in links.items():
+            place = "between nodes" if leaves else "in a node"
+            _row(sketch, title, size, longest, "soft" if leaves else "framework", place)
+    return sketch.picture("Traffic of a rank in a step", _subtitle(subject), _words(found))
+
+
+def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note: str) -> None:
+    top = sketch.y
+    value = gib(size)
+    room = sketch.width
+    if sketch.narrow:
+        sketch.caption(f"{name}, {note}", size=SMALL + 1)
+        sketch.add(Text(room, sketch.y + 13, value, anchor="end", strong=True))
+        top = sketch.y - 16
+        end = room - 80
+    else:
+        sketch.add(Text(0, top + 14, name), Text(room, top + 14, note, SMALL + 1, "soft", "end"))
+        sketch.add(Text(room, top + 33, value, anchor="end", strong=True))
+        end = room - 110
+    sketch.add(Box(0, top + 20, end, 16, "track", radius=3))
+    if longest:
+        length = max(end * size / longest, 2.0 if size else 0.0)
+        sketch.add(Box(0, top + 20, length, 16, role, f"{name}: {value}", radius=3))
+    sketch.y = top + ROW + 2
+
+
+def _time(subject: Subject, one: GroupTraffic) -> str:
+    exposed, hidden = subject.estimate.exposed_seconds(one.group), subject.estimate.hidden_seconds(one.group)
+    if hidden and not exposed:
+        return f"{seconds(hidden)} hidden behind computation"
+    return f"{seconds(exposed)} waited for" + (f", {seconds(hidden)} hidden" if hidden else "")
+
+
+def _subtitle(subject: Subject) -> str:
+    topology = subject.plan.to_json()["topology"]
+    others = topology["other_orders"]
+    text = f"Order {'-'.join(subject.plan.spec.parallelism.order)}"
+    if not others:
+        return f"{text}; one node"
+    least = others[0]
+    if least["bytes_leaving_node"] < topology["bytes_leaving_node"]:
+        return f"{text}; {least['order']} would send less between nodes: {gib(least['bytes_leaving_node'])}"
+    return f"{text}; no other order of the axes sends less between nodes"
+
+
+def _words(found: tuple[GroupTraffic, ...]) -> str:
+    return (
+        "; ".join(
+            f"{one.group} sends {gib(one.wire_bytes)} {'between nodes' if one.leaves_node else 'in a node'}"
+            for one in found
+        )
+        or "One rank has no one to send to"
+    )
+
+
+def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- plain anyway
+    """For a terminal: the table."""
+    return traffic_rows(subject.estimate) if subject.estimate.traffic else ["one rank: no traffic"]
+
+
+def rows(subject: Subject) -> list[tuple[str, ...]]:
+    """As a table."""
+    head = ("group", "operation", "messages", "sent", "link", "waited for", "hidden")
+    return [
+        head,
+        *(
+            (
+                one.group,
+                one.operation,
+                f"{one.messages:,}",
+                gib(one.wire_bytes),
+                f"{one.link.title}, {'between nodes' if one.leaves_node else 'in a node'}",
+                seconds(subject.estimate.exposed_seconds(one.group)),
+                seconds(subject.estimate.hidden_seconds(one.group)),
+            )
+            for one in subject.estimate.traffic
+        ),
+    ]
