@@ -13,6 +13,7 @@ from .batches import PlanLoader, shift_labels, split_batch
 from .engine import decay_groups, initialize
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
+from .inject import describe
 from .loss import ParallelCausalLoss, reduce_loss
 from .model import build_model, load_pretrained
 
@@ -25,6 +26,7 @@ __all__ = [
     "RunError",
     "build_model",
     "decay_groups",
+    "describe",
     "initialize",
     "join",
     "leave",

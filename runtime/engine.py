@@ -16,6 +16,7 @@ from .batches import PlanLoader
 from .errors import RunError
 from .groups import Mesh, join
 from .inject import inject
+from .inject.own import adopt, recompute_layers
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
 from .model import build_model
 from .mpu import Mpu
@@ -41,7 +42,7 @@ def initialize(
     Args:
         plan: the plan, or the path of `plan.json` or of its folder.
         model: a whole Hugging Face causal language model on the CPU, the same on every rank, or what `load_pretrained`
-            returned; None builds the plan's own from its seed.
+            returned; a module of one's own where the plan has rules for it; None builds the plan's from its seed.
         optimizer: an optimizer or a function from parameters to one, in place of the plan's.
         model_parameters: a function from the injected model to its parameters or parameter groups, such as
             `decay_groups`; default: all that require gradients, in one group. Injection replaces parameters: a list of
@@ -50,7 +51,8 @@ def initialize(
         lr_scheduler: as in `deepspeed.initialize`.
         first_step: the step at which the loader starts, after a resume.
         self_check: compare one forward and backward of the injected model with the original on a short sequence, and
-            refuse to go on when they differ. None: for models of up to 20 million parameters that are given whole.
+            refuse to go on when they differ. None: for one's own modules, and models of up to 20 million parameters,
+            that are given whole.
 
     Returns:
         engine, optimizer, loader (None without `training_data`), lr_scheduler.
@@ -64,16 +66,21 @@ def initialize(
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     mesh = join(plan)
     model = build_model(plan) if model is None else model
-    check = None
+    own, check = plan.spec.model.shape.own, None
+    if own is not None and getattr(model, "parcompile_mesh", None) is None:
+        adopt(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:
-        if self_check if self_check is not None else plan.parameters.numel <= SMALL_NUMEL:
+        if self_check if self_check is not None else own is not None or plan.parameters.numel <= SMALL_NUMEL:
             check = SelfCheck(model, mesh)
         model = inject(model, mesh)
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     if plan.spec.training.activation_checkpointing == "full":
         # Attention keeps its output: recomputation would send keys and values around the ring a second time.
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})  # type: ignore[operator]
+        if own is not None:
+            recompute_layers(model, own)
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})  # type: ignore[operator]
     model.to(mesh.device)
     model.train()
     if mesh.size("tp") > 1:

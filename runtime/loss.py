@@ -26,8 +26,9 @@ class ParallelCausalLoss:
     was split.
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+    def __init__(self, mesh: Mesh, vocab_size: int, *, logits_are_cut: bool = True) -> None:
         self._mesh = mesh
+        self._group = mesh.parallel_group("tp") if logits_are_cut else None
         self._vocab_size = vocab_size
 
     def __call__(
@@ -49,7 +50,7 @@ class ParallelCausalLoss:
         losses = vocab_parallel_cross_entropy(
             logits,
             shift_labels,
-            group=self._mesh.parallel_group("tp"),
+            group=self._group,
             vocab_size=self._vocab_size,
             ignore_index=IGNORED,
         )

@@ -79,6 +79,11 @@ def _persistent(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _build(plan: Plan, dtype: torch.dtype) -> nn.Module:
+    if plan.spec.model.shape.own is not None:
+        raise RunError(
+            "the plan is for a module of your own, which only you can build: give it to initialize as model=",
+            everywhere=True,
+        )
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ImportError:

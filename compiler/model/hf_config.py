@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .families import FAMILIES, Experts, Family, Norm, QkNorm
+from .own import OwnModule, Problem
 from .shape import MlaShape, ModelShape, MoeShape
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
@@ -24,6 +25,14 @@ class ModelConfigError(ValueError):
         self.key = key
 
 
+class InjectionError(ModelConfigError):
+    """Rules for a module of one's own that do not fit its parameters."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(problem.message for problem in problems), "injection")
+        self.problems = problems
+
+
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -37,8 +46,11 @@ def shape_from_config(config: Config) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
 
     Raises:
+        InjectionError: the rules of a module of one's own do not fit it.
         ModelConfigError: an unknown model type, a missing key, or a value that is not a positive whole number.
     """
+    if "injection" in config:
+        return _own(config)
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelConfigError(f"model_type {name!r} is not one of: {', '.join(FAMILIES)}", "model_type")
@@ -70,6 +82,26 @@ def shape_from_config(config: Config) -> ModelShape:
         sliding_window=_sliding_window(config, family),
         moe=None if family.experts is None else _moe(read, family.experts),
         mla=mla,
+    )
+
+
+def _own(config: Config) -> ModelShape:
+    own, read = OwnModule.of(config), _Reader(config, Family(), {})
+    hidden, heads, vocabulary = read.size("hidden_size"), read.size("num_attention_heads"), read.size("vocab_size")
+    if problems := tuple(own.problems(vocabulary)):
+        raise InjectionError(problems)
+    return ModelShape(
+        model_type="module",
+        hidden_size=hidden,
+        num_hidden_layers=read.size("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=read.size("num_key_value_heads", heads),
+        head_dim=_head_dim(read, Family(), hidden, heads),
+        intermediate_size=read.size("intermediate_size"),
+        vocab_size=vocabulary,
+        max_position_embeddings=read.size("max_position_embeddings"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        own=own,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .families import FAMILIES, Family, Norm, QkNorm
+from .own import LAYER, OwnModule, Rule
 from .shape import ModelShape
 
 
@@ -97,6 +98,8 @@ class ParameterTable:
 
 def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
+    if shape.own is not None:
+        return _own(shape, shape.own)
     return _gpt2(shape) if shape.model_type == "gpt2" else _decoder(shape, FAMILIES[shape.model_type])
 
 
@@ -311,3 +314,40 @@ def _gpt2(shape: ModelShape) -> ParameterTable:
     if not shape.tie_word_embeddings:
         after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
     return ParameterTable(before, tuple(rows.rows), tuple(after), shape.num_hidden_layers)
+
+
+def _own(shape: ModelShape, own: OwnModule) -> ParameterTable:
+    found = [_own_row(shape, own, name, size) for name, size in own.parameters]
+    inside = [place for place, row in enumerate(found) if row.layers is not None]
+    first, last = inside[0], inside[-1] + 1
+    return ParameterTable(tuple(found[:first]), tuple(found[first:last]), tuple(found[last:]), shape.num_hidden_layers)
+
+
+def _own_row(shape: ModelShape, own: OwnModule, name: str, size: tuple[int, ...]) -> Parameter:
+    rule = own.rule_of(name)
+    kind = None if rule is None else rule.kind
+    split: Split | None = None
+    if kind == "vocab":
+        split = vocabulary(size[0])
+    elif rule is not None and (kind == "column" or (kind == "row" and not name.endswith(".bias"))):
+        dim = 0 if kind == "column" else 1
+        split = Split(dim, _own_parts(shape, own, name, size[dim], rule))
+    return Parameter(
+        name.replace(LAYER, "{layer}"),
+        size,
+        split,
+        layers=range(shape.num_hidden_layers) if LAYER in name else None,
+        sequence_parallel=split is None and kind != "partial",
+        partial=kind == "partial",
+    )
+
+
+def _own_parts(shape: ModelShape, own: OwnModule, name: str, size: int, rule: Rule) -> tuple[Part, ...]:
+    """A linear of an attention module that is as wide as the heads is cut by heads; others are by elements."""
+    if rule.units:
+        return tuple(Part(size // sum(rule.units) * units, units) for units in rule.units)
+    if any(name.startswith(f"{attention}.") for attention in own.attentions):
+        for heads in (shape.num_attention_heads, shape.num_key_value_heads):
+            if size == heads * shape.head_dim:
+                return (Part(size, heads),)
+    return (Part(size, size),)

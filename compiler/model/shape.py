@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .own import OwnModule
+
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
@@ -68,6 +70,8 @@ class ModelShape:
     sliding_window: int | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    own: OwnModule | None = None
+    """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 
     @property
     def has_moe(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
 from parcompile.model.presets import presets
 from parcompile.resolve import Resolution
 from parcompile.suggest import closest
@@ -63,6 +63,8 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
     """Fires on unknown presets, missing files, missing or impossible dimensions."""
     try:
         shape_from_config(spec.model_config)
+    except InjectionError:
+        return  # rule S008 says what is wrong
     except ModelConfigError as error:
         path = model_path(spec, str(error.key))
         given = spec.get("model")
@@ -73,7 +75,7 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
             hint = f"did you mean {known}?" if known else f"known presets: {', '.join(presets())}"
             if known:
                 fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
-        elif "model_type" in given:
+        elif "preset" not in given and "hf_config" not in given:
             hint = "write head_dim, or other heads" if error.key == "num_attention_heads" else f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
 
@@ -133,9 +135,7 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of a written-out model that its family does not read."""
     given = spec.get("model")
-    if "model_type" not in given:
-        return
-    family = spec.get("model", "model_type")
+    family = spec.get("model", "model_type", default=None) if "model_type" in given else None
     if family not in _KEYS:
         return
     for key in given:

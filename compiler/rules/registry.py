@@ -18,6 +18,7 @@ _MODULES = (
     "order",
     "batch",
     "model",
+    "module",
     "stages",
     "interleaving",
     "evaluation",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.model.families import FAMILIES
 from parcompile.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -33,12 +34,12 @@ def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> 
         f"{message}; nearest tp: {listed(near[:2])}",
         _TP if spec.given(*_TP) else model_path(spec, *keys),
         help=help_text,
-        fixes=_fixes(spec, near[:4]),
+        fixes=tp_fixes(spec, near[:4]),
         related=also(spec, model_path(spec, *keys)),
     )
 
 
-def _fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
+def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
     """Other sizes of tp; where dp is given, it takes up the difference."""
     fixes = []
     dp_path = ("parallelism", "dp")
@@ -107,11 +108,14 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when intermediate_size % tp, or an expert's width % tp, is not 0."""
     shape, tp = spec.shape, spec.axis("tp")
+    if shape.own is not None:
+        return  # rule T011 looks at the module's own weights
     widths = []
     if shape.moe is None or shape.moe.first_moe_layer:
         widths.append(("intermediate_size", shape.intermediate_size))
     if shape.moe is not None:
-        name = "intermediate_size" if shape.model_type == "mixtral" else "moe_intermediate_size"
+        experts = FAMILIES[shape.model_type].experts
+        name = experts.width[0] if experts else "moe_intermediate_size"
         widths.append((name, shape.moe.intermediate_size))
     for name, width in widths:
         if width % tp:

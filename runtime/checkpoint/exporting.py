@@ -24,7 +24,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
-    """Writes config.json and one or several safetensors files, and returns them.
+    """Writes config.json (not for an own module) and one or several safetensors files, and returns them.
 
     Weights are those the run computes with, in its precision, bit for bit; the padding of the vocabulary is left out,
     and a tied head is not written, as Hugging Face does.
@@ -51,6 +51,8 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     for name in saved.counters.get("buffer_names") or ():
         writer.add(name, saved.counters["module"][name].contiguous())
     files = writer.finish()
+    if note.plan.spec.model.shape.own is not None:
+        return files  # no configuration of transformers describes it
     config = output / "config.json"
     config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
     return [config, *files]

@@ -86,6 +86,12 @@ def _write(
             "bf16 with gradient_accumulation_dtype fp32 is DeepSpeed's BF16_Optimizer, whose files are not written "
             "here: resume from the checkpoint as it is, which adapts it"
         )
+    shape = plan.spec.model.shape
+    if shape.own is not None and shape.tie_word_embeddings:
+        raise RunError(
+            "the plan does not say which module of your own is tied to the embedding, and DeepSpeed's files name both: "
+            "resume from the checkpoint as it is, which adapts it"
+        )
     place = output / f"step-{step}"
     if place.exists():
         raise RunError(f"{place} exists already: choose another folder")

@@ -23,7 +23,7 @@ _KNOWN = (*_COLUMN, *_ROW, _PARTIAL, EXPERTS)
 
 def entries(model: nn.Module) -> dict[str, str]:
     """What of the model its own tensor-parallel plan names, a module or a parameter, with its entry."""
-    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     found = {}

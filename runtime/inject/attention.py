@@ -23,7 +23,8 @@ NAME = "parcompile"
 DOCUMENTS = "documents"
 """The model is called with the borders of packed documents under this name; see `ring_attention`."""
 
-_ATTRIBUTE = "parcompile_ring"
+RING = "parcompile_ring"
+"""The attribute under which a module keeps its `RingPlace`."""
 
 
 @dataclass(slots=True)
@@ -45,16 +46,16 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     # The ring knows its own causal mask: no [S, S] mask is ever built.
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     for module in model.modules():
-        setattr(module, _ATTRIBUTE, place)
+        setattr(module, RING, place)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    model.register_forward_pre_hook(_take_documents, with_kwargs=True)
+    model.register_forward_pre_hook(take_documents, with_kwargs=True)
 
 
-def _take_documents(
+def take_documents(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Not every model hands unknown arguments on to its attention, so they take this way."""
-    place: RingPlace = getattr(model, _ATTRIBUTE)
+    place: RingPlace = getattr(model, RING)
     place.documents = kwargs.pop(DOCUMENTS, None)
     if kwargs.pop("attention_mask", None) is not None:
         raise RunError(
@@ -79,7 +80,7 @@ def _attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    place: RingPlace = getattr(module, _ATTRIBUTE)
+    place: RingPlace = getattr(module, RING)
     name = type(module).__name__
     if attention_mask is not None:
         raise RunError(

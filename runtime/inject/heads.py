@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
+KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads")
 
 
 def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
@@ -17,14 +17,15 @@ def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
     Its configuration too is its own from here on: some modules look counts up there.
     """
     module: Any = attention
-    for names, count in ((_QUERY_COUNTS, heads), (_KEY_COUNTS, kv_heads)):
+    for names, count in ((QUERY_COUNTS, heads), (KEY_COUNTS, kv_heads)):
         for name in names:
             if isinstance(vars(module).get(name), int):
                 setattr(module, name, count)
-    if isinstance(vars(module).get("num_key_value_groups"), int):
-        module.num_key_value_groups = heads // kv_heads
+    for name in ("num_key_value_groups", "n_rep"):
+        if isinstance(vars(module).get(name), int):
+            setattr(module, name, heads // kv_heads)
     config = vars(module).get("config")
-    if config is not None:
+    if hasattr(config, "num_attention_heads"):
         width = getattr(module, "head_dim", None)
         local = copy.copy(config)
         local.num_attention_heads = heads

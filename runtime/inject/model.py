@@ -20,6 +20,7 @@ from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .heads import localise_heads
 from .norms import SpreadRMSNorm
+from .own import adopt, inject_own
 from .regions import Region, sum_gradient
 from .slices import Slice, Slices
 from .vocabulary import cut_vocabulary
@@ -36,7 +37,13 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     """
     if getattr(model, "parcompile_mesh", None) is not None:
         raise RunError("the model was injected already: inject a fresh one", everywhere=True)
-    _Injection(model, mesh).run()
+    if mesh.plan.spec.model.shape.own is not None:
+        if not hasattr(model, "loss_function"):
+            adopt(model, mesh)
+        inject_own(model, mesh)
+        sum_partial_gradients(model, mesh)
+    else:
+        _Injection(model, mesh).run()
     model.parcompile_mesh = mesh  # type: ignore[assignment]
     return model
 

@@ -20,6 +20,7 @@ from ..groups import Mesh
 from ..ring_attention import local_positions, split_sequence
 from ..tensor_parallel import take_ranges
 from .agreement import EXPERTS, entries
+from .heads import KEY_COUNTS, QUERY_COUNTS
 from .slices import Slices
 
 SMALL_NUMEL = 20_000_000
@@ -66,7 +67,16 @@ class SelfCheck:
         layout, cp = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp")
         positions = local_positions(layout, cp, mesh.index("cp"), self._length).expand(2, -1)
         device = mesh.device
-        found = self._run(model, ids.to(device), positions.to(device), {"shift_labels": labels.to(device)})
+        try:
+            found = self._run(model, ids.to(device), positions.to(device), {"shift_labels": labels.to(device)})
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, RunError) or mesh.plan.spec.model.shape.own is None:
+                raise
+            raise RunError(
+                f"the injected module cannot be called: {error}; an attention module keeps its head counts under the "
+                f"name {' or '.join(QUERY_COUNTS)} (and {' or '.join(KEY_COUNTS)}), or takes them from its projections",
+                everywhere=True,
+            ) from error
         if (ring := mesh.parallel_group("cp")) is not None:
             for gradient in found.gradients.values():
                 dist.all_reduce(gradient, group=ring)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -13,13 +12,6 @@ from parcompile.model.parameters import Parameter
 
 from ..errors import RunError
 from ..groups import Mesh
-
-_LAYER = re.compile(r"\.\d+\.")
-
-
-def row_name(name: str) -> str:
-    """The row of the plan that a parameter belongs to: its name, without the number of its layer."""
-    return _LAYER.sub(".{layer}.", name, count=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +41,11 @@ class Slices:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._tensors = mesh.plan.tensors()
+        self._rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
 
     def of(self, name: str) -> Slice:
         """This rank's part of the parameter of that name in the whole model."""
-        parameter, layout = self._tensors[row_name(name)]
+        parameter, layout = self._tensors[self._rows[name]]
         if layout.ranges is None:
             return Slice(parameter, layout, None, None)
         replicas = self._mesh.kv_replica_group if layout.replicas > 1 else None

@@ -21,6 +21,8 @@ from parcompile.rules import TARGETS
 
 MARK = "\x00again"
 AXES = ("tp", "cp", "pp", "dp")
+OWN_NAMES = (("model", "parameters"), ("model", "injection"))
+"""Sections whose keys are names of the user's own."""
 SPECS = [case for case in cases("positive") if case.file.suffix == ".json"]
 
 
@@ -89,7 +91,8 @@ def mutants(text: str) -> Iterator[Mutant]:
             changed = rebuilt(tree, path, lambda parent, key, other=other: parent.__setitem__(key, other))
             yield Mutant(changed, "perturbed", path)
         if isinstance(path[-1], str):
-            yield Mutant(rebuilt(tree, path, renamed), "misspelt", path)
+            if path[:2] not in OWN_NAMES or len(path) != 3:
+                yield Mutant(rebuilt(tree, path, renamed), "misspelt", path)
             doubled = rebuilt(tree, path, lambda parent, key, value=value: parent.__setitem__(MARK, value))
             yield Mutant(doubled.replace(json.dumps(MARK), json.dumps(path[-1])), "duplicated", path)
 

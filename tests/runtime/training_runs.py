@@ -39,8 +39,12 @@ def make_plan(
     *,
     model: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
+    whole_model: bool = False,
 ) -> Plan:
-    """The plan of a tiny byte-sized model; the vocabulary (61) needs padding at every tp."""
+    """The plan of a tiny byte-sized model; the vocabulary (61) needs padding at every tp.
+
+    `model` changes dimensions of it, or is the `whole_model`.
+    """
     chosen = training or {}
     size = (
         {}
@@ -50,7 +54,7 @@ def make_plan(
     tree = {
         "version": 1,
         "name": "tiny",
-        "model": {**MODEL, **(model or {})},
+        "model": {**({} if whole_model else MODEL), **(model or {})},
         "cluster": {"gpus_per_node": world_size, "accelerator": "cpu"},
         "parallelism": {"make_vocab_size_divisible_by": 8, **parallelism},
         "training": {

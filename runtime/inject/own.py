@@ -1,0 +1,305 @@
+"""Modules that are no Hugging Face models, injected by the rules of the spec.
+
+The module is called as `module(input_ids)`, with what else of a batch its `forward` has parameters for (`position_ids`
+above all), and returns logits [B, S, V], or an object that has them as `logits`. The loss is computed from them here.
+Its attention modules call `torch.nn.functional.scaled_dot_product_attention` with `is_causal=True`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parcompile.model.own import LAYER, OwnModule
+
+from ..errors import RunError
+from ..groups import Mesh
+from ..loss import ParallelCausalLoss
+from ..ring_attention import keep_attention, ring_attention
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .attention import RING, RingPlace, take_documents
+from .heads import localise_heads
+from .regions import Region
+from .slices import Slice, Slices
+
+_CALL = "parcompile_call"
+
+
+@dataclass(slots=True)
+class ModuleOutput:
+    """What an own module returns in training: this rank's loss (None without labels) and its logits."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class _Call:
+    """Between a call of the module and its result: what the loss needs, and the ring its attention runs around."""
+
+    def __init__(self, module: nn.Module, place: RingPlace) -> None:
+        self.place = place
+        self.labels: dict[str, Any] = {}
+        parameters = inspect.signature(module.forward).parameters.values()
+        self._known = {one.name for one in parameters}
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        if place.group is not None and not (self._takes_all or "position_ids" in self._known):
+            raise RunError(
+                f"{type(module).__name__}.forward has no parameter position_ids: with cp "
+                f"{dist.get_world_size(place.group)} a rank's tokens are not those of positions 0, 1, 2 …",
+                everywhere=True,
+            )
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        args, kwargs = take_documents(module, args, kwargs)
+        names = ("labels", "shift_labels", "num_items_in_batch")
+        self.labels = {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
+        first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
+        kwargs.pop("use_cache", None)
+        return (*first, *args), {
+            name: value for name, value in kwargs.items() if self._takes_all or name in self._known
+        }
+
+    def end(self, module: Any, _: Any, output: Any) -> ModuleOutput:
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise RunError(
+                f"{type(module).__name__} returned {type(output).__name__}: an own module returns logits [B, S, V], or "
+                "an object that has them as .logits",
+                everywhere=True,
+            )
+        return ModuleOutput(module.loss_function(logits, **self.labels) if self.labels else None, logits)
+
+
+def adopt(module: nn.Module, mesh: Mesh) -> None:
+    """Makes the module callable as Hugging Face's are: with labels, and a result that has a loss.
+
+    Raises:
+        RunError: the module is not the plan's.
+    """
+    Slices(mesh).compare(module)
+    _same_order(module, mesh)
+    own = mesh.plan.spec.model.shape.own
+    assert own is not None
+    for name in _attentions(own, mesh):
+        _submodule(module, name)
+    parallelism, length = mesh.plan.spec.parallelism, mesh.plan.spec.training.sequence_length
+    call = _Call(module, RingPlace(mesh.parallel_group("cp"), parallelism.cp_layout, length))
+    setattr(module, _CALL, call)
+    setattr(module, RING, call.place)
+    module.register_forward_pre_hook(call.begin, with_kwargs=True)
+    module.register_forward_hook(call.end)
+    module.loss_function = _plain_loss  # type: ignore[assignment]
+
+
+def _plain_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def inject_own(module: nn.Module, mesh: Mesh) -> None:
+    """Turns an adopted module into this rank's part of it, in place.
+
+    Raises:
+        RunError: a rule does not fit what it names.
+    """
+    own, group = mesh.plan.spec.model.shape.own, mesh.parallel_group("tp")
+    assert own is not None
+    slices = Slices(mesh)
+    sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
+    region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
+    for name in _attentions(own, mesh):
+        attention = _submodule(module, name)
+        _run_around_ring(name, attention, getattr(module, _CALL).place)
+        if sequence_parallel and region is not None:
+            # Attention looks at the whole sequence before it projects anything: heads are counted off by its length.
+            region.enter_block(attention)
+    vocabulary_is_cut = _cut(module, own, slices, region, mesh)
+    _loss(module, mesh, vocabulary_is_cut)
+    shape, tp = mesh.plan.spec.model.shape, mesh.size("tp")
+    for name in _attentions(own, mesh):
+        attention = _submodule(module, name)
+        if any(isinstance(child, ColumnParallelLinear) for child in attention.modules()):
+            localise_heads(attention, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
+
+
+def _same_order(module: nn.Module, mesh: Mesh) -> None:
+    planned = [name for name, _ in mesh.plan.parameters.expanded()]
+    for name, (found, _) in zip(planned, module.named_parameters(), strict=True):
+        if name != found:
+            raise RunError(
+                f"the module registers {found} where model.parameters has {name}: list the parameters in the module's "
+                "order (parcompile.runtime.describe does)",
+                everywhere=True,
+            )
+
+
+def _attentions(own: OwnModule, mesh: Mesh) -> Iterator[str]:
+    for name in own.attentions:
+        layers = range(mesh.plan.spec.model.shape.num_hidden_layers)
+        yield from (name.replace(LAYER, str(layer)) for layer in layers) if LAYER in name else (name,)
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        raise RunError(
+            f"the rules name the attention {name}, which the module does not have", everywhere=True
+        ) from None
+
+
+def _cut(module: nn.Module, own: OwnModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
+    """Replaces every linear and table that has a rule; whether the logits come out cut along the vocabulary."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
+    sequence_parallel, logits_are_cut = mesh.plan.spec.parallelism.sequence_parallel, False
+    cut: dict[nn.Parameter, nn.Parameter] = {}
+    tables, inside = [], tuple(f"{name}." for name in _attentions(own, mesh))
+    for owner_name, owner in list(module.named_modules(remove_duplicate=False)):
+        for kind, parameter in list(owner.named_parameters(recurse=False)):
+            name = names[parameter]
+            rule = own.rule_of(rows[name].replace("{layer}", LAYER))
+            if rule is None or rule.kind == "partial" or (kind == "bias" and isinstance(owner, nn.Linear)):
+                continue
+            piece = slices.of(name)
+            new = _parallel(owner_name, owner, rule.kind, piece, {} if region is None else region.options)
+            if region is not None:
+                _enter(region, new, inside=owner_name.startswith(inside))
+            if parameter in cut:
+                new.weight = cut[parameter]  # tied
+            cut[parameter] = new.weight
+            parent, _, child = owner_name.rpartition(".")
+            setattr(module.get_submodule(parent), child, new)
+            if rule.kind == "vocab":
+                tables.append(new)
+                logits_are_cut |= isinstance(new, ColumnParallelLinear)
+    if sequence_parallel and not (logits_are_cut and any(isinstance(one, VocabParallelEmbedding) for one in tables)):
+        raise RunError(
+            'sequence_parallel begins at the embedding and ends at the head: both need the rule "vocab"',
+            everywhere=True,
+        )
+    return logits_are_cut
+
+
+def _enter(region: Region, layer: nn.Module, *, inside: bool) -> None:
+    """With sequence parallelism: who gathers the sequence, and who says how long it is."""
+    if isinstance(layer, VocabParallelEmbedding):
+        region.watch(layer)
+    elif isinstance(layer, ColumnParallelLinear) and region.sequence_parallel:
+        layer.input_is_ready = inside
+        region.enter_layer(layer)
+
+
+def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dict[str, Any]) -> Any:
+    if kind == "vocab" and isinstance(owner, nn.Embedding):
+        return VocabParallelEmbedding.from_embedding(
+            owner, padded_num_embeddings=piece.padded_size, pad_sequence=True, **options
+        )
+    if not isinstance(owner, nn.Linear):
+        raise RunError(f'{name} is a {type(owner).__name__}: the rule "{kind}" is for nn.Linear', everywhere=True)
+    if kind == "vocab":
+        return ColumnParallelLinear.from_linear(owner, padded_out_features=piece.padded_size, **options)
+    if kind == "row":
+        return RowParallelLinear.from_linear(owner, ranges=piece.ranges, pad_sequence=True, **options)
+    assert piece.parameter.split is not None
+    if piece.replica_group is not None and len(piece.parameter.split.parts) > 1:
+        raise RunError(f"{name} is fused, and tp would replicate its kv heads: use a smaller tp", everywhere=True)
+    return ColumnParallelLinear.from_linear(owner, ranges=piece.ranges, replica_group=piece.replica_group, **options)
+
+
+def _loss(module: nn.Module, mesh: Mesh, vocabulary_is_cut: bool) -> None:
+    vocab_size = mesh.plan.spec.model.shape.vocab_size
+    module.loss_function = ParallelCausalLoss(mesh, vocab_size, logits_are_cut=vocabulary_is_cut)  # type: ignore[assignment]
+
+
+class _Ring(TorchFunctionMode):
+    """Sends torch's attention around the ring."""
+
+    def __init__(self, name: str, place: RingPlace) -> None:
+        super().__init__()
+        self.name, self.place, self.calls = name, place, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002 -- the ring shares heads anyway
+    ) -> Tensor:
+        if attn_mask is not None or not is_causal:
+            raise RunError(f"{self.name} attends with a mask of its own: only is_causal=True is cut", everywhere=True)
+        if dropout_p:
+            raise RunError(f"{self.name} drops {dropout_p} of its attention: set it to 0", everywhere=True)
+        if query.dim() != 4:
+            raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
+        place = self.place
+        return ring_attention(
+            query, key, value, group=place.group, layout=place.layout, scale=scale, documents=place.documents
+        )
+
+
+def _run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
+    forward = attention.forward
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with _Ring(name, place) as ring:
+            output = forward(*args, **kwargs)
+        if not ring.calls and (place.group is not None or place.documents is not None):
+            raise RunError(
+                f"{name} does not call torch.nn.functional.scaled_dot_product_attention: what it computes instead "
+                "would see this rank's tokens only",
+                everywhere=True,
+            )
+        return output
+
+    attention.forward = attend
+
+
+def recompute_layers(module: nn.Module, own: OwnModule) -> None:
+    """Full activation checkpointing: each layer keeps its input, and attention its output."""
+    from torch.utils.checkpoint import checkpoint
+
+    for layer in module.get_submodule(own.prefix.rstrip(".")).children():
+        forward = layer.forward
+
+        def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=keep_attention, **kwargs)
+
+        layer.forward = recomputed
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """`num_hidden_layers` and `parameters` of a spec's section `model`, from the module itself.
+
+    Raises:
+        RunError: the module has no layers, or layers that differ.
+    """
+    rows: dict[str, tuple[int, ...]] = {}
+    layers: dict[str, set[str]] = {}
+    for name, parameter in module.named_parameters():
+        match = re.search(r"\.(\d+)\.", name)
+        row = name if match is None else f"{name[: match.start()]}.{LAYER}.{name[match.end() :]}"
+        if match is not None:
+            layers.setdefault(match[1], set()).add(row)
+        if rows.setdefault(row, tuple(parameter.shape)) != tuple(parameter.shape):
+            raise RunError(f"{name} is {list(parameter.shape)}, in another layer it is {list(rows[row])}")
+    if not layers or any(found != layers["0"] for found in layers.values()):
+        raise RunError("the module has no layers layers.0, layers.1, … that hold the same parameters")
+    return {"num_hidden_layers": len(layers), "parameters": {name: list(shape) for name, shape in rows.items()}}

@@ -1,0 +1,166 @@
+"""Contract: a module of one's own, injected by the rules of the spec, trains as it does in one process.
+
+Two AdamW steps in fp32 under the engine: losses, gradient norms and gathered parameters within 1e-5 relative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_module import HEADS, HIDDEN, INJECTION, KV_HEADS, VOCABULARY, WIDTH, HandMade, OwnCount, drawn_decoder
+from ranks import run_ranks
+from training_runs import make_plan, samples, whole_parameters
+
+from parcompile.plan import Plan
+
+pytestmark = pytest.mark.ranks
+
+TOLERANCE = 1e-5
+STEPS = 2
+
+
+def own_plan(
+    world_size: int, parallelism: dict[str, Any], *, tied: bool = False, without: str = "", **training: Any
+) -> Plan:
+    from parcompile.runtime import describe
+
+    rules = {name: rule for name, rule in INJECTION.items() if name not in ("unembed" if tied else "", without)}
+    model = {
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "injection": rules,
+        **describe(drawn_decoder(tied=tied)),
+    }
+    return make_plan(world_size, parallelism, model=model, training=training, whole_model=True)
+
+
+def train(rank: int, plan: Plan, tied: bool) -> dict[str, Any]:
+    from parcompile.runtime import initialize, reduce_loss
+
+    engine, _, loader, _ = initialize(plan=plan, model=drawn_decoder(tied=tied), training_data=samples(plan))
+    losses, norms = [], []
+    batches = iter(loader)
+    for _ in range(STEPS):
+        loss = engine(**next(batches)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(reduce_loss(loss, engine.mesh))
+        norms.append(float(engine.get_global_grad_norm()))
+    parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters}
+
+
+def train_plain(plan: Plan, tied: bool) -> dict[str, Any]:
+    model, training, data = drawn_decoder(tied=tied), plan.spec.training, samples(plan)
+    settings = training.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        ids = torch.stack([sample["input_ids"] for sample in data[step * 4 : step * 4 + 4]])
+        loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "parameters": {name: one.detach() for name, one in model.named_parameters()},
+    }
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2}, False, {}),
+    "cp2": (2, {"cp": 2}, False, {}),
+    "tp2 × cp2": (4, {"tp": 2, "cp": 2}, False, {}),
+    "tp2 × cp2, 9 tokens on a rank, sequence parallel, tied, recomputed": (
+        4,
+        {"tp": 2, "cp": 2, "sequence_parallel": True, "cp_layout": "contiguous"},
+        True,
+        {"activation_checkpointing": "full", "sequence_length": 18},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_own_module_trains_as_in_one_process(layout: str) -> None:
+    world_size, parallelism, tied, training = LAYOUTS[layout]
+    plan = own_plan(world_size, parallelism, tied=tied, **training)
+    assert Plan.from_json(plan.to_json()).plan_hash == plan.plan_hash
+    ranks, expected = run_ranks(world_size, train, plan, tied), train_plain(plan, tied)
+    for rank in ranks:
+        for key in ("losses", "norms"):
+            assert rank[key] == pytest.approx(expected[key], rel=TOLERANCE)
+    whole = whole_parameters(plan, ranks)
+    assert whole.keys() == expected["parameters"].keys()
+    for name, value in expected["parameters"].items():
+        assert float((whole[name] - value).norm() / value.norm()) < TOLERANCE, name
+
+
+def refusals(rank: int, plan: Plan) -> list[str]:
+    """What is said of modules that do not keep to the rules; one world serves all."""
+    from parcompile.runtime import RunError, initialize
+
+    found = []
+    for broken in ("order", "attention", "names", "counts"):
+        model = drawn_decoder()
+        if broken == "order":
+            model.blocks[0].before_mix = model.blocks[0]._modules.pop("before_mix")
+        elif broken == "attention":
+            model.blocks[1].mix.__class__ = HandMade
+        elif broken == "names":
+            model.blocks[1].mixed = model.blocks[1]._modules.pop("mix")
+        else:
+            for block in model.blocks:
+                block.mix.heads = block.mix.__dict__.pop("n_heads")
+                block.mix.__class__ = OwnCount
+        try:
+            initialize(plan=plan, model=model)
+            found.append("")
+        except RunError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_module_that_does_not_keep_to_the_rules_is_refused() -> None:
+    order, attention, names, counts = run_ranks(4, refusals, own_plan(4, {"tp": 2, "cp": 2}))[0]
+    assert (
+        "the module registers blocks.0.before_up.weight where model.parameters has blocks.0.before_mix.weight" in order
+    )
+    assert "blocks.1.mix does not call torch.nn.functional.scaled_dot_product_attention" in attention
+    assert "the model has blocks.1.mixed.wq.weight [32, 32], which the plan does not know" in names
+    assert "the injected module cannot be called" in counts
+    assert "under the name" in counts
+
+
+def forgotten_rule(rank: int, plan: Plan) -> str:
+    from parcompile.runtime import RunError, initialize
+
+    try:
+        initialize(plan=plan, model=drawn_decoder())
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_the_self_check_finds_a_forgotten_rule() -> None:
+    plan = own_plan(2, {"tp": 2}, without="blocks.*.mix.key_norm")
+    assert "the gradient of blocks.0.mix.key_norm.weight differs" in run_ranks(2, forgotten_rule, plan)[0]
+
+
+def test_a_module_cannot_be_built_from_its_plan() -> None:
+    from parcompile.runtime import RunError, build_model
+
+    with pytest.raises(RunError, match="which only you can build"):
+        build_model(own_plan(1, {}))

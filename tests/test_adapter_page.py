@@ -1,0 +1,27 @@
+"""The own module that `docs/adapter.md` describes compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from parcompile.resolve import Resolution
+from parcompile.rules import check
+from parcompile.schema import validate
+
+PAGE = Path(__file__).parents[1] / "docs" / "adapter.md"
+
+
+def test_the_section_for_an_own_module_compiles() -> None:
+    (section,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    spec = {
+        "version": 1,
+        "model": json.loads(section),
+        "cluster": {"gpus_per_node": 8},
+        "parallelism": {"tp": 4, "cp": 2},
+        "training": {"sequence_length": 4096},
+    }
+    validation = validate(spec, "spec")
+    assert validation.valid, validation.diagnostics
+    assert [one.message for one in check(Resolution(spec)) if one.is_error] == []
