@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import nn
 
@@ -67,18 +66,3 @@ def check_agreement(model: nn.Module, slices: Slices) -> None:
             raise RunError(
                 f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True
             )
-
-
-def check_settings(model: nn.Module, ranks: int) -> None:
-    """Settings of the configuration that would train something else than they say.
-
-    Raises:
-        RunError: there is one.
-    """
-    config: Any = model.config
-    if ranks > 1 and getattr(config, "output_router_logits", False):
-        raise RunError(
-            "output_router_logits adds a loss that balances experts over all tokens, and a rank sees only its own: "
-            "set it to false",
-            everywhere=True,
-        )

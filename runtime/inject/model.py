@@ -15,8 +15,9 @@ from ..errors import RunError
 from ..groups import Mesh
 from ..loss import ParallelCausalLoss
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, take_ranges
-from .agreement import EXPERTS, check_agreement, check_settings, entries
+from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
+from .balancing import BalancedLoss
 from .experts import cut_experts
 from .heads import localise_heads
 from .norms import SpreadRMSNorm
@@ -55,7 +56,6 @@ class _Injection:
 
     def run(self) -> None:
         self.slices.compare(self.model)
-        check_settings(self.model, self.mesh.size("tp") * self.mesh.size("cp"))
         parallelism, length = self.spec.parallelism, self.spec.training.sequence_length
         use_ring_attention(self.model, RingPlace(self.mesh.parallel_group("cp"), parallelism.cp_layout, length))
         group, region = self.mesh.parallel_group("tp"), None
@@ -68,7 +68,9 @@ class _Injection:
         cut_vocabulary(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             sum_partial_gradients(self.model, self.mesh)
-        self.model.loss_function = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)  # type: ignore[assignment]
+        loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
+        balanced = getattr(self.model.config, "output_router_logits", False)
+        self.model.loss_function = BalancedLoss(loss, self.model, self.mesh) if balanced else loss  # type: ignore[assignment]
 
     def _experts(self, region: Region) -> None:
         blocks = [name.rpartition(".")[0] for name, style in entries(self.model).items() if style == EXPERTS]

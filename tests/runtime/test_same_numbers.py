@@ -56,6 +56,18 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen2"},
         {"activation_checkpointing": "full"},
     ),
+    "experts (qwen3_moe), tp2 × dp2": (
+        4,
+        {"tp": 2, "dp": 2},
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+        {"micro_batch_size": 1},
+    ),
+    "balanced experts (mixtral), tp2 × cp2 with sequence parallelism": (
+        4,
+        {"tp": 2, "cp": 2, "sequence_parallel": True},
+        {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+        {},
+    ),
     "tp2 × cp2 × dp2": (8, {"tp": 2, "cp": 2, "dp": 2}, {}, {"micro_batch_size": 1}),
 }
 

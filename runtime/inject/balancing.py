@@ -1,0 +1,71 @@
+"""The loss that balances experts (`output_router_logits`), over all tokens though a rank sees only its own.
+
+E · Σ fₑ Pₑ with the share f of choices that fall on each expert and its mean probability P, over all layers and tokens
+of a micro-batch (arXiv 2101.03961, equations 4-6). Choices have no gradient: their counts are summed over cp, and each
+rank adds the probabilities of its own tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..groups import Mesh
+from ..loss import ParallelCausalLoss
+
+
+class BalancedLoss:
+    """The causal loss with the balancing loss of the forward pass before it."""
+
+    def __init__(self, causal: ParallelCausalLoss, model: nn.Module, mesh: Mesh) -> None:
+        config: Any = model.config
+        self._causal, self._mesh = causal, mesh
+        self._per_token, self._factor = config.num_experts_per_tok, config.router_aux_loss_coef
+        self._logits: list[Tensor] = []
+        routers = _routers(model)
+        if not routers:
+            raise RunError(
+                f"output_router_logits: {type(model).__name__} does not say which modules are routers: set it to false",
+                everywhere=True,
+            )
+        model.register_forward_pre_hook(lambda *_: self._logits.clear())
+        for router in routers:
+            router.register_forward_hook(lambda _, __, output: self._logits.append(output[0]))
+        # The model's own, over this rank's tokens and counted on every tensor-parallel rank, is switched off.
+        config.output_router_logits = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `ParallelCausalLoss`."""
+        return self._causal(*args, **kwargs) + self._factor * self._balance()
+
+    def _balance(self) -> Tensor:
+        """This rank's part: the sum over cp is the loss."""
+        probabilities = [torch.softmax(logits, dim=-1) for logits in self._logits]
+        self._logits.clear()
+        experts = probabilities[0].shape[-1]
+        chosen = torch.stack(
+            [one.topk(self._per_token, dim=-1).indices.flatten().bincount(minlength=experts) for one in probabilities]
+        )
+        counts, rows = chosen.sum(0).float(), sum(one.shape[0] for one in probabilities)
+        if (group := self._mesh.parallel_group("cp")) is not None:
+            dist.all_reduce(counts, group=group)
+        rows *= self._mesh.size("cp")
+        mean = torch.stack([one.float().sum(0) for one in probabilities]).sum(0) / rows
+        # Every tensor-parallel rank computes all of it, and the gradients of routers are summed over them.
+        share = mean / self._mesh.size("tp")
+        return experts * (counts / rows * (share + (mean - share).detach())).sum()
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    found = []
+    for module in model.modules():
+        recorder = getattr(module, "_can_record_outputs", None) or {}
+        if "router_logits" in recorder:
+            kind = recorder["router_logits"]
+            kind = getattr(kind, "target_class", kind)
+            found += [one for one in module.modules() if isinstance(one, kind) and one not in found]
+    return found
