@@ -6,6 +6,7 @@ Only torch.distributed's own collectives and point-to-point messages are used. N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +81,14 @@ class Gathering:
 
     def wait(self, dim: int) -> Tensor:
         """Wait for all pieces and join them along `dim`."""
-        for _ in self.arrivals():
-            pass
-        dim = dim % (self.buffer.ndim - 1)
+        for _, works in self.pieces:
+            _wait(works)
+        _wait(self.sends)
+        ranks, *shape = self.buffer.shape
+        dim %= len(shape)
+        if math.prod(shape[:dim]) == 1:  # the pieces lie one after the other already
+            shape[dim] *= ranks
+            return self.buffer.view(shape)
         return self.buffer.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -112,7 +118,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Gathering:
     x, ranks, rank = x.contiguous(), group_size(group), group_rank(group)
     buffer, peers = x.new_empty(ranks, *x.shape), _peers(rank, ranks)
     if not travels_in_pieces(x.device, x.nbytes):
-        work = _all_gather(buffer.view(-1), x.view(-1), group=group, async_op=_asynchronous())
+        work = _all_gather(buffer.flatten(0, 1), x, group=group, async_op=_asynchronous())
         return Gathering(buffer, [(rank, [work]), *((peer, []) for peer in peers)], [])
     receives = [(peer, [dist.irecv(buffer[peer], group=group, group_src=peer)]) for peer in peers]
     sends = [dist.isend(x, group=group, group_dst=peer) for peer in reversed(peers)]
@@ -124,12 +130,13 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pendi
     """Sum `x` over the ranks; each keeps its slice along `dim`."""
     ranks, dim = group_size(group), dim % x.ndim
     size = slice_size(x.shape, dim, ranks)
-    slices = x.reshape(*x.shape[:dim], ranks, size, *x.shape[dim + 1 :]).movedim(dim, 0)
     if travels_in_pieces(x.device, x.nbytes // ranks):
-        return start_sum_of_pieces(lambda peer: slices[peer].contiguous(), group)
-    total = x.new_empty(slices.shape[1:])
-    flat = slices.contiguous().view(-1)
-    work = _reduce_scatter(total.view(-1), flat, group=group, async_op=_asynchronous())
+        return start_sum_of_pieces(lambda peer: x.narrow(dim, peer * size, size).contiguous(), group)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    if math.prod(shape[:dim]) != 1:  # the slices do not lie one after the other
+        x = x.unflatten(dim, (ranks, size)).movedim(dim, 0)
+    total, slices = x.new_empty(shape), x.contiguous().view(ranks * shape[0], *shape[1:])
+    work = _reduce_scatter(total, slices, group=group, async_op=_asynchronous())
     return Pending([work], lambda: total)
 
 
