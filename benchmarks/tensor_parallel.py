@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,14 +25,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from meters import Wire, in_turns, kept_bytes, peak_bytes, quartiles
 from peers.tensor_parallel import absent, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as dtensor
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
@@ -168,61 +166,11 @@ def limit(block: Block) -> Block:
     return block
 
 
-class Wire(TorchDispatchMode):
-    """Counts the calls of collectives and the bytes that this rank sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.bytes = 0, 0.0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        namespace, name = function._schema.name.split("::")
-        share = (RANKS - 1) / RANKS
-        factor = {"allreduce": 2 * share, "all_reduce": 2 * share, "send": 1.0, "reduce_scatter": share}
-        factor |= {"all_gather": RANKS - 1, "allgather": RANKS - 1, "_reduce_scatter": share, "_allgather": RANKS - 1}
-        if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
-            for prefix, times in factor.items():
-                if name.startswith(prefix):
-                    tensors = [args[1] if name.startswith(("_allgather", "_reduce_scatter")) else args[0]]
-                    tensors = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
-                    self.calls += 1
-                    self.bytes += times * sum(t.numel() * t.element_size() for t in tensors)
-        return out
-
-
 def finish_partial_gradients(model: nn.Module) -> None:
     """DTensor leaves the gradients of norms unsummed after backward; a step is over when they are whole."""
     for parameter in model.parameters():
         if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
             parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
-
-
-def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step()
-    return sum(storages.values())
-
-
-def peak_bytes(step: Callable[[], None]) -> int:
-    """The most that is allocated at a time during a step, above what there was before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def conversions() -> dict[str, Callable[[Block], Block]]:
@@ -332,18 +280,7 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
                 "peak_bytes": peak_bytes(step),
             }
         )
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
-    cpu_seconds: dict[str, list[float]] = {method: [] for method in steps}
-    order = list(steps)
-    for _ in range(rounds):
-        order.append(order.pop(0))
-        for method in order:
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            steps[method]()
-            cpu_seconds[method].append(time.process_time() - cpu_start)
-            dist.barrier()
-            seconds[method].append(time.perf_counter() - start)
+    seconds, cpu_seconds = in_turns(steps, rounds)
     for row in rows:
         row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
     return rows
@@ -369,11 +306,6 @@ def show(report: list[dict]) -> None:
             f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} "
             f"| {row['peak_bytes'] / 1e6:.1f} |"
         )
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def main() -> None:

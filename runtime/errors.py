@@ -39,13 +39,13 @@ def report_errors() -> Iterator[None]:
             _say(f"error{'' if everywhere else f' (rank {rank})'}: {error}")
         sys.exit(1)
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in _LOST_PEER):
+        if not any(sign in str(error) for sign in LOST_PEER):
             raise
         _say(f"rank {rank} lost its connection to a rank that ended")
         sys.exit(1)
 
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """What gloo and NCCL say when the other side is gone."""
 
 

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from .errors import _LOST_PEER
+from .errors import LOST_PEER
 
 __all__ = ["MAX_RANKS", "LocalWorld", "RankError", "run_local"]
 
@@ -152,7 +152,7 @@ class LocalWorld:
                 failure, result = self._answer(rank, pipe)
                 if not failure:
                     results[rank] = result
-                elif any(sign in failure for sign in _LOST_PEER):
+                elif any(sign in failure for sign in LOST_PEER):
                     failures.append((rank, failure))
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 else:

@@ -1,0 +1,89 @@
+"""What benchmarks of several ranks measure with: bytes on the wire, memory, and times of methods that take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Wire(TorchDispatchMode):
+    """Counts the calls of collectives and the bytes that this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        namespace, name = function._schema.name.split("::")
+        ranks = dist.get_world_size()
+        share = (ranks - 1) / ranks
+        factor = {"allreduce": 2 * share, "all_reduce": 2 * share, "send": 1.0, "reduce_scatter": share}
+        factor |= {"all_gather": ranks - 1, "allgather": ranks - 1, "_reduce_scatter": share, "_allgather": ranks - 1}
+        if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            for prefix, times in factor.items():
+                if name.startswith(prefix):
+                    tensors = [args[1] if name.startswith(("_allgather", "_reduce_scatter")) else args[0]]
+                    tensors = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+                    self.calls += 1
+                    self.bytes += times * sum(t.numel() * t.element_size() for t in tensors)
+        return out
+
+
+def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(storages.values())
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """The most that is allocated at a time during a step, above what there was before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds, and processor seconds of this rank, of each step in each round; every rank calls it alike."""
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    cpu_seconds: dict[str, list[float]] = {method: [] for method in steps}
+    order = list(steps)
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        for method in order:
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            steps[method]()
+            cpu_seconds[method].append(time.process_time() - cpu_start)
+            dist.barrier()
+            seconds[method].append(time.perf_counter() - start)
+    return seconds, cpu_seconds
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

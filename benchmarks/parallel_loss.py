@@ -1,0 +1,170 @@
+"""The head and the loss of a language model on two ranks of one thread, forward and backward: hidden [T, H] to the mean
+loss of T tokens, with the vocabulary spread over the ranks.
+
+    python benchmarks/parallel_loss.py [--rounds 5] [--tokens 1024] [--json FILE]
+
+Ours, torch's DTensor (`loss_parallel`), Megatron-Core where it can be imported, and what one writes without any of
+them: gather the logits and take torch's cross entropy. "limit" multiplies, and takes torch's cross entropy of a
+rank's own columns: nobody who computes the loss in float32 at once can be faster. Time and CPU are ratios to ours in
+the same round; "peak" is the most that a step has allocated at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from meters import Wire, in_turns, peak_bytes, quartiles
+from peers.tensor_parallel import absent
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from parcompile.runtime.collectives import copy_to_group, gather_from_group
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+RANKS, HIDDEN, VOCABULARY = 2, 1024, 32_768
+
+Method = Callable[[Tensor, Tensor], Tensor]
+
+
+def methods(weight: Tensor) -> dict[str, Method]:
+    """From hidden [T, H] and labels [T] to the mean loss; each has its part of the head [V, H]."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    part = weight.chunk(RANKS)[rank].clone().requires_grad_()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    head = ColumnParallelLinear(HIDDEN, VOCABULARY, bias=False, group=group, dtype=weight.dtype)
+    head.weight = torch.nn.Parameter(part.detach())
+
+    def ours(hidden: Tensor, labels: Tensor, *, inplace: bool = False) -> Tensor:
+        return vocab_parallel_cross_entropy(head(hidden), labels, group=group, inplace_backward=inplace).mean()
+
+    def limit(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ part.t()).float(), labels % (VOCABULARY // RANKS))
+
+    def gathered(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = copy_to_group(hidden, group) @ part.t()
+        return F.cross_entropy(gather_from_group(logits, -1, group).float(), labels)
+
+    def dtensor(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False) @ spread.t()
+        return F.cross_entropy(logits.float(), labels)
+
+    def megatron(hidden: Tensor, labels: Tensor) -> Tensor:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
+
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(RANKS, create_gloo_process_groups=False)
+        logits = copy_to_group(hidden, group) @ part.t()
+        # Its tokens come sequence first, [S, B, V].
+        return theirs(logits.unsqueeze(1).float(), labels.unsqueeze(1)).mean()
+
+    found = {
+        "limit": limit,
+        "ours": ours,
+        "ours, in place": lambda hidden, labels: ours(hidden, labels, inplace=True),
+        "gathered logits": gathered,
+        "DTensor": dtensor,
+        "Megatron-Core": megatron,
+    }
+    return {name: method for name, method in found.items() if name not in absent()}
+
+
+def step_of(method: Method, hidden: Tensor, labels: Tensor, parallel: bool) -> Callable[[], tuple[Tensor, Tensor]]:
+    def step() -> tuple[Tensor, Tensor]:
+        leaf = hidden.detach().requires_grad_()
+        if parallel:
+            with loss_parallel():
+                loss = method(leaf, labels)
+                loss.backward()
+        else:
+            loss = method(leaf, labels)
+            loss.backward()
+        found = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return found.detach(), leaf.grad
+
+    return step
+
+
+def run_rank(rank: int, store: str, rounds: int, tokens: int, results: str) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: "cpu"  # Megatron-Core makes its buffers there
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) / HIDDEN**0.5).to(dtype)
+        hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+        labels = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+        leaf = hidden.clone().requires_grad_()
+        expected = F.cross_entropy((leaf @ weight.t()).float(), labels)
+        expected.backward()
+        steps = {name: step_of(method, hidden, labels, name == "DTensor") for name, method in methods(weight).items()}
+        for name, step in steps.items():
+            loss, gradient = step()
+            if name != "limit":
+                error = float((gradient - leaf.grad).norm() / leaf.grad.norm())
+                assert abs(float(loss - expected)) < 1e-2, name
+                # DTensor leaves the input's gradient as this rank's part of the sum.
+                assert name == "DTensor" or error < (1e-5 if dtype == torch.float32 else 3e-2), f"{name}: {error:.1e}"
+            with Wire() as wire:
+                step()
+            rows.append({"dtype": str(dtype), "method": name, "sent_bytes": wire.bytes, "peak_bytes": peak_bytes(step)})
+        seconds, cpu_seconds = in_turns(steps, rounds)
+        for row in rows[-len(steps) :]:
+            row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
+    if rank == 0:
+        Path(results).write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def show(rows: list[dict]) -> None:
+    ours = {row["dtype"]: row for row in rows if row["method"] == "ours"}
+    print("| dtype | method | step ms | time / ours (quartiles) | CPU / ours | sent MB | peak MB |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        base = ours[row["dtype"]]
+        low, middle, high = quartiles([a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)])
+        cpu = quartiles([a / b for a, b in zip(row["cpu_seconds"], base["cpu_seconds"], strict=True)])[1]
+        print(
+            f"| {row['dtype'].removeprefix('torch.')} | {row['method']} | {1e3 * quartiles(row['seconds'])[1]:.0f} "
+            f"| {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} "
+            f"| {row['sent_bytes'] / 1e6:.2f} | {row['peak_bytes'] / 1e6:.0f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each method")
+    parser.add_argument("--tokens", type=int, default=1024, help="T")
+    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory) / "results.json"
+        store = str(Path(directory) / "store")
+        mp.spawn(run_rank, (store, arguments.rounds, arguments.tokens, str(results)), nprocs=RANKS)
+        rows = json.loads(results.read_text())
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows))
+    show(rows)
+    for name, reason in absent().items():
+        if name != "AutoTP":
+            print(f"absent: {name} ({reason})")
+
+
+if __name__ == "__main__":
+    main()
