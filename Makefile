@@ -8,7 +8,7 @@ RANKS := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache__/*')
 DEMO := out/byte-llama
 
-.PHONY: demo test lint bench clean install help
+.PHONY: demo test browser lint bench clean install help
 
 help:
 	@echo "make demo   compile an example spec and train it on 4 CPU processes"
@@ -47,7 +47,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p parcompile
 
-test: lint
+# The tests of the report page need a browser. It is installed where that is possible; outside CI they are skipped without.
+browser:
+	@if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null; then \
+		root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
+		if { [ -n "$$CI" ] || [ "$$(id -u)" = 0 ]; } && command -v apt-get > /dev/null; then \
+			echo "installing chromium for the tests of the report page ..."; \
+			$$root apt-get update -qq && $$root apt-get install -y -qq --no-install-recommends chromium > /dev/null; \
+		fi; \
+		command -v chromium > /dev/null || echo "no chromium: the report page is tested in CI only"; \
+	fi
+
+test: lint browser
 	$(RANKS) $(BIN)/python -m pytest
 
 bench: install

@@ -1,4 +1,4 @@
-"""`parcompile view PLAN`: pictures of a plan."""
+"""`parcompile view PLAN`: the report of a plan, as a page, as pictures, or short in the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from parcompile.pictures.svg import svg
 from parcompile.plan import Plan
 from parcompile.report import summary
 from parcompile.reporters.style import Style, writable
+from parcompile.view.page import page
+from parcompile.view.search_result import read_search
 
 from .plans import read_plan
 
-SUFFIXES = {".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
-FORMATS = ("text", "svg", "png", "md")
+SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
+FORMATS = ("text", "html", "svg", "png", "md")
 
 
 @click.command("view")
@@ -30,20 +32,42 @@ FORMATS = ("text", "svg", "png", "md")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
 @click.option("--axis", help="What the grid is coloured by (tp, cp, dp, pp), or the only panel of cuts (also zero).")
 @click.option("--rank", type=int, help="Light up the groups of this rank in the grid.")
+@click.option(
+    "--search",
+    "searched",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="What `parcompile search SPEC --format json` printed: the page then says what was rejected and why.",
+)
 @click.option("--width", type=click.IntRange(280, 4000), default=WIDE, show_default=True, help="Pixels of a picture.")
 def command(
-    plan: str, name: str | None, form: str | None, output: Path | None, axis: str | None, rank: int | None, width: int
+    plan: str,
+    name: str | None,
+    form: str | None,
+    output: Path | None,
+    axis: str | None,
+    rank: int | None,
+    searched: Path | None,
+    width: int,
 ) -> None:
     """Show PLAN: who is where, what each rank holds, computes and sends, and what that costs.
 
-    PLAN is a plan.json, the folder that holds it, or a spec. Without an output the short form goes to the terminal.
+    `-o report.html` writes one page that opens without a network, `--picture NAME -o FILE.svg` (or .png, .md) one
+    picture; without an output the short form goes to the terminal. PLAN is a plan.json, the folder that holds it, or a
+    spec, whose diagnostics then come with their places.
     """
     form = _format(form, output, name)
     if name is None and (axis or rank is not None):
         raise click.UsageError("--axis and --rank belong to a picture: add --picture grid")
-    subject = _subject(read_plan(plan)[0])
+    if searched and form != "html":
+        raise click.UsageError("--search belongs to the page: add -o report.html")
+    compiled, diagnostics = read_plan(plan)
+    subject = _subject(compiled)
     try:
-        content = _content(subject, name, form, width=width, axis=axis, rank=rank)
+        content: str | bytes
+        if form == "html":
+            content = page(subject, diagnostics, read_search(searched) if searched else None)
+        else:
+            content = _content(subject, name, form, width=width, axis=axis, rank=rank)
     except (ValueError, PngError) as error:
         raise click.ClickException(str(error)) from None
     if output is None:
@@ -72,6 +96,8 @@ def _format(form: str | None, output: Path | None, name: str | None) -> str:
     found = form or ending or "text"
     if found in ("svg", "png") and name is None:
         raise click.UsageError(f"{found} holds one picture: add --picture {'|'.join(KINDS)}")
+    if found == "html" and name is not None:
+        raise click.UsageError("html is the whole report: leave --picture out, or write svg, png or md")
     if found == "png" and output is None:
         raise click.UsageError("png is not for a terminal: add -o FILE.png")
     return found
