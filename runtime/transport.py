@@ -134,7 +134,7 @@ def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pendi
         return start_sum_of_pieces(lambda peer: x.narrow(dim, peer * size, size).contiguous(), group)
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     if math.prod(shape[:dim]) != 1:  # the slices do not lie one after the other
-        x = x.unflatten(dim, (ranks, size)).movedim(dim, 0)
+        x = x.reshape(*x.shape[:dim], ranks, *shape[dim:]).movedim(dim, 0)
     total, slices = x.new_empty(shape), x.contiguous().view(ranks * shape[0], *shape[1:])
     work = _reduce_scatter(total, slices, group=group, async_op=_asynchronous())
     return Pending([work], lambda: total)
