@@ -85,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
         raise RunError("the plan has no train_steps: say how many with --steps", everywhere=True)
 
     text = StandardLibrary(training.sequence_length, training.seed)
-    engine, _, loader, _ = initialize(plan=plan, training_data=text)
+    engine, _, loader, _ = initialize(plan=plan, training_data=text, measurements=output / "measurements.csv")
     first_step = load(engine, checkpoints) if options.resume else 0
     loader.step = first_step
 

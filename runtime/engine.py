@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .groups import Mesh, join
 from .inject import inject
 from .inject.own import adopt, recompute_layers
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
+from .measurements import FILE, Recorder
 from .model import build_model
 from .mpu import Mpu
 from .ring_attention import keep_attention
@@ -33,6 +35,7 @@ def initialize(
     lr_scheduler: Any = None,
     first_step: int = 0,
     self_check: bool | None = None,
+    measurements: Path | str | bool = True,
 ) -> tuple[Any, Any, PlanLoader | None, Any]:
     """A DeepSpeed engine that trains exactly as the plan says; the shape follows `deepspeed.initialize`.
 
@@ -53,6 +56,8 @@ def initialize(
         self_check: compare one forward and backward of the injected model with the original on a short sequence, and
             refuse to go on when they differ. None: for one's own modules, and models of up to 20 million parameters,
             that are given whole.
+        measurements: the file to which peak memory and step time are written, for `parcompile calibrate`. True:
+            measurements.csv beside a plan that is given as a path; False: none.
 
     Returns:
         engine, optimizer, loader (None without `training_data`), lr_scheduler.
@@ -63,6 +68,7 @@ def initialize(
     """
     import deepspeed
 
+    file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     mesh = join(plan)
     model = build_model(plan) if model is None else model
@@ -105,8 +111,18 @@ def initialize(
     )
     _check_engine(engine, mesh)
     engine.mesh = mesh
+    if file is not None:
+        Recorder(engine, mesh, file)
     loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
     return engine, optimizer, loader, lr_scheduler
+
+
+def _measurements_file(plan: Plan | str, wanted: Path | str | bool) -> Path | None:
+    if isinstance(wanted, bool):
+        if not wanted or isinstance(plan, Plan):
+            return None
+        return (Path(plan) if Path(plan).is_dir() else Path(plan).parent) / FILE
+    return Path(wanted)
 
 
 def _make_replicated_parameters_equal(model: nn.Module, mesh: Mesh) -> None:

@@ -22,21 +22,21 @@ FEWEST = 5
 
 
 @click.command("calibrate")
-@click.argument("runs", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--fit-model", "fitted", multiple=True, metavar="NAME", help="Fit only runs of this model.")
 @click.option("--judge", "others", type=click.Path(dir_okay=False, path_type=Path), help="Judge on these runs.")
 @click.option("--judge-model", "judged", multiple=True, metavar="NAME", help="Judge only on runs of this model.")
 @click.option("--models", type=click.Path(dir_okay=False, path_type=Path), help="JSON: Hugging Face config by name.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the coefficients here.")
 def command(
-    runs: Path,
+    runs: tuple[Path, ...],
     fitted: tuple[str, ...],
     others: Path | None,
     judged: tuple[str, ...],
     models: Path | None,
     output: Path | None,
 ) -> None:
-    """Fit memory and time coefficients to RUNS, a CSV of measured layouts, within their physical bounds.
+    """Fit memory and time coefficients to RUNS, CSV files of measured layouts, within their physical bounds.
 
     What is judged must not have been fitted: give --judge another file, or --fit-model and --judge-model of one file.
     docs/estimates.md lists the columns. The result is used by `estimate` and `search` through --coefficients.
@@ -44,18 +44,19 @@ def command(
     try:
         shapes = _shapes(models)
         rows = _chosen(runs, fitted, shapes)
-        rest = _chosen(others or runs, judged, shapes) if others or judged else []
+        rest = _chosen((others,) if others else runs, judged, shapes) if others or judged else []
     except MeasurementError as error:
         raise click.ClickException(str(error)) from None
-    both = {one.model for one in rows} & {one.model for one in rest} if others in (None, runs) else set()
+    both = {one.model for one in rows} & {one.model for one in rest} if others is None or others in runs else set()
     if both:
         raise click.UsageError(f"{', '.join(sorted(both))} would be fitted and judged: errors would say nothing")
+    names = ", ".join(path.name for path in runs)
     memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
     time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
     if memory is None and time is None:
-        raise click.ClickException(f"{runs}: fewer than {FEWEST} runs have a measured peak or step")
-    names = ", ".join(sorted({one.model for one in rows}))
-    found = CoefficientSet("own", f"{runs.name}, {names}", rows[0].work.accelerator, memory, time)
+        raise click.ClickException(f"{names}: fewer than {FEWEST} runs have a measured peak or step")
+    models_fitted = ", ".join(sorted({one.model for one in rows}))
+    found = CoefficientSet("own", f"{names}, {models_fitted}", rows[0].work.accelerator, memory, time)
     text = _text(found, judge(rest, found) if rest else None)
     click.echo(writable(sys.stdout, text), nl=False)
     if output is not None:
@@ -79,14 +80,18 @@ def _shapes(path: Path | None) -> Mapping[str, ModelShape]:
         raise MeasurementError(f"{path}: {error}") from None
 
 
-def _chosen(path: Path, models: Sequence[str], shapes: Mapping[str, ModelShape]) -> list[Measurement]:
-    rows = [one for one in read_measurements(path, shapes) if is_possible(one)]
+def _chosen(paths: Sequence[Path], models: Sequence[str], shapes: Mapping[str, ModelShape]) -> list[Measurement]:
+    rows = [one for path in paths for one in read_measurements(path, shapes) if is_possible(one)]
     known = {one.model for one in rows}
     missing = [name for name in models if name not in known]
     if missing or not rows:
         there = f"there are: {', '.join(sorted(known))}" if known else "it has no usable rows"
-        raise MeasurementError(f"{path} has no runs of {', '.join(missing) or 'any model'}; {there}")
+        raise MeasurementError(f"{_names(paths)} has no runs of {', '.join(missing) or 'any model'}; {there}")
     return [one for one in rows if not models or one.model in models]
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def _text(found: CoefficientSet, judged: Judgement | None) -> str:

@@ -17,6 +17,7 @@ from .fitting import fit
 from .footprint import (
     GIB,
     Footprint,
+    applied,
     footprint,
     layout_class,
     memory_terms,
@@ -92,12 +93,16 @@ def fit_memory(rows: Sequence[Measurement]) -> Fit:
 
     def residuals(values: Sequence[float]) -> list[float]:
         named = dict(zip(MEMORY, values, strict=True))
-        return [peak_bytes(one.work, parts, named) / (one.peak_bytes or 1) - 1 for one, parts in terms]
+        return [
+            peak_bytes(one.work, parts, applied(one.work, named)) / (one.peak_bytes or 1) - 1 for one, parts in terms
+        ]
 
     values = _fitted(residuals, MEMORY)
     ratios: dict[str, list[float]] = defaultdict(list)
     for one, parts in terms:
-        ratios[layout_class(one.work)].append((one.peak_bytes or 0) / peak_bytes(one.work, parts, values))
+        ratios[layout_class(one.work)].append(
+            (one.peak_bytes or 0) / peak_bytes(one.work, parts, applied(one.work, values))
+        )
     error = [abs(1 / ratio - 1) for members in ratios.values() for ratio in members]
     spread = {name: quantiles(members) for name, members in ratios.items()}
     for name in ("tp<=4", "tp>4"):

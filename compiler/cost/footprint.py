@@ -206,7 +206,11 @@ def memory_values(work: Workload, fit: Fit | None = None) -> Mapping[str, float]
     """The coefficients that apply to a framework."""
     if FRAMEWORKS[work.framework].activations == "fused":
         return FUSED
-    values = (fit or default_memory()).values
+    return applied(work, (fit or default_memory()).values)
+
+
+def applied(work: Workload, values: Mapping[str, float]) -> Mapping[str, float]:
+    """Fitted values as they apply to a framework."""
     return {**values, **DEEPSPEED} if work.framework == "deepspeed" else values
 
 

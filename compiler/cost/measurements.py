@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from parcompile.layout.stages import Stage
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
+from parcompile.spec import Spec
 
-from .workload import Workload
+from .preset import preset_from_tree, preset_tree
+from .workload import Workload, workload_of
 
 GIB = 1024**3
 
@@ -179,31 +182,69 @@ PLAIN_COLUMNS = ("model", "nodes", "gpus_per_node", "accelerator", "sequence_len
 def read_plain(path: Path) -> list[Measurement]:
     """One's own runs: a column for each size of a layout, `peak_bytes` and `step_seconds` (empty when it crashed).
 
-    `model` is the name of a preset. Columns that are left out keep their default (tp, cp, ep, dp, pp 1, ZeRO 1, …).
+    `model` is the name of a preset, or any name beside `hf_config`, the text of a Hugging Face configuration. Columns
+    that are left out keep their default (tp, cp, ep, dp, pp 1, ZeRO 1, …).
 
     Raises:
-        MeasurementError: a column is missing or a model is no preset.
+        MeasurementError: a column is missing or a value cannot be used.
     """
     found = []
-    for row in _rows(path):
+    for line, row in enumerate(_rows(path), 2):
         missing = [name for name in PLAIN_COLUMNS if not row.get(name)]
         if missing:
             raise MeasurementError(f"{path}: columns {', '.join(missing)} are missing or empty")
-        preset = find_preset(row["model"])
-        if preset is None:
-            raise MeasurementError(f"{path}: {row['model']!r} is no preset")
-        given: dict[str, Any] = {name: int(row[name]) for name in PLAIN_COLUMNS if name not in ("model", "accelerator")}
-        work = Workload(shape=shape_from_config(preset.config), accelerator=row["accelerator"], **given)
-        changes: dict[str, Any] = {name: int(row[name]) for name in _PLAIN_SIZES if row.get(name)}
-        changes |= {name: row[name] for name in ("recompute", "framework") if row.get(name)}
-        if row.get("sequence_parallel"):
-            changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")
-        memory, seconds = (float(row[name]) if row.get(name) else None for name in ("peak_bytes", "step_seconds"))
-        found.append(Measurement(row["model"], replace(work, **changes), memory, seconds))
+        try:
+            found.append(_plain(row))
+        except (ValueError, KeyError) as error:
+            raise MeasurementError(f"{path}: line {line}: {error}") from None
     return found
 
 
-_PLAIN_SIZES = ("tp", "cp", "ep", "dp", "pp", "element_bytes", "gradient_bytes", "zero_stage", "vocab_divisible_by")
+def _plain(row: Mapping[str, str]) -> Measurement:
+    given: dict[str, Any] = {name: int(row[name]) for name in PLAIN_COLUMNS if name not in ("model", "accelerator")}
+    machine = preset_from_tree(json.loads(row["preset"])) if row.get("preset") else None
+    work = Workload(shape=_plain_shape(row), accelerator=row["accelerator"], preset=machine, **given)
+    changes: dict[str, Any] = {name: int(row[name]) for name in _PLAIN_SIZES if row.get(name)}
+    changes |= {name: row[name] for name in ("recompute", "framework") if row.get(name)}
+    if row.get("sequence_parallel"):
+        changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")
+    if row.get("order"):
+        changes["order"] = tuple(row["order"].split("-"))
+    memory, seconds = (float(row[name]) if row.get(name) else None for name in ("peak_bytes", "step_seconds"))
+    return Measurement(row["model"], replace(work, **changes), memory, seconds)
+
+
+def _plain_shape(row: Mapping[str, str]) -> ModelShape:
+    if row.get("hf_config"):
+        return shape_from_config(json.loads(row["hf_config"]))
+    preset = find_preset(row["model"])
+    if preset is None:
+        raise ValueError(f"{row['model']!r} is no preset, and there is no column hf_config")
+    return shape_from_config(preset.config)
+
+
+def plain_row(spec: Spec, *, peak_bytes: int, step_seconds: float) -> dict[str, str]:
+    """One run of a resolved spec as `read_plain` reads it: everything that an estimate needs stands in the row."""
+    work, machine = workload_of(spec), spec.cluster.preset
+    return {
+        "model": spec.model.source,
+        "hf_config": json.dumps(dict(spec.model.hf_config), sort_keys=True),
+        "accelerator": work.accelerator,
+        "preset": "" if machine is None else json.dumps(preset_tree(machine)),
+        **{name: str(getattr(work, name)) for name in (*PLAIN_COLUMNS, *_PLAIN_SIZES) if hasattr(work, name)},
+        "sequence_parallel": str(work.sequence_parallel).lower(),
+        "recompute": work.recompute,
+        "framework": work.framework,
+        "order": "-".join(work.order),
+        "peak_bytes": str(peak_bytes),
+        "step_seconds": f"{step_seconds:.6g}",
+    }
+
+
+_PLAIN_SIZES = (
+    *("tp", "cp", "ep", "dp", "pp", "virtual_stages"),
+    *("element_bytes", "gradient_bytes", "zero_stage", "vocab_divisible_by"),
+)
 
 
 def read_measurements(path: Path, models: Mapping[str, ModelShape] | None = None) -> list[Measurement]:
