@@ -57,7 +57,8 @@ class BalancedLoss:
         mean = torch.stack([one.float().sum(0) for one in probabilities]).sum(0) / rows
         # Every tensor-parallel rank computes all of it, and the gradients of routers are summed over them.
         share = mean / self._mesh.size("tp")
-        return experts * (counts / rows * (share + (mean - share).detach())).sum()
+        balance: Tensor = experts * (counts / rows * (share + (mean - share).detach())).sum()
+        return balance
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
