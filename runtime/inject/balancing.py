@@ -40,7 +40,8 @@ class BalancedLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `ParallelCausalLoss`."""
-        return self._causal(*args, **kwargs) + self._factor * self._balance()
+        loss: Tensor = self._causal(*args, **kwargs) + self._factor * self._balance()
+        return loss
 
     def _balance(self) -> Tensor:
         """This rank's part: the sum over cp is the loss."""
