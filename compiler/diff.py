@@ -1,8 +1,4 @@
-"""What changes from one plan to another: numbers, layout and cost, and whether a checkpoint goes over.
-
-The checkpoint rules are those of DeepSpeed 0.19.8, as measured: files are read at the same tp and the same dp · cp; a
-universal checkpoint goes to any other tp, cp and dp.
-"""
+"""What changes from one plan to another: numbers, layout and cost, and whether a checkpoint goes over."""
 
 from __future__ import annotations
 
@@ -12,7 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from .checkpoints import Resumption, by_deepspeed, by_runtime, padded_vocabulary
+from .cost.estimate import estimate
 from .cost.memory import static_memory
+from .cost.workload import workload_of
 from .layout.sequence import balance
 from .plan import Plan
 
@@ -33,6 +32,14 @@ class Kind(str, enum.Enum):
     COST = "cost"
 
 
+TITLES = {
+    Kind.NUMERICS: "Numerics: another training",
+    Kind.ROUNDING: "Rounding: the same sums in another order",
+    Kind.LAYOUT: "Layout",
+    Kind.COST: "Cost",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One value that differs. `note` says what follows from it."""
@@ -43,23 +50,38 @@ class Change:
     after: Any
     note: str = ""
 
+    @property
+    def values(self) -> str:
+        """Both values for people; of a cost the share by which it changes."""
+        return f"{shown(self.before)} → {shown(self.after)}{self.share and f' ({self.share})'}"
 
-class Resume(str, enum.Enum):
-    """How a checkpoint of the first plan gets into a run of the second."""
+    @property
+    def share(self) -> str:
+        """By how much a cost changes, as in +4.2%; nothing for other changes."""
+        numbers = all(isinstance(one, (int, float)) for one in (self.before, self.after))
+        if self.kind is not Kind.COST or not numbers or not self.before:
+            return ""
+        return f"{(self.after - self.before) / self.before:+.1%}"
 
-    SAME_FILES = "same files"
-    UNIVERSAL = "universal conversion"
-    NO = "not possible"
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Everything that differs. `moved_ranks` is None when the worlds differ or are too large to count."""
+    """Everything that differs. `moved_ranks` is None when the worlds differ or are too large to count.
+
+    `runtime` and `deepspeed` say how a checkpoint of the first plan gets into a run of the second.
+    """
 
     changes: tuple[Change, ...]
     moved_ranks: int | None
-    resume: Resume
-    reasons: tuple[str, ...]
+    runtime: Resumption
+    deepspeed: Resumption
 
     @property
     def same(self) -> bool:
@@ -75,7 +97,7 @@ class Difference:
         return {
             "same": self.same,
             "moved_ranks": self.moved_ranks,
-            "checkpoint": {"resume": self.resume.value, "reasons": list(self.reasons)},
+            "checkpoint": {"runtime": self.runtime.to_json(), "deepspeed": self.deepspeed.to_json()},
             "changes": [{**asdict(change), "kind": change.kind.value} for change in self.changes],
         }
 
@@ -83,8 +105,7 @@ class Difference:
 def difference(before: Plan, after: Plan) -> Difference:
     """What changes from one plan to another."""
     changes = (*_numerics(before, after), *_rounding(before, after), *_layout(before, after), *_cost(before, after))
-    resume, reasons = _resume(before, after)
-    return Difference(changes, _moved(before, after), resume, reasons)
+    return Difference(changes, _moved(before, after), by_runtime(before, after), by_deepspeed(before, after))
 
 
 def _changed(kind: Kind, before: dict[str, Any], after: dict[str, Any], note: str = "") -> Iterator[Change]:
@@ -151,7 +172,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             ),
             "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
             "zero.stage": plan.spec.zero_stage,
-            "padded vocabulary": _padded_vocabulary(plan),
+            "padded vocabulary": padded_vocabulary(plan),
             "ranks that share a kv head": plan.kv_replicas,
         }
 
@@ -165,7 +186,11 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
         traffic = {
             f"{name} bytes per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()
         }
+        found = estimate(workload_of(spec))
         return {
+            "estimated seconds of a step": round(found.time.step.seconds, 4),
+            "estimated tokens/s per GPU": round(found.time.tokens_per_second_per_gpu, 1),
+            "estimated peak bytes per rank": round(found.memory.peak.total_bytes),
             "static bytes per rank": static_memory(spec).total_bytes,
             **memory,
             **traffic,
@@ -174,10 +199,6 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
         }
 
     yield from _changed(Kind.COST, values(before), values(after))
-
-
-def _padded_vocabulary(plan: Plan) -> int:
-    return next(iter(plan.tensors().values()))[1].full_shape[0]
 
 
 def _moved(before: Plan, after: Plan) -> int | None:
@@ -195,46 +216,3 @@ def _moved(before: Plan, after: Plan) -> int | None:
         for grid in (first, second)
     )
     return sum(old != new for old, new in zip(here, there, strict=True))
-
-
-def _resume(before: Plan, after: Plan) -> tuple[Resume, tuple[str, ...]]:
-    obstacles = tuple(_obstacles(before, after))
-    if obstacles:
-        return Resume.NO, obstacles
-    old, new = before.spec.parallelism, after.spec.parallelism
-    reasons = []
-    if old.tp != new.tp:
-        reasons.append(f"tp {old.tp} → {new.tp}: DeepSpeed's files are one per tp rank")
-    if old.zero_shards != new.zero_shards:
-        reasons.append(
-            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and "
-            "DeepSpeed refuses another number"
-        )
-    if _padded_vocabulary(before) != _padded_vocabulary(after):
-        reasons.append(f"padded vocabulary {_padded_vocabulary(before)} → {_padded_vocabulary(after)}")
-    return (Resume.UNIVERSAL if reasons else Resume.SAME_FILES), tuple(reasons)
-
-
-def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
-    """Why a checkpoint does not go over at all."""
-    if before.spec.model.shape != after.spec.model.shape:
-        yield "the models have other shapes"
-    old, new = before.spec.parallelism, after.spec.parallelism
-    if old.pp != new.pp:
-        yield f"pp {old.pp} → {new.pp}: parameters are named by their stage's layers"
-    elif before.spec.virtual_stages != after.spec.virtual_stages:
-        yield "the pipeline stages hold other layers, and parameters are named by their stage's layers"
-    if before.spec.zero_stage != after.spec.zero_stage:
-        stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
-        yield f"zero.stage {stages}: the optimizer state is laid out otherwise"
-    first, second = before.spec.training, after.spec.training
-    if first.precision != second.precision or first.gradient_accumulation_dtype != second.gradient_accumulation_dtype:
-        yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"
-    if first.optimizer.type != second.optimizer.type:
-        yield f"optimizer {first.optimizer.type} → {second.optimizer.type}"
-    if old.tp != new.tp and max(before.kv_replicas, after.kv_replicas) > 1:
-        yield "kv heads are replicated: DeepSpeed's converter joins the slices of all tp ranks, replicas too"
-    if old.tp != new.tp and any(
-        parameter.split is not None and len(parameter.split.parts) > 1 for parameter in before.parameters
-    ):
-        yield "a fused projection is cut part by part: DeepSpeed's converter would join its slices as one"

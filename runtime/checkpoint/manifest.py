@@ -43,32 +43,6 @@ class Note:
         }
 
 
-def layout(plan: Plan) -> dict[str, Any]:
-    """What two plans have to share for DeepSpeed to load the one's checkpoint as it is into the other's run."""
-    parallelism, training = plan.spec.parallelism, plan.spec.training
-    return {
-        "model": dict(plan.spec.model.hf_config),
-        "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
-        "tp": parallelism.tp,
-        "pp": parallelism.pp,
-        "optimizer shards (dp · cp)": parallelism.zero_shards,
-        "zero stage": plan.spec.zero_stage,
-        "precision": training.precision.value,
-        "gradient accumulation": training.gradient_accumulation_dtype.value,
-        "optimizer": training.optimizer.type,
-    }
-
-
-ADAPTABLE = (
-    "make_vocab_size_divisible_by",
-    "tp",
-    "optimizer shards (dp · cp)",
-    "precision",
-    "gradient accumulation",
-)
-"""Parts of the layout that may differ: weights and optimizer states are then cut anew."""
-
-
 def locate(folder: Path) -> Path:
     """The checkpoint itself: `folder`, or the one in it that `latest` names.
 

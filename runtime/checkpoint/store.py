@@ -12,16 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from parcompile.checkpoints import ADAPTABLE, file_layout
+
 from ..errors import RunError
 from .adapting import adapt
 from .manifest import (
-    ADAPTABLE,
     LATEST,
     NOTE,
     Note,
     damages,
     digest_of,
-    layout,
     locate,
     read_note,
     write_atomically,
@@ -54,7 +54,7 @@ def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None)
     dist.barrier()
     files = _hashes(unfinished, mesh.rank)
     if mesh.rank == 0:
-        note = Note(unfinished, step, mesh.plan, layout(mesh.plan), files)
+        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files)
         write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
@@ -95,7 +95,7 @@ def load(engine: Any, folder: str | Path) -> int:
         (which values differ is said). Every rank raises.
     """
     note = read_note(Path(folder))
-    ours = layout(engine.mesh.plan)
+    ours = file_layout(engine.mesh.plan)
     different = {name: (note.layout.get(name), value) for name, value in ours.items() if note.layout.get(name) != value}
     fixed = [f"{name} {was} → {now}" for name, (was, now) in different.items() if name not in ADAPTABLE]
     if fixed:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.checkpoints import file_layout
 from parcompile.layout.optimizer import padded_shard
 from parcompile.plan import Plan
 from parcompile.spec import Precision
@@ -21,7 +22,7 @@ from parcompile.targets.deepspeed import ds_config
 
 from ..errors import RunError
 from ..tensor_parallel import take_ranges
-from .manifest import LATEST, NOTE, Note, digest_of, layout, read_note, write_atomically
+from .manifest import LATEST, NOTE, Note, digest_of, read_note, write_atomically
 from .pretrained import PretrainedFolder
 from .reading import MASTER, SavedRun
 
@@ -101,7 +102,7 @@ def _write(
     for tp_rank in range(plan.spec.parallelism.tp):
         _write_rank(plan, source, buffers, unfinished, names, tp_rank, {**counters, "step": step}, settings)
     files = {file.name: digest_of(file) for file in sorted(unfinished.iterdir())}
-    note = Note(unfinished, step, plan, layout(plan), files)
+    note = Note(unfinished, step, plan, file_layout(plan), files)
     write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
     unfinished.rename(place)
     write_atomically(output / LATEST, place.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import shutil
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from layout_cases import SMALL_MODEL, spec_tree
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "tests" / "specs"
@@ -52,10 +55,9 @@ def test_the_hook_runs_on_files_and_fails_on_mistakes() -> None:
         assert subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == code
 
 
-def action_step() -> str:
-    (step,) = [
-        one for one in load(ROOT / ".github/actions/check/action.yml")["runs"]["steps"] if one["name"] == "Check"
-    ]
+def action_step(name: str = "Check") -> str:
+    steps = load(ROOT / ".github/actions/check/action.yml")["runs"]["steps"]
+    (step,) = [one for one in steps if one["name"] == name]
     return str(step["run"])
 
 
@@ -79,3 +81,70 @@ def test_the_action_checks_patterns_and_writes_sarif(folder: str, code: int, tmp
     assert done.returncode == code, done.stderr
     assert ("::error" in done.stdout) is bool(code)
     assert '"2.1.0"' in (tmp_path / "out.sarif").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def pull_request(tmp_path: Path) -> Path:
+    """A checkout whose branch changes a spec, adds one, breaks one and removes one, with its base at `origin`."""
+    origin, here = tmp_path / "origin", tmp_path / "here"
+    specs = origin / "specs" / "deep"
+    specs.mkdir(parents=True)
+    config = {**SMALL_MODEL, "architectures": ["LlamaForCausalLM"]}
+    (specs / "config.hf").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("changed", "broken", "gone", "same"):
+        tree = spec_tree(1, 8, model={"hf_config": "config.hf"}, parallelism={"tp": 2})
+        (specs / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
+    git = functools.partial(subprocess.run, check=True, capture_output=True)
+    git(["git", "init", "-q", "-b", "main"], cwd=origin)
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    git(["git", "add", "-A"], cwd=origin)
+    git(["git", *who, "commit", "-qm", "base"], cwd=origin)
+    git(["git", "clone", "-q", str(origin), str(here)])
+    changed = {"changed": 4, "broken": 3, "new & odd [1]": 2}
+    for name, tp in changed.items():
+        tree = spec_tree(1, 8, model={"hf_config": "config.hf"}, parallelism={"tp": tp})
+        (here / "specs" / "deep" / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
+    (here / "specs" / "deep" / "gone.json").unlink()
+    git(["git", "add", "-A"], cwd=here)
+    git(["git", *who, "commit", "-qm", "change"], cwd=here)
+    return here
+
+
+@pytest.mark.skipif(shutil.which("bash") is None or shutil.which("git") is None, reason="the action needs bash and git")
+def test_the_action_writes_what_a_pull_request_changes_into_the_summary(pull_request: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n", encoding="utf-8")
+    settings = {"SPECS": "specs/**/*.json none/*.json", "BASE_REF": "main", "GITHUB_STEP_SUMMARY": str(summary)}
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", action_step("Compare")],
+        cwd=pull_request,
+        env={**environment(), **settings},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = summary.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    parts = {part.splitlines()[0]: part for part in text.split("\n## ")[1:]}
+    assert set(parts) == {
+        "specs/deep/changed.json",
+        "specs/deep/broken.json",
+        "specs/deep/gone.json",
+        r"specs/deep/new \& odd \[1\].json",
+    }
+    assert "| layout | tp 2 × dp 4, micro 1 × 1 | tp 4 × dp 2, micro 1 × 1 |" in parts["specs/deep/changed.json"]
+    assert "cut anew while it is loaded" in parts["specs/deep/changed.json"]
+    assert "error[" in parts["specs/deep/broken.json"]
+    assert "is gone" in parts["specs/deep/gone.json"]
+    assert "nothing to compare" in parts[r"specs/deep/new \& odd \[1\].json"]
+    listed = subprocess.run(["git", "worktree", "list"], cwd=pull_request, capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_the_action_compares_in_pull_requests_only() -> None:
+    tree = load(ROOT / ".github/actions/check/action.yml")
+    assert tree["inputs"]["base-ref"]["default"] == "${{ github.base_ref }}"
+    (step,) = [one for one in tree["runs"]["steps"] if one["name"] == "Compare"]
+    assert "inputs.base-ref != ''" in step["if"]

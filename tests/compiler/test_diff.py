@@ -6,8 +6,9 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 
+from parcompile.checkpoints import Resume
 from parcompile.cli.diff import command
-from parcompile.diff import Difference, Kind, Resume, difference
+from parcompile.diff import Difference, Kind, difference
 from parcompile.targets.files import to_text
 
 BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
@@ -27,7 +28,8 @@ def named(found: Difference, *kinds: Kind) -> dict[str, tuple[Any, Any]]:
 def test_a_plan_is_the_same_as_itself(tmp_path) -> None:
     found = compared(tmp_path)
     assert found.same
-    assert (found.moved_ranks, found.resume, found.reasons) == (0, Resume.SAME_FILES, ())
+    assert (found.moved_ranks, found.deepspeed.resume, found.deepspeed.reasons) == (0, Resume.SAME_FILES, ())
+    assert (found.runtime.resume, found.runtime.reasons) == (Resume.SAME_FILES, ())
 
 
 def test_another_batch_or_learning_rate_is_another_training(tmp_path) -> None:
@@ -35,7 +37,7 @@ def test_another_batch_or_learning_rate_is_another_training(tmp_path) -> None:
     found = compared(tmp_path, training=training)
     assert named(found, Kind.NUMERICS) == {"global_batch_size": (8, 16), "optimizer.lr": (3e-4, 1e-4)}
     assert named(found, Kind.ROUNDING) == {"gradient_accumulation_steps": (4, 8)}
-    assert found.resume is Resume.SAME_FILES
+    assert found.deepspeed.resume is Resume.SAME_FILES
 
 
 def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(tmp_path) -> None:
@@ -44,15 +46,15 @@ def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(t
     assert named(found, Kind.ROUNDING)["partial sums of a linear (tp)"] == (2, 4)
     assert named(found, Kind.LAYOUT)["tp"] == (2, 4)
     assert named(found, Kind.COST)["weight_bytes per rank"][1] < named(found, Kind.COST)["weight_bytes per rank"][0]
-    assert found.resume is Resume.UNIVERSAL
-    assert found.reasons[0].startswith("tp 2 → 4")
-    assert any(reason.startswith("dp · cp 4 → 2") for reason in found.reasons)
+    assert found.deepspeed.resume is Resume.UNIVERSAL
+    assert found.deepspeed.reasons[0].startswith("tp 2 → 4")
+    assert any(reason.startswith("dp · cp 4 → 2") for reason in found.deepspeed.reasons)
 
 
 def test_cp_and_dp_may_be_swapped_within_the_same_files(tmp_path) -> None:
     found = compared(tmp_path, parallelism={"tp": 2, "cp": 4}, training={"global_batch_size": 8})
     assert named(found, Kind.LAYOUT) == {"cp": (2, 4), "dp": (2, 1)}
-    assert found.resume is Resume.SAME_FILES
+    assert found.deepspeed.resume is Resume.SAME_FILES
 
 
 def test_a_checkpoint_does_not_go_to_stages_with_other_layers(tmp_path) -> None:
@@ -62,8 +64,8 @@ def test_a_checkpoint_does_not_go_to_stages_with_other_layers(tmp_path) -> None:
         tmp_path, before=even, parallelism={**even["parallelism"], "num_layers_in_first_pipeline_stage": 1}
     )
     assert named(found, Kind.LAYOUT)["layers of each stage"] == ("2 × 2", "1 × 1, 3 × 1")
-    assert found.resume is Resume.NO
-    assert "stages hold other layers" in found.reasons[0]
+    assert found.deepspeed.resume is Resume.NO
+    assert "stages hold other layers" in found.deepspeed.reasons[0]
 
 
 def test_ranks_that_move_are_counted(tmp_path) -> None:
@@ -90,10 +92,27 @@ def test_ranks_that_move_are_counted(tmp_path) -> None:
         ({"model": {"preset": "gpt2"}}, {"parallelism": {"tp": 4, "cp": 2}}, "a fused projection"),
     ],
 )
-def test_what_keeps_a_checkpoint_from_going_over(tmp_path, before, after, reason) -> None:
+def test_what_keeps_a_checkpoint_of_deepspeed_from_going_over(tmp_path, before, after, reason) -> None:
     found = compared(tmp_path, before=before, **after)
-    assert found.resume is Resume.NO
-    assert any(one.startswith(reason) for one in found.reasons), found.reasons
+    assert found.deepspeed.resume is Resume.NO
+    assert any(one.startswith(reason) for one in found.deepspeed.reasons), found.deepspeed.reasons
+
+
+@pytest.mark.parametrize(
+    ("after", "resume", "reason"),
+    [
+        ({"parallelism": {"tp": 8}}, Resume.CUT_ANEW, "tp 2 → 8"),
+        ({"training": {"global_batch_size": 8, "precision": "fp16"}}, Resume.CUT_ANEW, "precision bf16 → fp16"),
+        ({"training": {"global_batch_size": 8, "optimizer": {"type": "adam"}}}, Resume.NO, "optimizer adamw → adam"),
+        ({"model": {**SMALL_MODEL, "num_hidden_layers": 8}}, Resume.NO, "the models differ"),
+        ({"zero": {"stage": 2}}, Resume.NO, "the runtime refuses the new plan [X003]"),
+        ({"training": {"global_batch_size": 8, "seed": 5}}, Resume.SAME_FILES, None),
+    ],
+)
+def test_the_runtime_cuts_anew_what_the_layout_changes(tmp_path, after, resume, reason) -> None:
+    found = compared(tmp_path, **after).runtime
+    assert found.resume is resume
+    assert reason is None or reason in found.reasons
 
 
 class TestCommand:
@@ -116,11 +135,13 @@ class TestCommand:
         assert self.run(folder / "out" / "plan.json", folder / "out").output == same.output
         text = self.run(folder / "a.json", folder / "out").output
         assert "Rounding: the same sums in another order" in text
-        assert "Checkpoint: universal conversion" in text
+        assert "Checkpoint, by this runtime: cut anew while it is loaded\n  tp 2 → 4" in text
+        assert "Checkpoint, by DeepSpeed alone: universal conversion" in text
 
     def test_json_is_the_whole_of_standard_output(self, folder) -> None:
         tree = json.loads(self.run(folder / "a.json", folder / "b.json", "--format", "json").stdout)
-        assert tree["checkpoint"]["resume"] == "universal conversion"
+        assert tree["checkpoint"]["deepspeed"]["resume"] == "universal conversion"
+        assert tree["checkpoint"]["runtime"]["resume"] == "cut anew while it is loaded"
         assert {"kind": "layout", "what": "tp", "before": 2, "after": 4, "note": ""} in tree["changes"]
 
     def test_a_broken_spec_is_reported_and_a_missing_file_is_named(self, folder) -> None:
@@ -130,3 +151,29 @@ class TestCommand:
         missing = self.run(folder / "none.json", folder / "b.json")
         assert missing.exit_code != 0
         assert "none.json" in missing.output
+
+    def test_markdown_says_what_moves_what_it_costs_and_whether_a_checkpoint_goes_over(self, folder) -> None:
+        done = self.run(folder / "a.json", folder / "b.json", "--format", "markdown")
+        assert done.exit_code == 0
+        for part in (
+            "**The same training**: the same sums in another order. 6 ranks get another place in the mesh.",
+            "| layout | tp 2 × dp 4, micro 1 × 2 | tp 4 × dp 2, micro 1 × 4 |  |",
+            "- parcompile's runtime: goes on; the checkpoint is cut anew while it is loaded\n  - tp 2 → 4",
+            "- DeepSpeed alone: needs a universal conversion",
+            "<summary>Layout (",
+        ):
+            assert part in done.output, part
+        rows = [line for line in done.output.splitlines() if line.startswith("| ")]
+        assert any(line.startswith("| step, estimated |") and line.endswith("% |") for line in rows)
+        # Each table is whole: its rows have as many cells as its head.
+        assert {line.count("|") for line in rows} == {5}
+
+    def test_markdown_of_the_same_plan_says_so(self, folder) -> None:
+        assert "Nothing changes" in self.run(folder / "b.json", folder / "out", "--format", "markdown").output
+
+    def test_what_a_spec_is_called_is_no_markup(self, folder) -> None:
+        tree = spec_tree(1, 8, name="</details> @team | [x](y)", parallelism={"tp": 2})
+        (folder / "c.json").write_text(json.dumps(tree), encoding="utf-8")
+        text = self.run(folder / "a.json", folder / "c.json", "--format", "markdown").output
+        assert "&#60;/details&#62; &#64;team &#124; &#91;x&#93;(y)" in text
+        assert "@team" not in text

@@ -1,0 +1,129 @@
+"""Whether a checkpoint of one plan gets into a run of another, and how.
+
+The runtime of this project cuts a checkpoint anew while it loads it. The rules for DeepSpeed alone are those of its
+release 0.19.8, as measured: files are read at the same tp and the same dp · cp; a universal checkpoint goes to any
+other tp, cp and dp.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+ADAPTABLE = (
+    "make_vocab_size_divisible_by",
+    "tp",
+    "optimizer shards (dp · cp)",
+    "precision",
+    "gradient accumulation",
+)
+"""Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
+
+
+class Resume(str, enum.Enum):
+    """How a checkpoint of the first plan gets into a run of the second."""
+
+    SAME_FILES = "same files"
+    CUT_ANEW = "cut anew while it is loaded"
+    UNIVERSAL = "universal conversion"
+    NO = "not possible"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How, and what makes it so."""
+
+    resume: Resume
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"resume": self.resume.value, "reasons": list(self.reasons)}
+
+
+def file_layout(plan: Plan) -> dict[str, Any]:
+    """What two plans have to share for DeepSpeed to load the one's checkpoint as it is into the other's run."""
+    parallelism, training = plan.spec.parallelism, plan.spec.training
+    return {
+        "model": dict(plan.spec.model.hf_config),
+        "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
+        "tp": parallelism.tp,
+        "pp": parallelism.pp,
+        "optimizer shards (dp · cp)": parallelism.zero_shards,
+        "zero stage": plan.spec.zero_stage,
+        "precision": training.precision.value,
+        "gradient accumulation": training.gradient_accumulation_dtype.value,
+        "optimizer": training.optimizer.type,
+    }
+
+
+def by_runtime(before: Plan, after: Plan) -> Resumption:
+    """By the runtime of this project, which resumes without a conversion."""
+    refused = tuple(f"the runtime refuses the new plan [{one.code}]" for one in after.refusals)
+    refused += tuple(f"the runtime refuses the old plan [{one.code}]" for one in before.refusals)
+    if refused:
+        return Resumption(Resume.NO, refused)
+    old, new = file_layout(before), file_layout(after)
+    different = {name: _from_to(name, old[name], new[name]) for name in old if old[name] != new[name]}
+    fixed = tuple(text for name, text in different.items() if name not in ADAPTABLE)
+    if fixed:
+        return Resumption(Resume.NO, fixed)
+    return Resumption(Resume.CUT_ANEW if different else Resume.SAME_FILES, tuple(different.values()))
+
+
+def _from_to(name: str, old: object, new: object) -> str:
+    return "the models differ" if name == "model" else f"{name} {old} → {new}"
+
+
+def by_deepspeed(before: Plan, after: Plan) -> Resumption:
+    """By DeepSpeed alone, with its universal checkpoints."""
+    obstacles = tuple(_obstacles(before, after))
+    if obstacles:
+        return Resumption(Resume.NO, obstacles)
+    old, new = before.spec.parallelism, after.spec.parallelism
+    reasons = []
+    if old.tp != new.tp:
+        reasons.append(f"tp {old.tp} → {new.tp}: DeepSpeed's files are one per tp rank")
+    if old.zero_shards != new.zero_shards:
+        reasons.append(
+            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and "
+            "DeepSpeed refuses another number"
+        )
+    if padded_vocabulary(before) != padded_vocabulary(after):
+        reasons.append(f"padded vocabulary {padded_vocabulary(before)} → {padded_vocabulary(after)}")
+    return Resumption(Resume.UNIVERSAL if reasons else Resume.SAME_FILES, tuple(reasons))
+
+
+def padded_vocabulary(plan: Plan) -> int:
+    """Rows of the embedding over all tp ranks."""
+    return next(iter(plan.tensors().values()))[1].full_shape[0]
+
+
+def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
+    """Why a checkpoint does not go over at all."""
+    if before.spec.model.shape != after.spec.model.shape:
+        yield "the models have other shapes"
+    old, new = before.spec.parallelism, after.spec.parallelism
+    if old.pp != new.pp:
+        yield f"pp {old.pp} → {new.pp}: parameters are named by their stage's layers"
+    elif before.spec.virtual_stages != after.spec.virtual_stages:
+        yield "the pipeline stages hold other layers, and parameters are named by their stage's layers"
+    if before.spec.zero_stage != after.spec.zero_stage:
+        stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
+        yield f"zero.stage {stages}: the optimizer state is laid out otherwise"
+    first, second = before.spec.training, after.spec.training
+    if first.precision != second.precision or first.gradient_accumulation_dtype != second.gradient_accumulation_dtype:
+        yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"
+    if first.optimizer.type != second.optimizer.type:
+        yield f"optimizer {first.optimizer.type} → {second.optimizer.type}"
+    if old.tp != new.tp and max(before.kv_replicas, after.kv_replicas) > 1:
+        yield "kv heads are replicated: DeepSpeed's converter joins the slices of all tp ranks, replicas too"
+    if old.tp != new.tp and any(
+        parameter.split is not None and len(parameter.split.parts) > 1 for parameter in before.parameters
+    ):
+        yield "a fused projection is cut part by part: DeepSpeed's converter would join its slices as one"
