@@ -12,7 +12,6 @@ from .checkpoints import Resumption, by_deepspeed, by_runtime, padded_vocabulary
 from .cost.estimate import estimate
 from .cost.memory import static_memory
 from .cost.workload import workload_of
-from .layout.sequence import balance
 from .plan import Plan
 
 COUNTED_RANKS = 1 << 16
@@ -147,7 +146,7 @@ def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
         parallelism, training = plan.spec.parallelism, plan.spec.training
         return {
             "partial sums of a linear (tp)": parallelism.tp,
-            "parts of a softmax (cp)": f"{parallelism.cp} {parallelism.cp_layout.value}",
+            "parts of a softmax (cp)": f"{parallelism.context.ring_ranks} {parallelism.cp_layout.value}",
             "gradients that are summed (dp · cp)": parallelism.zero_shards,
             "micro_batch_size": training.micro_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
@@ -167,6 +166,8 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
             **{axis: getattr(parallelism, axis) for axis in _AXES},
             "order": "-".join(parallelism.order),
+            "cp_layout": parallelism.cp_layout.value,
+            "cp_implementation": parallelism.context.name,
             "layers of each stage": ", ".join(
                 f"{count} × {len(list(same))}" for count, same in groupby(len(one.layers) for one in plan.spec.stages)
             ),
@@ -195,7 +196,7 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
             **memory,
             **traffic,
             "bytes leaving the node": topology["bytes_leaving_node"],
-            "balance of the ring": float(balance(spec.parallelism.cp_layout, spec.parallelism.cp)),
+            "balance of the ring": float(spec.parallelism.context.balance(spec.parallelism.cp_layout)),
         }
 
     yield from _changed(Kind.COST, values(before), values(after))

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .cost.communication import ring_traffic, tensor_parallel_traffic
+from .cost.communication import tensor_parallel_traffic
+from .cost.context import AttentionSizes, exchanges
+from .layout.context import ContextParallel
 from .layout.families import Slice
 from .layout.grid import AXES, Grid
 from .layout.groups import GROUP_AXES
@@ -29,6 +31,8 @@ class Traffic:
     cp: int
     dp_cp: int
     pp: int
+    cp_levels: tuple[tuple[int, int, int], ...] = ()
+    """Of each level of context parallelism: ranks, the distance of neighbours in places of the cp group, bytes."""
 
     def by_group(self) -> dict[str, int]:
         """The bytes under the names of the groups."""
@@ -47,31 +51,35 @@ def step_traffic(
     micro_batches: int,
     element_bytes: int,
     gradient_bytes: int,
+    context: ContextParallel,
+    on_gpu: bool = True,
+    recomputed: bool = False,
 ) -> Traffic:
     """What a rank sends in a step.
 
     It holds `num_layers` layers in `virtual_stages` stages and `rank_numel` parameters; `element_bytes` are those of
     weights and activations, `gradient_bytes` those of a reduced gradient. Gradients are reduce-scattered and weights
-    gathered over dp · cp, (N − 1) / N of them each (ZeRO stage 1).
+    gathered over dp · cp, (N − 1) / N of them each (ZeRO stage 1). `context`, `on_gpu` and `recomputed` are as in
+    `cost.context.exchanges`.
     """
     tp, cp, dp, pp = (sizes.get(axis, 1) for axis in DENSE_AXES)
     local_length = sequence_length // cp
     common = {"num_layers": num_layers, "micro_batch_size": micro_batch_size, "element_bytes": element_bytes}
     tensor = tensor_parallel_traffic(sequence_length=local_length, hidden_size=shape.hidden_size, tp=tp, **common)
-    ring = ring_traffic(
-        local_sequence_length=local_length,
-        head_dim=shape.head_dim,
-        num_key_value_heads=max(1, shape.num_key_value_heads // tp),
-        cp=cp,
-        **common,
+    attention = AttentionSizes.of(shape, tp, local_length * micro_batch_size, element_bytes)
+    passes = num_layers * micro_batches
+    levels = tuple(
+        (one.ranks, one.stride, int(one.wire_bytes) * passes)
+        for one in exchanges(attention, context, on_gpu=on_gpu, recomputed=recomputed)
     )
     shards = dp * cp
     boundary = local_length * micro_batch_size * shape.hidden_size * element_bytes
     return Traffic(
         tp=tensor.wire_bytes * micro_batches,
-        cp=ring.wire_bytes * micro_batches,
+        cp=sum(size for _, _, size in levels),
         dp_cp=int(rank_numel * (gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
         pp=boundary * micro_batches * virtual_stages if pp > 1 else 0,
+        cp_levels=levels,
     )
 
 
@@ -91,10 +99,12 @@ class Placement:
 def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
     """How a grid lies on the machines."""
     reaches = {name: reach(Slice(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
-    leaving = sum(
-        (Fraction(size * reaches[name].leaving_node, reaches[name].count) for name, size in traffic.by_group().items()),
-        Fraction(0),
-    )
+    sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != "cp"]
+    cp = grid.size(("cp",))
+    for ranks, stride, size in traffic.cp_levels:
+        level = grid.factored("cp", ("within", "level", "beyond"), (stride, ranks, cp // (stride * ranks)))
+        sent.append((reach(Slice(level, ("level",)), per_node), size))
+    leaving = sum((Fraction(size * far.leaving_node, far.count) for far, size in sent), Fraction(0))
     return Placement(grid.order, reaches, int(leaving))
 
 

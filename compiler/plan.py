@@ -10,6 +10,7 @@ from typing import Any
 
 from .cost.preset import preset_tree
 from .diagnostics import Diagnostic
+from .layout.context import CpImplementation
 from .layout.groups import Groups
 from .layout.tensor import TensorLayout, tensor_layout
 from .model.parameters import Parameter, ParameterTable, parameter_table
@@ -60,7 +61,10 @@ class Plan:
     @property
     def groups(self) -> Groups:
         """The process groups."""
-        return Groups(self.spec.parallelism.grid, self.kv_replicas, self.spec.parallelism.ep)
+        parallelism = self.spec.parallelism
+        is_usp = parallelism.cp_implementation is CpImplementation.USP
+        levels = parallelism.hierarchical_cp_sizes if is_usp else None
+        return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels)
 
     @property
     def parameters(self) -> ParameterTable:

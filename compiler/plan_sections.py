@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .cost.context_time import choices
 from .cost.memory import rank_numel, static_memory
 from .cost.parameters import stage_numel
+from .cost.workload import workload_of
+from .layout.context import ContextParallel, CpImplementation
 from .layout.families import Family
 from .layout.grid import Grid
 from .layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from .layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
-from .layout.sequence import Source, balance, chunk_ids, source_blocks, token_ranges, work
+from .layout.sequence import Source, chunk_ids, source_blocks, token_ranges
 from .layout.stages import Stage
 from .layout.tensor import TensorLayout
 from .layout.topology import reach
@@ -87,6 +90,9 @@ def topology(plan: Plan) -> dict[str, Any]:
         micro_batches=training.gradient_accumulation_steps,
         element_bytes=training.precision.bytes,
         gradient_bytes=training.precision.bytes,
+        context=parallelism.context,
+        on_gpu=spec.cluster.accelerator != "cpu",
+        recomputed=training.activation_checkpointing == "full",
     )
     here = placement(groups.grid, per_node, traffic)
     others = alternatives(groups.grid, per_node, traffic) if spec.cluster.nodes > 1 else []
@@ -118,33 +124,63 @@ def tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
 
 
 def sequence(spec: Spec) -> dict[str, Any]:
-    """What each cp rank holds, and what it computes in the ring."""
-    cp, length, layout = spec.parallelism.cp, spec.training.sequence_length, spec.parallelism.cp_layout
-    blocks = source_blocks(layout, cp)
+    """What each cp rank holds, and what it computes with whose keys."""
+    parallelism, length = spec.parallelism, spec.training.sequence_length
+    cp, layout, context = parallelism.cp, parallelism.cp_layout, parallelism.context
+    places = context.ring_ranks
+    blocks = source_blocks(layout, places)
     ranks = [
         {
             "chunks": list(chunk_ids(layout, cp, rank)),
-            "tokens": [[piece.start, piece.stop] for piece in token_ranges(layout, cp, rank, length)],
-            "work": float(work(layout, cp, rank)),
-            "ring": [[(rank - step) % cp, Source.of(rank, (rank - step) % cp).value] for step in range(cp)]
-            if cp <= EXPANDED_RING
-            else None,
+            "tokens": [[piece.start, piece.stop, piece.step] for piece in token_ranges(layout, cp, rank, length)],
+            "work": float(context.work(layout, rank)),
+            "ring": _ring_row(context, rank // context.head_ranks) if cp <= EXPANDED_RING else None,
         }
         for rank in range(cp if cp <= EXPANDED_CP else 0)
     ]
     return {
         "layout": layout.value,
         "chunk_length": length // (cp * layout.chunks_per_rank),
-        "balance": float(balance(layout, cp)),
+        "balance": float(context.balance(layout)),
+        "implementation": {
+            "name": context.implementation.value,
+            "head_ranks": context.head_ranks,
+            "place": f"rank // {context.head_ranks}" if context.head_ranks > 1 else "rank",
+            "choices": choices(workload_of(spec)),
+        },
         "ring": {
-            "steps": cp,
-            "exchanges": cp - 1,
-            "source": "(rank - step) mod cp",
-            "send_to": "(rank + 1) mod cp",
-            "receive_from": "(rank - 1) mod cp",
+            "places": places,
+            "inner_places": context.inner_ranks,
+            **_ring_steps(context),
             "blocks": {kind.value: [asdict(block) for block in found] for kind, found in blocks.items()},
         },
         "ranks": ranks if cp <= EXPANDED_CP else None,
+    }
+
+
+def _ring_row(context: ContextParallel, place: int) -> list[list[int | str]]:
+    sources = [context.source(step, place) for step in range(context.ring_ranks)]
+    return [[source, Source.of(place, source).value] for source in sources]
+
+
+def _ring_steps(context: ContextParallel) -> dict[str, Any]:
+    """When keys come from whom, as formulas of the place, and how often they are passed on."""
+    places, inner = context.ring_ranks, context.inner_ranks
+    if context.implementation is CpImplementation.ALL_GATHER:
+        everyone = "all other places, at once"
+        return {"steps": 1, "exchanges": 1, "source": "all places", "send_to": everyone, "receive_from": everyone}
+    found = {"steps": places, "exchanges": places - 1}
+    if inner == places:
+        return found | {
+            "source": "(place - step) mod places",
+            "send_to": "(place + 1) mod places",
+            "receive_from": "(place - 1) mod places",
+        }
+    return found | {
+        "source": "seat (seat - step) mod inner_places of node (node - step // inner_places) mod nodes, "
+        "where node, seat = divmod(place, inner_places)",
+        "send_to": "whoever has this source next",
+        "receive_from": "whoever has the next source now",
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cost.memory import static_memory
 from .cost.preset import preset_from_tree, preset_tree
+from .layout.context import CpImplementation
 from .layout.sequence import CpLayout
 from .model.hf_config import shape_from_config
 from .plan_sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
@@ -40,6 +41,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
             **asdict(spec.parallelism),
             "order": "-".join(spec.parallelism.order),
             "cp_layout": spec.parallelism.cp_layout.value,
+            "cp_implementation": spec.parallelism.cp_implementation.value,
         },
         "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
         "training": _training(spec),
@@ -73,6 +75,9 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     preset = cluster.pop("preset")
     parallelism["order"] = tuple(parallelism["order"].split("-"))
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
+    parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
+    levels = parallelism["hierarchical_cp_sizes"]
+    parallelism["hierarchical_cp_sizes"] = None if levels is None else tuple(levels)
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
     schedule = training.pop("lr_scheduler")

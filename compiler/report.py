@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .cost.context_time import choices
 from .cost.memory import static_memory
+from .cost.workload import workload_of
 from .plan import Plan
 
 
@@ -15,6 +17,7 @@ def summary(plan: Plan) -> str:
     rows = {
         "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
         "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {order}",
+        **_context(plan),
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
@@ -31,6 +34,24 @@ def summary(plan: Plan) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in {"plan": spec.name, **rows}.items())
+
+
+def _context(plan: Plan) -> dict[str, str]:
+    """How attention runs over cp, and what the cost model says of the other ways; nothing for cp 1."""
+    parallelism = plan.spec.parallelism
+    if parallelism.cp == 1:
+        return {}
+    seconds: dict[str, float] = {}
+    for one in choices(workload_of(plan.spec)):
+        if one["seconds"] is not None:
+            seconds.setdefault(one["name"], one["seconds"])
+    listed = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in seconds.items())
+    return {
+        "attention": (
+            f"{parallelism.context.name}, {parallelism.cp_layout.value}; estimates for each layer and micro-batch "
+            f"beyond even attention: {listed}"
+        )
+    }
 
 
 def _bytes(count: int) -> str:

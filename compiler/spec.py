@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cost.hardware import Accelerator
+from .layout.context import ContextParallel, CpImplementation
 from .layout.grid import Grid
 from .layout.sequence import CpLayout
 from .layout.stages import Slots, Stage, merged, rank_stages
@@ -55,6 +56,9 @@ class Parallelism:
     sequence_parallel: bool
     cp_layout: CpLayout
     make_vocab_size_divisible_by: int
+    cp_implementation: CpImplementation = CpImplementation.RING
+    hierarchical_cp_sizes: tuple[int, int] | None = None
+    """Ranks of the inner and of the outer level of an implementation that has two."""
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
@@ -67,6 +71,11 @@ class Parallelism:
         """The dense grid. Experts are laid over its dp · cp ranks, so ep takes no ranks of its own."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return Grid.of(self.order, sizes)
+
+    @property
+    def context(self) -> ContextParallel:
+        """How attention runs over the cp ranks."""
+        return ContextParallel(self.cp_implementation, self.cp, self.hierarchical_cp_sizes)
 
     @property
     def slots(self) -> Slots:

@@ -85,7 +85,7 @@ class Estimate:
                     "bytes": round(one.wire_bytes),
                     "link": one.link.name,
                     "leaves_node": one.leaves_node,
-                    "exposed_seconds": self.exposed_seconds(one.group),
+                    "exposed_seconds": self.exposed_seconds(one),
                 }
                 for one in self.traffic
             ],
@@ -108,16 +108,14 @@ class Estimate:
             },
         }
 
-    def exposed_seconds(self, group: str) -> float:
-        """Seconds of a step in which nothing hides the traffic of a group."""
+    def exposed_seconds(self, one: GroupTraffic) -> float:
+        """Seconds of a step in which nothing hides this traffic; two levels of cp share theirs by their links' time."""
         step = self.time.step
-        return {
-            "tp": step.tensor,
-            "cp": step.context,
-            "ep": step.expert,
-            "dp-cp": step.gradients,
-            "pp": step.exchange,
-        }[group]
+        if one.group.startswith("cp"):
+            levels = {level.group: level.wire_bytes / level.link.bytes_per_s for level in self.traffic}
+            both = sum(seconds for group, seconds in levels.items() if group.startswith("cp"))
+            return step.context * levels[one.group] / both
+        return {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange}[one.group]
 
     def hidden_seconds(self, group: str) -> float:
         """Seconds of a step in which the traffic of a group runs behind computation."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from .activations import layer_bytes
 from .coefficients import Fit, default_time
+from .context_time import context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
 from .hardware import find_accelerator
-from .traffic import ring_hop_bytes
+from .rates import time_values
 from .workload import Workload
 
 OPTIMIZER_BYTES = 28
@@ -36,7 +37,6 @@ class StepTerms:
     elementwise: float
     tp_bytes: float
     ep_bytes: float
-    cp_bytes: float
     head_matmul: float
     head_elementwise: float
     stage_layers: tuple[int, ...]
@@ -131,7 +131,6 @@ def step_terms(work: Workload) -> StepTerms:
         elementwise=3 * again * tokens * (kept.total - kept.gathered) / machine.memory_bytes_per_s,
         tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * activation,
         ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
-        cp_bytes=(work.cp - 1) * (2 + 4 / work.element_bytes) * ring_hop_bytes(work) if work.cp > 1 else 0.0,
         head_matmul=6 * logits * shape.hidden_size / peak,
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
         stage_layers=tuple(len(stage.layers) for stage in stages),
@@ -172,9 +171,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
         far = work.stride("tp") * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
-    # The ring hides behind attention.
-    ring = terms.cp_bytes / bandwidth(terms, work.stride("cp"), work.cp, values) if work.cp > 1 else 0.0
-    context = max(0.0, ring - attention)
+    context = context_cost(work, work.context, values).seconds if work.cp > 1 else 0.0
     expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
@@ -252,7 +249,7 @@ def timing(work: Workload, fit: Fit | None = None) -> Timing:
     known = work.accelerator != "cpu"
     peak = find_accelerator(work.accelerator).flops_per_s if known else machine.matmul_flops_per_s(work.element_bytes)
     # Coefficients of one's own were fitted to this machine's rates; those of the package to peaks.
-    values = fitted.values if fit or machine.measured is None else reached(work, fitted.values)
+    values = fit.values if fit else time_values(work)
     step = step_time(step_terms(work), values)
     low, _, high = fitted.spread["all"]
     rate = work.tokens_per_step / step.seconds / work.world_size
@@ -262,20 +259,6 @@ def timing(work: Workload, fit: Fit | None = None) -> Timing:
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
     )
-
-
-def reached(work: Workload, values: Mapping[str, float]) -> dict[str, float]:
-    """The coefficients for a measured machine: what was measured is not discounted a second time."""
-    machine = work.machine
-    assert machine.measured is not None
-    return {
-        **values,
-        "matmul": 1.0,
-        "attention": machine.measured.attention_flops_per_s / machine.matmul_flops_per_s(work.element_bytes),
-        "launch_seconds": machine.measured.layer_seconds,
-        "node_link": 1.0,
-        "network_link": 1.0,
-    }
 
 
 def run_days(timed: Timing, work: Workload, tokens: float) -> float:

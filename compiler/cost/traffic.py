@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .context import context_exchanges
 from .flops import moe_layers
 from .hardware import Link
 from .workload import Workload
@@ -30,7 +31,10 @@ class GroupTraffic:
 
 
 def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
-    """Everything that a rank sends, the groups in the order tp, cp, ep, dp, pp; groups of one rank are left out."""
+    """Everything that a rank sends, the groups in the order tp, cp, ep, dp, pp; groups of one rank are left out.
+
+    Each level of context parallelism is an entry of its own.
+    """
     shape, layers = work.shape, max(len(stage.layers) for stage in work.stages)
     activation = work.local_tokens * shape.hidden_size * work.element_bytes
     found = []
@@ -41,13 +45,11 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
         split = work.sequence_parallel
         name = "all-gather + reduce-scatter" if split else "all-reduce"
         found.append(_group(work, "tp", name, calls * (2 if split else 1), calls * ring, work.tp))
-    if work.cp > 1:
-        hops = (work.cp - 1) * layers * work.micro_batches
-        # Forward keys and values; backward both again, and their fp32 gradients beside them.
-        rounds = 2 + recomputed + 4 / work.element_bytes
-        found.append(
-            _group(work, "cp", "ring of keys and values", int(hops * 3), hops * rounds * ring_hop_bytes(work), work.cp)
-        )
+    passes = layers * work.micro_batches
+    for one in context_exchanges(work):
+        stride = work.stride("cp") * one.stride
+        size = passes * one.wire_bytes
+        found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride=stride))
     if work.ep > 1 and shape.moe is not None:
         sparse = min(layers, moe_layers(shape))
         calls = (4 + 2 * recomputed) * sparse * work.micro_batches
@@ -69,13 +71,6 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
         size = activation / (work.tp if work.sequence_parallel else 1)
         found.append(_group(work, "pp", "send to the next and the last stage", sends, sends * size, 2))
     return tuple(found)
-
-
-def ring_hop_bytes(work: Workload) -> float:
-    """Keys and values of one layer and micro-batch on one rank."""
-    shape = work.shape
-    heads = max(shape.num_key_value_heads / work.tp, 1.0)
-    return 2 * heads * shape.head_dim * work.local_tokens * work.element_bytes
 
 
 def _shard_stride(work: Workload) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from parcompile.layout.context import ContextParallel, CpImplementation
 from parcompile.layout.grid import AXES
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
@@ -58,6 +59,9 @@ class Workload:
     dp: int = 1
     pp: int = 1
     order: tuple[str, ...] = AXES
+    cp_layout: str = "zigzag"
+    cp_implementation: str = "ring"
+    cp_sizes: tuple[int, int] | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
     element_bytes: int = 2
@@ -97,6 +101,11 @@ class Workload:
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, before sequence parallelism."""
         return self.micro_batch * self.sequence_length // self.cp
+
+    @property
+    def context(self) -> ContextParallel:
+        """How attention runs over the cp ranks."""
+        return ContextParallel(CpImplementation(self.cp_implementation), self.cp, self.cp_sizes)
 
     @property
     def global_batch(self) -> int:
@@ -165,6 +174,9 @@ def workload_of(spec: Spec) -> Workload:
         dp=axes.dp,
         pp=axes.pp,
         order=axes.order,
+        cp_layout=axes.cp_layout.value,
+        cp_implementation=axes.cp_implementation.value,
+        cp_sizes=axes.hierarchical_cp_sizes,
         sequence_parallel=axes.sequence_parallel,
         recompute=training.activation_checkpointing,
         element_bytes=training.precision.bytes,

@@ -103,7 +103,8 @@ _DECIDED = {
     "lr_warmup_init": "a warm-up starts at min_lr",
     "lr_decay_iters": "a schedule ends with the training steps",
     "expert_tensor_parallel_size": "experts are cut over tp as the rest is",
-    "cp_comm_type": "context parallelism is a ring",
+    "cp_comm_type": "a spec has one implementation for all layers: p2p, all_gather, a2a or a2a+p2p",
+    "hierarchical_context_parallel_sizes": "a spec has two levels, with cp_comm_type a2a+p2p",
     "attention_dropout": "a spec has no dropout",
     "hidden_dropout": "a spec has no dropout",
 }
@@ -137,6 +138,7 @@ def import_tree(tree: Mapping[str, Any], kind: str, given: Mapping[Path, Any]) -
     decoupled = _take(flat, result, "training.optimizer.type", "optimizer.params.adam_w_mode") is not False
     _optimizer(flat, result, decoupled=decoupled)
     _choices(flat, result)
+    _context(flat, result)
     _virtual_stages(flat, result)
     _schedule(flat, result)
     if kind == MEGATRON:
@@ -237,6 +239,21 @@ def _choices(flat: dict[str, Any], result: Imported) -> None:
         _set(result.spec, target, "full" if kind is True else kind)
     if _take(flat, result, "parallelism.order", "use_tp_pp_dp_mapping") is True:
         _set(result.spec, ("parallelism", "order"), "tp-cp-ep-pp-dp")
+
+
+def _context(flat: dict[str, Any], result: Imported) -> None:
+    """Megatron-LM's implementation of context parallelism, when it is one for all layers."""
+    kind, sizes = flat.get("cp_comm_type"), flat.get("hierarchical_context_parallel_sizes")
+    if isinstance(kind, list) and len(kind) == 1:
+        kind = kind[0]
+    names = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses", "a2a+p2p": "usp"}
+    has_levels = kind == "a2a+p2p" and isinstance(sizes, list) and len(sizes) == 2
+    if kind not in names or (kind == "a2a+p2p") != has_levels:
+        return
+    _carry(result, flat, "cp_comm_type", ("parallelism", "cp_implementation"), names[kind])
+    if has_levels:
+        target = ("parallelism", "hierarchical_cp_sizes")
+        _carry(result, flat, "hierarchical_context_parallel_sizes", target, sizes)
 
 
 def _virtual_stages(flat: dict[str, Any], result: Imported) -> None:

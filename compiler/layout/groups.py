@@ -5,6 +5,7 @@
 | tp, cp, dp, pp | that axis | layers, ring, batches, stages |
 | dp-cp | dp and cp | gradients and ZeRO: DeepSpeed's "sequence data parallel" group |
 | tp-pp | tp and pp | one whole copy of the model: DeepSpeed's "model parallel" group |
+| cp-inner, cp-outer | cp, within one level | USP: heads for tokens, and the ring across |
 | kv-replica | tp, inside one kv head | gradients of kv heads that several ranks hold |
 | tp-cp, tp-dp, tp-dp-cp | those axes | Megatron-Core: amax reduction, activations, embeddings |
 | embedding, position-embedding | pp, first and last stage, first stage | tied embeddings, learned positions |
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .families import Ends, Family, Slice, kv_replica_family
+from .families import Ends, Family, Slice, hierarchical_cp_families, kv_replica_family
 from .grid import Grid
 
 GROUP_AXES: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,9 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 """Every group that the runtime creates as a slice of the grid, and the axes along which its members differ."""
 
 KV_REPLICA = "kv-replica"
+
+CP_LEVELS = ("cp-inner", "cp-outer")
+"""The groups of each level of a context-parallel group, as Megatron-Core's hierarchical ones."""
 
 MEGATRON_AXES: dict[str, tuple[str, ...]] = {
     "tp-cp": ("tp", "cp"),
@@ -74,17 +78,20 @@ def expert_grid(dense: Grid, ep: int, expert_tp: int | None = None) -> Grid:
 class Groups:
     """All groups of a world.
 
-    `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts.
+    `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts;
+    `cp_sizes` are the ranks of the inner and outer groups of cp, where attention needs such groups.
     """
 
     grid: Grid
     kv_replicas: int = 1
     ep: int = 1
+    cp_sizes: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups that every rank of the runtime creates, in the order in which it does."""
-        return (*GROUP_AXES, KV_REPLICA) if self.kv_replicas > 1 else tuple(GROUP_AXES)
+        levels = CP_LEVELS if self.cp_sizes else ()
+        return (*GROUP_AXES, *levels, *((KV_REPLICA,) if self.kv_replicas > 1 else ()))
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -104,6 +111,8 @@ class Groups:
         """
         if name == KV_REPLICA:
             return kv_replica_family(self.grid, self.kv_replicas)
+        if self.cp_sizes and name in CP_LEVELS:
+            return hierarchical_cp_families(self.grid, self.cp_sizes)[CP_LEVELS.index(name)]
         if name in EMBEDDING_GROUPS:
             return Ends(Slice(self.grid, ("pp",)), last=EMBEDDING_GROUPS[name])
         if name in EXPERT_AXES:

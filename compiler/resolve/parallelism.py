@@ -7,6 +7,7 @@ import functools
 
 from parcompile.cost.hardware import Accelerator
 from parcompile.cost.preset import PresetError, is_preset_file, read_preset
+from parcompile.layout.context import ContextParallel
 from parcompile.layout.grid import AXES
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import Slots
@@ -138,8 +139,8 @@ class ParallelismValues(SpecReader):
             return int(self.get("parallelism", name))
         return int(self.record(("parallelism", name), self.axis("pp"), Origin.DERIVED, f"pp {self.axis('pp')}"))
 
-    def parallelism(self) -> Parallelism:
-        """The whole section."""
+    def parallelism(self, context: ContextParallel) -> Parallelism:
+        """The whole section, with the way in which attention runs over cp."""
         slots = self.slots
         return Parallelism(
             **{axis: self.axis(axis) for axis in AXES},
@@ -148,6 +149,8 @@ class ParallelismValues(SpecReader):
             # One rank holds the whole sequence in order: there is nothing to deal.
             cp_layout=self.cp_layout if self.axis("cp") > 1 else CpLayout.CONTIGUOUS,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+            cp_implementation=context.implementation,
+            hierarchical_cp_sizes=context.sizes,
             account_for_embedding_in_pipeline_split=slots.embedding,
             account_for_loss_in_pipeline_split=slots.loss,
             num_layers_in_first_pipeline_stage=slots.first,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from parcompile.spec import Spec
 
-from .model import ModelValues
-from .training import TrainingValues
+from .context import ContextValues
 
 
-class Resolution(ModelValues, TrainingValues):
+class Resolution(ContextValues):
     """The values of a spec. The arguments are those of `SpecReader`."""
 
     def spec(self) -> Spec:
@@ -21,7 +20,7 @@ class Resolution(ModelValues, TrainingValues):
             name=self.get("name", default="unnamed"),
             model=self.model(),
             cluster=self.cluster,
-            parallelism=self.parallelism(),
+            parallelism=self.parallelism(self.context_parallel),
             training=self.training(),
             zero_stage=self.zero_stage,
             deepspeed=dict(self.get("deepspeed", default={})),

@@ -84,6 +84,11 @@ class TrainingValues(ParallelismValues):
         return int(self.get("zero", "stage", default=1))
 
     @property
+    def activation_checkpointing(self) -> str:
+        """What is recomputed in the backward pass."""
+        return str(self.get("training", "activation_checkpointing", default="none"))
+
+    @property
     def lr(self) -> float:
         """The highest learning rate."""
         return float(self.get("training", "optimizer", "lr", default=3e-4))
@@ -124,7 +129,7 @@ class TrainingValues(ParallelismValues):
             ),
             lr_scheduler=self.lr_scheduler,
             gradient_clipping=float(self.get("training", "gradient_clipping", default=1.0)),
-            activation_checkpointing=self.get("training", "activation_checkpointing", default="none"),
+            activation_checkpointing=self.activation_checkpointing,
             loss_scale=float(self.get("training", "loss_scale", default=0)),
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed", default=1234)),

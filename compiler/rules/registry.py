@@ -26,6 +26,7 @@ _MODULES = (
     "tensor",
     "tensor_remarks",
     "sequence",
+    "context",
     "precision",
     "recompute",
     "zero",

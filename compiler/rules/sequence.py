@@ -110,18 +110,18 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
     "C004",
     "contiguous chunks leave ranks idle",
     """Under a causal mask a late chunk attends to more keys than an early one. With one chunk per rank the last rank
-    computes 2 · cp − 1 times what the first does, and the others wait; zigzag gives every rank the same work.""",
+    computes 2 · cp − 1 times what the first does, and the others wait; zigzag gives every rank the same work.
+    Ranks that exchange heads for tokens (ulysses) share all chunks evenly.""",
     wrong={"parallelism": {"cp": 4, "cp_layout": "contiguous"}},
     right={"parallelism": {"cp": 4, "cp_layout": "zigzag"}},
     severity=Severity.WARNING,
     sources=("arXiv 2407.21783, section 3.3.2",),
 )
 def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the contiguous layout with cp > 1."""
+    """Fires for the contiguous layout where more than one rank has chunks of its own."""
     cp = spec.axis("cp")
-    if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS:
-        # Rank r computes (2r + 1) of cp² units; closed form of layout.sequence.balance.
-        share = cp / (2 * cp - 1)
+    if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
+        share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
         yield Finding(
             f"cp_layout contiguous with cp {cp}: ranks do {share:.0%} of the busiest rank's attention on average",
             _LAYOUT,

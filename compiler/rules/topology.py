@@ -42,6 +42,9 @@ def _traffic(spec: Resolution) -> Traffic:
         micro_batches=spec.gradient_accumulation_steps,
         element_bytes=spec.precision.bytes,
         gradient_bytes=spec.precision.bytes,
+        context=spec.context_parallel,
+        on_gpu=spec.cluster.accelerator != "cpu",
+        recomputed=spec.activation_checkpointing == "full",
     )
 
 
@@ -112,7 +115,7 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
             yield Finding(
                 f"tp {spec.axis('tp')} · cp {spec.axis('cp')} on nodes of {spec.cluster.gpus_per_node}: "
                 f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
-                f"{_bytes(size)} per step around its ring",
+                f"{_bytes(size)} per step in its cp group",
                 _place(spec, "cp"),
             )
 

@@ -83,6 +83,23 @@ _SPEC_KEYS: dict[str, tuple[str, ...]] = {
     "parallelism.order": ("rank_order", "axis_order", "mesh_order", "parallel_order"),
     "parallelism.sequence_parallel": ("megatron_sp", "use_sequence_parallel", "tp_sequence_parallel"),
     "parallelism.cp_layout": ("context_parallel_layout", "ring_layout", "cp_sharding", "load_balance"),
+    "parallelism.cp_implementation": (
+        "cp_comm_type",
+        "context_parallel_implementation",
+        "attention_implementation",
+        "cp_comm_strategy",
+        "context_parallel_rotate_method",
+        "cp_backend",
+        "ring_implementation",
+    ),
+    "parallelism.hierarchical_cp_sizes": (
+        "hierarchical_context_parallel_sizes",
+        "cp_sizes",
+        "ulysses_size",
+        "ulysses_degree",
+        "ring_degree",
+        "inner_ranks",
+    ),
     "training.sequence_length": (
         "seq_length",
         "seq_len",

@@ -17,8 +17,10 @@ from parcompile.plan import REFUSAL_PREFIX
 from parcompile.resolve import Resolution, Unavailable
 from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
 
+_CP = ("cp_implementation", "hierarchical_cp_sizes")
+
 SECTIONS: Mapping[str, str] = {
-    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout"), "parallelism"),
+    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout", *_CP), "parallelism"),
     "micro_batch_size": "training",
     "global_batch_size": "training",
     "sequence_length": "training",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import yaml
 
+from parcompile.layout.context import CpImplementation
+from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision
 
@@ -20,6 +22,7 @@ def files(plan: Plan) -> dict[str, str]:
     """accelerate.yaml."""
     spec = plan.spec
     parallelism, precision = spec.parallelism, spec.training.precision
+    gathers = parallelism.cp_implementation is CpImplementation.ALL_GATHER
     tree = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -41,7 +44,7 @@ def files(plan: Plan) -> dict[str, str]:
             "parallelism_config_tp_size": parallelism.tp,
             "parallelism_config_cp_size": parallelism.cp,
             "parallelism_config_cp_backend": "torch",
-            "parallelism_config_cp_comm_strategy": "alltoall",
+            "parallelism_config_cp_comm_strategy": "allgather" if gathers else "alltoall",
         },
     }
     lines = header(plan, "For `accelerate launch --config_file accelerate.yaml`: FSDP2 with tp and cp.")
@@ -60,8 +63,17 @@ def losses(plan: Plan) -> list[Loss]:
             )
     if parallelism.pp == 1:
         found += order_loss(parallelism, "accelerate", _ORDERS)
-    if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
-        found.append(Loss("cp_layout contiguous", "torch deals sequences out in zigzag", "zigzag is used"))
+    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
+        layout = parallelism.cp_layout.value
+        found.append(Loss(f"cp_layout {layout}", "torch deals sequences out in zigzag", "zigzag is used"))
+    if parallelism.cp_implementation not in (CpImplementation.RING, CpImplementation.ALL_GATHER):
+        found.append(
+            Loss(
+                f"cp_implementation {parallelism.cp_implementation.value}",
+                "cp_comm_strategy is alltoall (a ring) or allgather",
+                "alltoall is used",
+            )
+        )
     if parallelism.sequence_parallel:
         found.append(Loss("sequence_parallel", "the model's own tp plan decides it", "what transformers does"))
     if spec.zero_stage in (0, 1):

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from parcompile.layout.context import CpImplementation
+from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
 
@@ -23,7 +25,16 @@ MEGATRON_VERSION = "d98e8a64"
 
 _ORDERS = (("tp", "cp", "ep", "dp", "pp"), ("tp", "cp", "ep", "pp", "dp"))
 
-Value = int | float | str | bool | list[str]
+COMM_TYPES = {
+    CpImplementation.RING: "p2p",
+    CpImplementation.DOUBLE_RING: "p2p",
+    CpImplementation.ALL_GATHER: "all_gather",
+    CpImplementation.ULYSSES: "a2a",
+    CpImplementation.USP: "a2a+p2p",
+}
+"""Values of --cp-comm-type."""
+
+Value = int | float | str | bool | list[str] | list[int]
 Arguments = dict[str, Value]
 """Flags without their dashes; True is a flag without a value."""
 
@@ -50,7 +61,7 @@ def as_list(found: Arguments) -> list[str]:
     for name, value in found.items():
         listed.append(f"--{name}")
         if isinstance(value, list):
-            listed.extend(value)
+            listed.extend(map(str, value))
         elif value is not True:
             listed.append(str(value))
     return listed
@@ -112,14 +123,40 @@ def losses(plan: Plan) -> list[Loss]:
         found.append(
             Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
         )
-    if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
-        found.append(Loss("cp_layout contiguous", "Megatron-LM deals sequences out in zigzag", "zigzag is used"))
+    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
+        found.append(
+            Loss(
+                f"cp_layout {parallelism.cp_layout.value}",
+                "Megatron-LM deals sequences out in zigzag",
+                "zigzag is used",
+            )
+        )
+    found += _context_losses(spec)
     if training.lr_scheduler is not None:
         found.append(
             Loss("lr_scheduler", "Megatron-LM counts steps from 0, DeepSpeed from 1", "rates are one step earlier")
         )
     found.append(Loss("data and tokenizer", "the spec does not name them", "add --data-path and --tokenizer-type"))
     return found
+
+
+def _context_losses(spec: Spec) -> list[Loss]:
+    """Where TransformerEngine's context parallelism does less than the plan's implementation."""
+    parallelism, shape = spec.parallelism, spec.model.shape
+    if parallelism.cp_implementation is CpImplementation.DOUBLE_RING:
+        return [Loss("cp_implementation double_ring", "Megatron-LM has one ring", "--cp-comm-type p2p")]
+    ranks, kv_heads = parallelism.context.head_ranks, max(1, shape.num_key_value_heads // parallelism.tp)
+    if kv_heads % ranks:
+        name = parallelism.cp_implementation.value
+        return [
+            Loss(
+                f"cp_implementation {name} with {kv_heads} key/value heads on a rank",
+                f"TransformerEngine does not repeat them for {ranks} ranks that exchange heads",
+                "cp_implementation ring",
+                fatal=True,
+            )
+        ]
+    return []
 
 
 def _layout(spec: Spec) -> Arguments:
@@ -134,7 +171,9 @@ def _layout(spec: Spec) -> Arguments:
     if parallelism.sequence_parallel:
         found["sequence-parallel"] = True
     if parallelism.cp > 1:
-        found["cp-comm-type"] = ["p2p"]
+        found["cp-comm-type"] = [COMM_TYPES[parallelism.cp_implementation]]
+    if parallelism.cp_implementation is CpImplementation.USP and parallelism.hierarchical_cp_sizes is not None:
+        found["hierarchical-context-parallel-sizes"] = list(parallelism.hierarchical_cp_sizes)
     order = effective_order(parallelism)
     if "dp" in order and "pp" in order and order.index("dp") > order.index("pp"):
         found["use-tp-pp-dp-mapping"] = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from parcompile.layout.context import CpImplementation
+from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 
 from .identity import header
@@ -36,7 +38,7 @@ def files(plan: Plan) -> dict[str, str]:
             "seq_len": training.sequence_length,
         },
     }
-    if parallelism.cp > 1 and parallelism.cp_layout.value == "zigzag":
+    if parallelism.cp > 1:
         tables["parallelism"]["context_parallel_load_balancer"] = "headtail"
     lines = header(plan, "Parallel dims for torchtitan: the [parallelism] and [training] of a job.")
     for name, table in tables.items():
@@ -67,8 +69,22 @@ def losses(plan: Plan) -> list[Loss]:
                 "pipeline stages", "torchtitan deals its layers to stages itself", "set its pipeline_parallel_* options"
             )
         )
-    if parallelism.cp > 1 and parallelism.cp_layout.value == "contiguous":
-        found.append(Loss("cp_layout contiguous", "no name for it was found", "its default order of chunks"))
+    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
+        found.append(
+            Loss(
+                f"cp_layout {parallelism.cp_layout.value}",
+                "a file can name the load balancers headtail (zigzag) and, for flex attention, ptrr",
+                "headtail is used: the same numbers up to the order of sums",
+            )
+        )
+    if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:
+        found.append(
+            Loss(
+                f"cp_implementation {parallelism.cp_implementation.value}",
+                "no option names it: torch gathers all keys",
+                "all-gather is used: the same numbers, more memory for keys",
+            )
+        )
     if spec.zero_stage in (0, 1):
         found.append(
             Loss(

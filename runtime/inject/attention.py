@@ -12,10 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.context import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
 
 from ..errors import RunError
-from ..ring_attention import ring_attention
+from ..groups import Mesh
+from ..ring_attention import UspGroups, attention
 
 NAME = "parcompile"
 """The name under which the attention is registered."""
@@ -29,17 +31,39 @@ RING = "parcompile_ring"
 
 @dataclass(slots=True)
 class RingPlace:
-    """The ring of a model's attention modules; `group` is None when one rank holds the whole sequence."""
+    """How a model's attention modules attend; `group` is None when one rank holds the whole sequence."""
 
     group: dist.ProcessGroup | None
+    context: ContextParallel
     layout: CpLayout
     sequence_length: int
+    levels: UspGroups | None = None
+    """The groups of usp, in the place of `group`."""
     documents: list[list[int]] | None = None
     """Borders of the documents in each row of the batch that the model works on."""
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> RingPlace:
+        """As the plan says."""
+        parallelism, length = mesh.plan.spec.parallelism, mesh.plan.spec.training.sequence_length
+        levels = None
+        if parallelism.cp_implementation is CpImplementation.USP:
+            levels = UspGroups(mesh.group("cp-inner"), mesh.group("cp-outer"))
+        return cls(mesh.parallel_group("cp"), parallelism.context, parallelism.cp_layout, length, levels)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What names the implementation, its ranks and their tokens."""
+        found: dict[str, Any] = {"implementation": self.context.implementation.value, "layout": self.layout}
+        if self.levels is not None:
+            return found | {"groups": self.levels}
+        if self.context.implementation is CpImplementation.DOUBLE_RING:
+            found["inner_ranks"] = self.context.inner_ranks
+        return found | {"group": self.group}
+
 
 def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
-    """Makes every attention of a Hugging Face model run around the ring."""
+    """Makes every attention of a Hugging Face model run over the ranks that share its sequences."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -91,12 +115,11 @@ def _attention(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
     covered = not sliding_window or sliding_window >= place.sequence_length
-    out = ring_attention(
+    out = attention(
         query,
         key,
         value,
-        group=place.group,
-        layout=place.layout,
+        **place.options,
         causal=True,
         scale=scaling,
         window=None if covered else sliding_window,

@@ -56,8 +56,8 @@ class _Injection:
 
     def run(self) -> None:
         self.slices.compare(self.model)
-        parallelism, length = self.spec.parallelism, self.spec.training.sequence_length
-        use_ring_attention(self.model, RingPlace(self.mesh.parallel_group("cp"), parallelism.cp_layout, length))
+        parallelism = self.spec.parallelism
+        use_ring_attention(self.model, RingPlace.of(self.mesh))
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
             check_agreement(self.model, self.slices)

@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parcompile.layout.context import heads_per_pass
+
 from .gathering import Gathering
 from .kernels import Kernel
 from .merge import accumulation_dtype
 from .route import Step
 from .terms import Terms
-
-# A message should be long enough that its latency does not matter, and a launch on a GPU should fill it about twice.
-_SMALLEST_MESSAGE_BYTES = 1 << 20
-_CUDA_ROWS_PER_LAUNCH = 2 * 132 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ def head_groups(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[slice, 
     """Query heads and the key/value heads they read, for each pass; equal on every rank."""
     heads, kv_heads = query.shape[1], key.shape[1]
     share = heads // kv_heads
-    bytes_per_head = (key[:, 0].numel() + value[:, 0].numel()) * key.element_size()
-    rows_per_head = query.shape[0] * share * query.shape[2]
-    for size in range(1, kv_heads + 1):
-        fills = query.device.type != "cuda" or size * rows_per_head >= _CUDA_ROWS_PER_LAUNCH
-        if size == kv_heads or (kv_heads % size == 0 and fills and size * bytes_per_head >= _SMALLEST_MESSAGE_BYTES):
-            break
+    size = heads_per_pass(
+        kv_heads,
+        (key[:, 0].numel() + value[:, 0].numel()) * key.element_size(),
+        query.shape[0] * share * query.shape[2],
+        fills_device=query.device.type == "cuda",
+    )
     return [
         (slice(start * share, (start + size) * share), slice(start, start + size)) for start in range(0, kv_heads, size)
     ]

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parcompile.layout.context import ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
 
 from .tiles import CAUSAL, FULL, STRICT, Band, Tile
@@ -97,13 +98,13 @@ def plan_route(
     hops = []
     for now, then in zip(needed, [*needed[1:], 0], strict=True):
         # The keys of `mine` go to the rank that has its turn with them next; those of `theirs` are mine then.
-        mine, theirs = _source(now, rank, size, inner), _source(then, rank, size, inner)
-        hops.append(Hop(_holder(then, mine, size, inner), _holder(now, theirs, size, inner)))
+        mine, theirs = ring_source(now, rank, size, inner), ring_source(then, rank, size, inner)
+        hops.append(Hop(ring_holder(then, mine, size, inner), ring_holder(now, theirs, size, inner)))
     last = len(needed) - 1
     return tuple(
         Step(
-            _source(step, rank, size, inner),
-            tuple(source_tiles(layout, size, rank, _source(step, rank, size, inner), local_length, masking)),
+            ring_source(step, rank, size, inner),
+            tuple(source_tiles(layout, size, rank, ring_source(step, rank, size, inner), local_length, masking)),
             hops[index] if index < last else None,
             hops[index] if index > 0 else None,
         )
@@ -122,7 +123,7 @@ def needed_steps(
     """The steps in which any rank has something to compute, beginning with 0, the rank's own keys."""
 
     def is_needed(step: int) -> bool:
-        pairs = ((rank, _source(step, rank, size, inner or size)) for rank in range(size))
+        pairs = ((rank, ring_source(step, rank, size, inner or size)) for rank in range(size))
         if not masking.refines_blocks:
             return any(
                 ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size].blocks
@@ -134,20 +135,6 @@ def needed_steps(
         )
 
     return (0, *(step for step in range(1, size) if is_needed(step)))
-
-
-def _source(step: int, rank: int, size: int, inner: int) -> int:
-    """Whose keys a rank holds in a step. With one inner ring that is all: `rank - step`, as the compiler says."""
-    outer_step, inner_step = divmod(step, inner)
-    node, place = divmod(rank, inner)
-    return (node - outer_step) % (size // inner) * inner + (place - inner_step) % inner
-
-
-def _holder(step: int, source: int, size: int, inner: int) -> int:
-    """Who holds the keys of a rank in a step."""
-    outer_step, inner_step = divmod(step, inner)
-    node, place = divmod(source, inner)
-    return (node + outer_step) % (size // inner) * inner + (place + inner_step) % inner
 
 
 def source_tiles(

@@ -102,7 +102,7 @@ def test_what_is_cut_is_cut_as_the_plan_says(tmp_path: Path) -> None:
     subject = small(tmp_path, parallelism={"tp": 2, "cp": 4})
     titles = [one.title for one in picture("cuts", subject).shapes if isinstance(one, Box)]
     for rank, found in enumerate(subject.plan.to_json()["sequence"]["ranks"]):
-        for start, stop in found["tokens"]:
+        for start, stop, _ in found["tokens"]:
             assert f"cp {rank}: tokens [{start}, {stop})" in titles
     for row in subject.plan.to_json()["tensors"]:
         if row["ranges"] and row["layers"] and len(row["shape"]) > 1:
