@@ -36,6 +36,8 @@ class ContextCost:
     exposed: float
     copies: float
     imbalance: float
+    hidden: float
+    """Seconds of exchanges that run behind attention: no part of the cost."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +51,7 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
     sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recompute == "full")
     attention = attention_seconds(work, values)
     balance = float(context.balance(CpLayout(work.cp_layout)))
-    exposed = 0.0
+    exposed = behind = 0.0
     for one in sent:
         seconds = _seconds(work, one, values)
         if one.neighbours:
@@ -62,12 +64,14 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
         else:
             hidden = 0.0
         exposed += max(0.0, seconds - hidden)
+        behind += min(seconds, hidden)
     return ContextCost(
         context,
         sum(one.wire_bytes for one in sent),
         exposed,
         _copied_bytes(sizes, context) / work.machine.memory_bytes_per_s,
         attention * (1 / balance - 1),
+        behind,
     )
 
 

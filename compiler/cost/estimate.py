@@ -85,7 +85,7 @@ class Estimate:
                     "bytes": round(one.wire_bytes),
                     "link": one.link.name,
                     "leaves_node": one.leaves_node,
-                    "exposed_seconds": self.exposed_seconds(one),
+                    "exposed_seconds": self.exposed_seconds(one.group),
                 }
                 for one in self.traffic
             ],
@@ -108,18 +108,24 @@ class Estimate:
             },
         }
 
-    def exposed_seconds(self, one: GroupTraffic) -> float:
-        """Seconds of a step in which nothing hides this traffic; two levels of cp share theirs by their links' time."""
+    def exposed_seconds(self, group: str) -> float:
+        """Seconds of a step in which nothing hides the traffic of a group."""
         step = self.time.step
-        if one.group.startswith("cp"):
-            levels = {level.group: level.wire_bytes / level.link.bytes_per_s for level in self.traffic}
-            both = sum(seconds for group, seconds in levels.items() if group.startswith("cp"))
-            return step.context * levels[one.group] / both
-        return {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange}[one.group]
+        found = {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange}
+        return found[group] if group in found else step.context * self._share_of_cp(group)
 
     def hidden_seconds(self, group: str) -> float:
         """Seconds of a step in which the traffic of a group runs behind computation."""
-        return {"cp": self.time.step.hidden_context, "dp-cp": self.time.step.hidden_gradients}.get(group, 0.0)
+        step = self.time.step
+        if group == "dp-cp":
+            return step.hidden_gradients
+        return step.hidden_context * self._share_of_cp(group) if group.startswith("cp") else 0.0
+
+    def _share_of_cp(self, group: str) -> float:
+        """Two levels of cp share what both take by the time on their links."""
+        found = [one for one in self.traffic if one.group.startswith("cp")]
+        seconds = {one.group: one.wire_bytes / one.link.bytes_per_s for one in found}
+        return seconds[group] / sum(seconds.values())
 
 
 def _share(value: float | None) -> float | None:

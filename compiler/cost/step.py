@@ -171,7 +171,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
         far = work.stride("tp") * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
-    context = context_cost(work, work.context, values).seconds if work.cp > 1 else 0.0
+    shared = context_cost(work, work.context, values)
+    context = shared.seconds
     expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
@@ -203,7 +204,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         gradients=gradients,
         optimizer=terms.optimizer,
         stages=stages,
-        hidden_context=passes * layers * (ring - context),
+        hidden_context=passes * layers * shared.hidden,
         hidden_gradients=hidden,
     )
 

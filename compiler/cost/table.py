@@ -79,7 +79,7 @@ def traffic_rows(found: Estimate) -> list[str]:
                 f"{one.messages:,}",
                 f"{one.wire_bytes / GIB:,.2f} GiB",
                 f"{one.link.name} {place}",
-                f"{found.exposed_seconds(one):.3f} s",
+                f"{found.exposed_seconds(one.group):.3f} s",
             )
         )
     return columns(rows)

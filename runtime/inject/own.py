@@ -23,7 +23,8 @@ from parcompile.model.own import LAYER, OwnModule
 from ..errors import RunError
 from ..groups import Mesh
 from ..loss import ParallelCausalLoss
-from ..ring_attention import keep_attention, ring_attention
+from ..ring_attention import attention as run_attention
+from ..ring_attention import keep_attention
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .attention import RING, RingPlace, take_documents
 from .heads import localise_heads
@@ -90,8 +91,7 @@ def adopt(module: nn.Module, mesh: Mesh) -> None:
     assert own is not None
     for name in _attentions(own, mesh):
         _submodule(module, name)
-    parallelism, length = mesh.plan.spec.parallelism, mesh.plan.spec.training.sequence_length
-    call = _Call(module, RingPlace(mesh.parallel_group("cp"), parallelism.cp_layout, length))
+    call = _Call(module, RingPlace.of(mesh))
     setattr(module, _CALL, call)
     setattr(module, RING, call.place)
     module.register_forward_pre_hook(call.begin, with_kwargs=True)
@@ -250,9 +250,7 @@ class _Ring(TorchFunctionMode):
         if query.dim() != 4:
             raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
         place = self.place
-        return ring_attention(
-            query, key, value, group=place.group, layout=place.layout, scale=scale, documents=place.documents
-        )
+        return run_attention(query, key, value, **place.options, scale=scale, documents=place.documents)
 
 
 def _run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
