@@ -58,7 +58,7 @@ def layer_bytes(
     heads = shape.num_attention_heads / tp
     if shape.mla is not None:
         mla = shape.mla
-        attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + mla.q_lora_rank + mla.kv_lora_rank
+        attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
     else:
         attention = (2 * heads + 2 * kv_heads) * shape.head_dim
     projections = 3 if shape.gated_mlp else 2

@@ -19,7 +19,8 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
     h, heads = shape.hidden_size, shape.num_attention_heads
     if shape.mla is not None:
         mla = shape.mla
-        attention = h * mla.q_lora_rank + mla.q_lora_rank * heads * mla.qk_head_dim
+        queries, rank = heads * mla.qk_head_dim, mla.q_lora_rank
+        attention = h * queries if rank is None else rank * (h + queries)
         attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
         attention += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
     else:

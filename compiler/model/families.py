@@ -44,8 +44,8 @@ class Experts:
     router_first: bool = True
     shared: str = ""
     shared_gate: str = ""
-    count: tuple[str, int] = ("num_local_experts", 8)
-    per_token: tuple[str, int] = ("num_experts_per_tok", 2)
+    count: tuple[str, int | None] = ("num_local_experts", 8)
+    per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
     width: tuple[str, int | None] = ("intermediate_size", None)
     shared_width: tuple[str, int] | None = None
     """The key of the shared expert's width."""
@@ -53,6 +53,17 @@ class Experts:
     """The key of the number of shared experts, each as wide as the others."""
     dense_layers: tuple[str, int] | None = None
     """The key of how many first layers keep the dense MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Defaults of multi-head latent attention's keys. The query rank may be None: queries are not compressed."""
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ class Family:
     mlp_bias: Switch = False
     head_bias: Switch = False
     experts: Experts | None = None
+    latent: Latent | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a configuration leaves out, where they are not those of Llama's."""
     own_head_dim: bool = True
@@ -126,8 +138,66 @@ def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **others
     return {key: value for key, value in found.items() if value is not None}
 
 
+def _routed(
+    count: int | None,
+    per_token: int | None,
+    width: int,
+    *,
+    dense_layers: int | None = None,
+    shared: int = 1,
+    count_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+) -> Experts:
+    """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
+    return Experts(
+        router_first=False,
+        shared="shared_experts",
+        count=(count_key, count),
+        per_token=("num_experts_per_tok", per_token),
+        width=("moe_intermediate_size", width),
+        shared_count=(shared_key, shared),
+        dense_layers=None if dense_layers is None else ("first_k_dense_replace", dense_layers),
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
+    "cwm": Family(
+        qkv_bias=False, output_bias=False, mlp_bias="mlp_bias", defaults=_defaults(8, 128, sliding_window=8192)
+    ),
+    "iquestcoder": Family(mlp_bias="mlp_bias", defaults=_defaults(8, 128)),
+    "ministral3": Family(qkv_bias=False, output_bias=False, defaults=_defaults(8, 128)),
+    "vaultgemma": Family(
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        defaults=_defaults(4, 256, sliding_window=4096, **_TIED),
+    ),
+    "jais2": Family(
+        up=_UP_ONLY,
+        gated=False,
+        norm=Norm.WEIGHT_AND_BIAS,
+        mlp_bias="mlp_bias",
+        defaults=_defaults(attention_bias=True, mlp_bias=True),
+    ),
+    "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD, qk_norm_names=("query_layernorm", "key_layernorm")),
+    "persimmon": Family(
+        final_norm="final_layernorm",
+        qkv=("query_key_value",),
+        heads_interleaved=True,
+        output="dense",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="qk_layernorm",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_holds=Norm.WEIGHT_AND_BIAS,
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        own_head_dim=False,
+        defaults={"qk_layernorm": True},
+    ),
     "mistral": Family(qkv_bias=False, output_bias=False, defaults=_defaults(8, sliding_window=4096)),
     "ministral": Family(qkv_bias=False, output_bias=False, defaults=_defaults(8, sliding_window=4096)),
     "qwen2": Family(
@@ -275,19 +345,54 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": Family(
         order=("attention", "norms", "mlp"), experts=Experts(block="block_sparse_moe", router="router")
     ),
-    "deepseek_v3": Family(
+    "flex_olmo": Family(
+        qk_norm=QkNorm.WHOLE,
+        norms=_POST_NORMS,
+        experts=Experts(count=("num_experts", 7), per_token=("num_experts_per_tok", 5)),
+    ),
+    "minimax_m2": Family(
+        qk_norm=QkNorm.WHOLE,
         qkv_bias=False,
         output_bias=False,
+        experts=Experts(count=("num_local_experts", 256), per_token=("num_experts_per_tok", 8)),
+        defaults=_defaults(8, 128),
+    ),
+    "mellum": Family(
+        qk_norm=QkNorm.HEAD,
         experts=Experts(
             router_first=False,
-            shared="shared_experts",
-            count=("n_routed_experts", 256),
+            count=("num_local_experts", 64),
             per_token=("num_experts_per_tok", 8),
-            width=("moe_intermediate_size", 2048),
-            shared_count=("n_shared_experts", 1),
-            dense_layers=("first_k_dense_replace", 3),
+            width=("moe_intermediate_size", 896),
         ),
+        defaults=_defaults(4, 128, sliding_window=1024),
     ),
+    "glm4_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        output_bias=False,
+        experts=_routed(128, 8, 1408, dense_layers=1),
+        defaults=_defaults(8),
+    ),
+    "solar_open": Family(output_bias=False, experts=_routed(128, 8, 1280), defaults=_defaults(8, 128)),
+    "dots1": Family(
+        qk_norm=QkNorm.HEAD,
+        experts=_routed(None, None, 1408, dense_layers=0),
+        defaults=_defaults(32, sliding_window=4096),
+    ),
+    "exaone_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        experts=_routed(64, 8, 1024, dense_layers=1, count_key="num_experts", shared_key="num_shared_experts"),
+        defaults=_defaults(32, sliding_window=4096),
+    ),
+    "deepseek_v2": Family(
+        latent=Latent(), mlp_bias="mlp_bias", experts=_routed(64, None, 1407, dense_layers=0, shared=2)
+    ),
+    "deepseek_v3": Family(latent=Latent(), experts=_routed(256, 8, 2048, dense_layers=3)),
+    "youtu": Family(latent=Latent(), defaults=_defaults(16, **_TIED)),
+    "minicpm3": Family(latent=Latent(768, 256, 64, 32, 64), mlp_bias="mlp_bias", defaults=_defaults(**_TIED)),
     "gpt2": Family(base="transformer", qkv_bias=True, output_bias=True, mlp_bias=True, gated=False, defaults=_TIED),
 }
 """The model types whose parameters the compiler knows exactly."""

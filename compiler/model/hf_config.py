@@ -6,9 +6,10 @@ Defaults are those of the family; a key that a family cannot do without is an er
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from .families import FAMILIES, Experts, Family, Norm, QkNorm
+from .families import FAMILIES, Experts, Family, Latent, Norm, QkNorm
 from .own import OwnModule, Problem
 from .shape import MlaShape, ModelShape, MoeShape
 
@@ -57,8 +58,8 @@ def shape_from_config(config: Config) -> ModelShape:
     family = FAMILIES[name]
     read = _Reader(config, family, _GPT2_NAMES if name == "gpt2" else {})
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    mla = _mla(read) if name == "deepseek_v3" else None
-    one_width_heads = name in {"gpt2", "gpt_neox"}
+    mla = _mla(read, family.latent) if family.latent else None
+    one_width_heads = name in {"gpt2", "gpt_neox", "persimmon"}
     return ModelShape(
         model_type=name,
         hidden_size=hidden,
@@ -130,6 +131,10 @@ class _Reader:
         """Whether there is a value or the family has a default."""
         return self._config.get(name) is not None or name in self._family.defaults
 
+    def is_null(self, name: str) -> bool:
+        """Whether the key is there without a value."""
+        return name in self._config and self._config[name] is None
+
     def layers(self, name: str) -> tuple[int, ...]:
         """A list of layers, which may be left out."""
         return tuple(self._config.get(name) or ())
@@ -191,11 +196,7 @@ def _first_moe_layer(read: _Reader, experts: Experts) -> int:
     return len(dense)
 
 
-def _mla(read: _Reader) -> MlaShape:
-    return MlaShape(
-        q_lora_rank=read.size("q_lora_rank", 1536),
-        kv_lora_rank=read.size("kv_lora_rank", 512),
-        qk_nope_head_dim=read.size("qk_nope_head_dim", 128),
-        qk_rope_head_dim=read.size("qk_rope_head_dim", 64),
-        v_head_dim=read.size("v_head_dim", 128),
-    )
+def _mla(read: _Reader, latent: Latent) -> MlaShape:
+    sizes = {name: read.size(name, default) for name, default in asdict(latent).items() if name != "q_lora_rank"}
+    rank = None if read.is_null("q_lora_rank") else read.size("q_lora_rank", latent.q_lora_rank)
+    return MlaShape(q_lora_rank=rank, **sizes)

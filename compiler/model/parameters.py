@@ -229,18 +229,28 @@ def _qk_norm(rows: _Rows, name: str, heads: int, width: int, family: Family) -> 
             rows.add(f"{name}.{kind}", (heads * width,), column(heads * width, heads))
 
 
-def _latent_attention(rows: _Rows, shape: ModelShape, family: Family) -> None:  # noqa: ARG001 -- as _attention
-    mla = shape.mla
+def _latent_attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
+    mla, name, bias = shape.mla, family.attention, shape.qkv_bias
     assert mla is not None
     h, heads = shape.hidden_size, shape.num_attention_heads
     queries, keys_values = heads * mla.qk_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    rows.linear("self_attn.q_a_proj", mla.q_lora_rank, h, None)
-    rows.norm("self_attn.q_a_layernorm", mla.q_lora_rank)
-    rows.linear("self_attn.q_b_proj", queries, mla.q_lora_rank, column(queries, heads))
-    rows.linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, h, None)
-    rows.norm("self_attn.kv_a_layernorm", mla.kv_lora_rank)
-    rows.linear("self_attn.kv_b_proj", keys_values, mla.kv_lora_rank, column(keys_values, heads))
-    rows.linear("self_attn.o_proj", h, heads * mla.v_head_dim, row(heads * mla.v_head_dim, heads))
+
+    def compressed(what: str, size: int, rank: int) -> None:
+        # What every rank computes for its own heads: the gradient is a part.
+        rows.add(f"{name}.{what}.weight", (size, h), partial=True)
+        if bias:
+            rows.add(f"{name}.{what}.bias", (size,), partial=True)
+        rows.add(f"{name}.{what.partition('_a_')[0]}_a_layernorm.weight", (rank,), partial=True)
+
+    if mla.q_lora_rank is None:
+        rows.linear(f"{name}.q_proj", queries, h, column(queries, heads))
+    else:
+        compressed("q_a_proj", mla.q_lora_rank, mla.q_lora_rank)
+        rows.linear(f"{name}.q_b_proj", queries, mla.q_lora_rank, column(queries, heads))
+    compressed("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank)
+    rows.linear(f"{name}.kv_b_proj", keys_values, mla.kv_lora_rank, column(keys_values, heads))
+    size = heads * mla.v_head_dim
+    rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
 
 
 def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:

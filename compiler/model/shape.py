@@ -27,7 +27,8 @@ class MoeShape:
 class MlaShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    q_lora_rank: int
+    q_lora_rank: int | None
+    """None: queries are projected at once."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int

@@ -11,7 +11,7 @@ from parcompile.resolve import Resolution
 from .places import model_path
 from .registry import Finding, rule
 
-RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2", "deepseek_v3"})
+RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2"})
 """Model types that the runtime injects."""
 
 

@@ -263,9 +263,10 @@ def _latent_attention(spec: Spec) -> Arguments:
     mla = spec.model.shape.mla
     if mla is None:
         return {}
+    queries: Arguments = {} if mla.q_lora_rank is None else {"q-lora-rank": mla.q_lora_rank}
     return {
         "multi-latent-attention": True,
-        "q-lora-rank": mla.q_lora_rank,
+        **queries,
         "kv-lora-rank": mla.kv_lora_rank,
         "qk-head-dim": mla.qk_nope_head_dim,
         "qk-pos-emb-head-dim": mla.qk_rope_head_dim,

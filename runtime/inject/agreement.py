@@ -14,10 +14,10 @@ EXPERTS = "moe_tp_experts"
 
 _COLUMN = ("colwise", "colwise_gather_output", "packed_colwise")
 _ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
-_PARTIAL = "replicated_with_grad_allreduce"
+_PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
 # weights part by part, and a norm over all heads sums its squares over the ranks.
-_KNOWN = (*_COLUMN, *_ROW, _PARTIAL, EXPERTS)
+_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS)
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -35,14 +35,12 @@ def entries(model: nn.Module) -> dict[str, str]:
 
 
 def check_agreement(model: nn.Module, slices: Slices) -> None:
-    """The model's own tensor-parallel plan cuts what the compiled plan cuts, along the same dim.
+    """The model's own tensor-parallel plan, where it has one, cuts what the compiled plan cuts, along the same dim.
 
     Raises:
-        RunError: there is no such plan, it has an entry without a rule here, or they contradict each other.
+        RunError: it has an entry without a rule here, or they contradict each other.
     """
     named = entries(model)
-    if not named:
-        raise RunError(f"{type(model).__name__} has no base_model_tp_plan to inject from", everywhere=True)
     parameters = dict(model.named_parameters())
     for name, style in named.items():
         if style not in _KNOWN:
@@ -51,7 +49,7 @@ def check_agreement(model: nn.Module, slices: Slices) -> None:
             )
         if style == EXPERTS:
             continue
-        if style == _PARTIAL:
+        if style in _PARTIAL:
             kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in parameters]
             agrees = all(slices.of(f"{name}.{kind}").parameter.partial for kind in kinds)
             if not agrees:

@@ -22,6 +22,24 @@ _COMMON = {
 
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
+_ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -62,20 +80,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "lm_head_bias": True},
     "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.3, "logits_scaling": 2.0},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 24,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-    },
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "first_k_dense_replace": 1},
+    "cwm": {"head_dim": 8, **_MIXED},
+    "iquestcoder": {"head_dim": 8},
+    "ministral3": {"head_dim": 8},
+    "vaultgemma": {"head_dim": 8, **_MIXED, "query_pre_attn_scalar": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "persimmon": {"num_key_value_heads": 4},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "mellum": {"num_local_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 8, **_MIXED},
+    "glm4_moe": {"use_qk_norm": True, **_ROUTED},
+    "solar_open": {"head_dim": 8, **_ROUTED},
+    "dots1": {**_ROUTED, "n_group": 2, "first_k_dense_replace": 1},
+    "exaone_moe": {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, **_MIXED},
+    "deepseek_v2": {**_ROUTED, **_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "youtu": _LATENT,
+    "minicpm3": _LATENT,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 
@@ -86,4 +107,11 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": family, **common, **_SPECIAL.get(family, {}), **changes}
 
 
-__all__ = ["FAMILIES", "tiny_config"]
+RELATIVES = (
+    *("cwm", "iquestcoder", "ministral3", "vaultgemma", "jais2", "hunyuan_v1_dense", "persimmon"),
+    *("flex_olmo", "minimax_m2", "mellum", "glm4_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v2", "minicpm3"),
+)
+"""Families that differ from others in what is one's own of several already: the tests run them in one layout, the
+others in each; `benchmarks/models.py --prove` runs all in each."""
+
+__all__ = ["FAMILIES", "RELATIVES", "tiny_config"]

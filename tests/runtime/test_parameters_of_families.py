@@ -12,6 +12,7 @@ from parcompile.model.hf_config import shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
 
+LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
 REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
@@ -39,7 +40,7 @@ def test_a_table_lists_what_the_model_registers(family: str) -> None:
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "deepseek_v3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", *LATENT)])
 def test_a_table_follows_the_switches_of_the_configuration(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -52,7 +53,7 @@ def test_a_table_follows_the_switches_of_the_configuration(family: str) -> None:
             check(tiny_config(family, **dict.fromkeys(names, False)))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "deepseek_v3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", *LATENT)])
 def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -68,7 +69,8 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
         "max_position_embeddings": 64,
     }
     # These classes' own default, None, does not build.
-    config.update({"head_dim": width} if family == "ministral" else {})
+    config.update({"head_dim": width} if family in ("ministral", "hunyuan_v1_dense") else {})
+    config.update({"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2} if family == "dots1" else {})
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
