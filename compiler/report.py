@@ -17,11 +17,11 @@ def summary(plan: Plan) -> str:
     rows = {
         "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
         "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {order}",
-        **_context(plan),
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
         ),
+        **_context(plan),
         "memory": (
             f"{_bytes(memory.total_bytes)} static per rank: weights {_bytes(memory.weight_bytes)}, gradients "
             f"{_bytes(memory.gradient_bytes)}, master {_bytes(memory.master_bytes)}, optimizer "
@@ -47,7 +47,7 @@ def _context(plan: Plan) -> dict[str, str]:
             seconds.setdefault(one["name"], one["seconds"])
     listed = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in seconds.items())
     return {
-        "attention": (
+        "cp": (
             f"{parallelism.context.name}, {parallelism.cp_layout.value}; estimates for each layer and micro-batch "
             f"beyond even attention: {listed}"
         )

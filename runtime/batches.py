@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .groups import Mesh
-from .inject.attention import DOCUMENTS
+from .inject.attention import DOCUMENTS, FIRST_SAMPLE
 from .loss import IGNORED
 from .ring_attention import document_borders, local_positions, split_sequence
 
 Batch = dict[str, Any]
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the chance of attention dropout in configurations of Hugging Face."""
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -125,19 +128,31 @@ class PlanLoader:
         while True:
             micro_batches = [self._whole(micro) for micro in range(self._steps)]
             divisor = self._divisor(micro_batches)
-            for batch in micro_batches:
-                yield {**split_batch(batch, self._mesh), "num_items_in_batch": divisor}
+            for micro, batch in enumerate(micro_batches):
+                ready = {**split_batch(batch, self._mesh), "num_items_in_batch": divisor}
+                if self._drops_attention:
+                    ready[FIRST_SAMPLE] = self._first_sample(micro)
+                yield ready
             self.step += 1
 
     @property
     def _steps(self) -> int:
         return self._mesh.plan.spec.training.gradient_accumulation_steps
 
+    @property
+    def _drops_attention(self) -> bool:
+        config = self._mesh.plan.spec.model.hf_config
+        return any(config.get(name) for name in _ATTENTION_DROPOUTS)
+
+    def _first_sample(self, micro: int) -> int:
+        """The number of the first sequence of this dp rank's micro-batch."""
+        training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
+        in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
+        return self.step * training.global_batch_size + in_step
+
     def _whole(self, micro: int) -> Batch:
         """The whole sequences of this dp rank's micro-batch."""
-        training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
-        size = training.micro_batch_size
-        first = self.step * training.global_batch_size + (micro * dp + self._mesh.index("dp")) * size
+        first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
         samples = [_sample(self._dataset[index % len(self._dataset)]) for index in range(first, first + size)]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         if "labels" in batch:

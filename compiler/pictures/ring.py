@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from parcompile.layout.context import ContextParallel, CpImplementation
 from parcompile.layout.sequence import Block, CpLayout, Mask, Source, balance, source_blocks, work
 
 from .shapes import SMALL, Area, Box, Cells, Picture, Sketch, Text
@@ -18,7 +19,8 @@ GLYPHS = 18
 def draw(subject: Subject, width: float) -> Picture:
     """Ranks × steps: a cell is full, half or empty, and shows the blocks of its queries (down) and keys (across)."""
     parallelism = subject.plan.spec.parallelism
-    cp, layout = parallelism.cp, parallelism.cp_layout
+    context, layout = parallelism.context, parallelism.cp_layout
+    cp, name = context.ring_ranks, _name(context)
     sketch = Sketch(width)
     shown = [index * cp // min(cp, MOST) for index in range(min(cp, MOST))]
     left, right = 58.0, 74.0 if sketch.narrow else 190.0
@@ -34,12 +36,13 @@ def draw(subject: Subject, width: float) -> Picture:
     for row, rank in enumerate(shown):
         y = top + row * cell
         if row % label == 0:
-            sketch.add(Text(left - 8, y + cell / 2 + 4, f"rank {rank}", SMALL, "soft", "end"))
+            sketch.add(Text(left - 8, y + cell / 2 + 4, f"{name} {rank}", SMALL, "soft", "end"))
         for column, step in enumerate(shown):
-            kind = Source.of(rank, (rank - step) % cp)
+            source = context.source(step, rank)
+            kind = Source.of(rank, source)
             x = left + column * cell
             if cell >= GLYPHS:
-                title = f"rank {rank}, step {step}: keys of rank {(rank - step) % cp}, {words(shares[kind])}"
+                title = f"{name} {rank}, step {step}: keys of {name} {source}, {words(shares[kind])}"
                 sketch.add(Box(x, y, cell - gap, cell - gap, "track", title, radius=2))
                 _blocks(sketch, x, y, cell - gap, blocks[kind], layout)
             else:
@@ -62,14 +65,32 @@ def draw(subject: Subject, width: float) -> Picture:
     if cell >= GLYPHS:
         sketch.caption("In a cell: the rank's query chunks down, the source's key chunks across.", size=SMALL + 1)
     if len(shown) < cp:
-        sketch.caption(f"{len(shown)} of {cp} ranks and steps are drawn, evenly spread.", size=SMALL + 1)
+        sketch.caption(f"{len(shown)} of {cp} {name}s and steps are drawn, evenly spread.", size=SMALL + 1)
     even = float(balance(layout, cp))
-    subtitle = f"cp {cp}, {layout.value}: {cp} steps, {cp - 1} exchanges; balance {even:.0%}"
-    if cp == 1:
+    subtitle = f"{_said(context)}, {layout.value}: {_steps(context)}; balance {even:.0%}"
+    if context.cp == 1:
         subtitle = "cp 1: each rank holds whole sequences, there is no ring"
     each = ", ".join(f"{kind.value} {words(found)}" for kind, found in shares.items() if cp > 1 or kind is Source.OWN)
     description = f"{subtitle} (mean work of a rank over the busiest one's). By whose keys they are: {each}."
     return sketch.picture("Ring schedule", subtitle, description)
+
+
+def _name(context: ContextParallel) -> str:
+    """What keys travel between: ranks, or places that several ranks share."""
+    return "rank" if context.head_ranks == 1 else "place"
+
+
+def _said(context: ContextParallel) -> str:
+    is_ring = context.implementation is CpImplementation.RING
+    return f"cp {context.cp}" if is_ring else f"{context.name} on cp {context.cp}"
+
+
+def _steps(context: ContextParallel) -> str:
+    if context.implementation is CpImplementation.ALL_GATHER:
+        return "the keys of all ranks at once"
+    steps = f"{context.ring_ranks} steps, {context.ring_ranks - 1} exchanges"
+    shared = f"{context.head_ranks} ranks exchange heads for tokens and share a place"
+    return steps if context.head_ranks == 1 else shared + (f"; {steps}" if context.ring_ranks > 1 else "")
 
 
 def _half(shares: dict[Source, Fraction], cell: float) -> list[tuple[str, str]]:
@@ -105,17 +126,17 @@ def _role(part: Fraction) -> str:
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
     """For a terminal: a character for each rank and step."""
-    parallelism = subject.plan.spec.parallelism
-    cp, layout = parallelism.cp, parallelism.cp_layout
+    context, layout = subject.plan.spec.parallelism.context, subject.plan.spec.parallelism.cp_layout
+    cp = context.ring_ranks
     marks = {"full": "█", "half": "▌", "none": "·"} if unicode else {"full": "#", "half": "+", "none": "."}
     shares = {kind: share(found, layout.chunks_per_rank) for kind, found in source_blocks(layout, cp).items()}
     shown = [index * cp // min(cp, 32) for index in range(min(cp, 32))]
     legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
-    found = [
-        f"ring of {cp}, {layout.value}, balance {float(balance(layout, cp)):.0%}; ranks down, steps across: {legend}"
-    ]
+    said = f"ring of {cp}" if context.implementation is CpImplementation.RING else _said(context)
+    even = float(balance(layout, cp))
+    found = [f"{said}, {layout.value}, balance {even:.0%}; {_name(context)}s down, steps across: {legend}"]
     for rank in shown:
-        cells = (marks.get(words(shares[Source.of(rank, (rank - step) % cp)]), "+") for step in shown)
+        cells = (marks.get(words(shares[Source.of(rank, context.source(step, rank))]), "+") for step in shown)
         found.append(f"{rank:>5} | {' '.join(cells)}")
     return found
 
@@ -123,7 +144,7 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table: what a step computes, by whose keys are at hand."""
     parallelism = subject.plan.spec.parallelism
-    found = source_blocks(parallelism.cp_layout, parallelism.cp)
+    found = source_blocks(parallelism.cp_layout, parallelism.context.ring_ranks)
     chunks = parallelism.cp_layout.chunks_per_rank
     names = {Source.OWN: "its own", Source.EARLIER: "an earlier rank", Source.LATER: "a later rank"}
     return [

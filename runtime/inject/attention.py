@@ -25,6 +25,9 @@ NAME = "parcompile"
 DOCUMENTS = "documents"
 """The model is called with the borders of packed documents under this name; see `ring_attention`."""
 
+FIRST_SAMPLE = "first_sample"
+"""The model is called under this name with the number of its first sequence in the data: dropout depends on it."""
+
 RING = "parcompile_ring"
 """The attribute under which a module keeps its `RingPlace`."""
 
@@ -39,6 +42,10 @@ class RingPlace:
     sequence_length: int
     levels: UspGroups | None = None
     """The groups of usp, in the place of `group`."""
+    tp_index: int = 0
+    seed: int = 0
+    """The plan's, for dropout."""
+    first_sample: int | None = None
     documents: list[list[int]] | None = None
     """Borders of the documents in each row of the batch that the model works on."""
 
@@ -49,7 +56,15 @@ class RingPlace:
         levels = None
         if parallelism.cp_implementation is CpImplementation.USP:
             levels = UspGroups(mesh.group("cp-inner"), mesh.group("cp-outer"))
-        return cls(mesh.parallel_group("cp"), parallelism.context, parallelism.cp_layout, length, levels)
+        return cls(
+            mesh.parallel_group("cp"),
+            parallelism.context,
+            parallelism.cp_layout,
+            length,
+            levels,
+            mesh.index("tp"),
+            mesh.plan.spec.training.seed,
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,6 +75,31 @@ class RingPlace:
         if self.context.implementation is CpImplementation.DOUBLE_RING:
             found["inner_ranks"] = self.context.inner_ranks
         return found | {"group": self.group}
+
+    def dropping(self, dropout: float, module: nn.Module, heads: int) -> dict[str, Any]:
+        """What dropout needs to draw the same mask in every layout; nothing without dropout.
+
+        A mask is one of the seed, the layer, the sample, the head and the positions, as they are without any axis.
+        """
+        if not dropout:
+            return {}
+        name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+        if layer is None:
+            raise RunError(
+                f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True
+            )
+        if self.first_sample is None:
+            raise RunError(
+                f"{name} uses attention dropout {dropout}: call the model with {FIRST_SAMPLE}, the number of the "
+                "batch's first sequence in the data, as the engine's loader does, or set attention_dropout to 0",
+                everywhere=True,
+            )
+        return {
+            "dropout": dropout,
+            "dropout_seed": layer + 1 << 32 | self.seed & 0xFFFFFFFF,
+            "first_row": self.first_sample,
+            "first_head": heads * self.tp_index,
+        }
 
 
 def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
@@ -80,7 +120,7 @@ def take_documents(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Not every model hands unknown arguments on to its attention, so they take this way."""
     place: RingPlace = getattr(model, RING)
-    place.documents = kwargs.pop(DOCUMENTS, None)
+    place.documents, place.first_sample = kwargs.pop(DOCUMENTS, None), kwargs.pop(FIRST_SAMPLE, None)
     if kwargs.pop("attention_mask", None) is not None:
         raise RunError(
             "the model was called with an attention_mask, which the ring does not read: prepare batches with "
@@ -110,8 +150,6 @@ def _attention(
         raise RunError(
             f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
         )
-    if dropout:
-        raise RunError(f"{name} uses attention dropout {dropout}; set attention_dropout to 0", everywhere=True)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
     covered = not sliding_window or sliding_window >= place.sequence_length
@@ -126,5 +164,6 @@ def _attention(
         documents=place.documents,
         sinks=s_aux,
         softcap=softcap,
+        **place.dropping(dropout, module, query.shape[1]),
     )
     return out.transpose(1, 2), None

@@ -56,6 +56,8 @@ def ring_attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
     dropout_seed: int | None = None,
+    first_row: int = 0,
+    first_head: int = 0,
     inner_ranks: int | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank of `group`; differentiable in all tensors.
@@ -85,6 +87,8 @@ def ring_attention(
         dropout: the chance that a weight is dropped, on a slower kernel.
         dropout_seed: equal on all ranks, and another one for each layer and step. A mask depends on the seed and the
             place in the whole batch and sequence only, not on ranks, layout or implementation.
+        first_row: what dropout counts rows of the batch from, where these are some of all (data parallelism).
+        first_head: what dropout counts query heads from, where these are some of all (tensor parallelism).
         inner_ranks: a double ring: keys go round among this many neighbouring ranks (those of a node) before all of
             them move on to the next node at once.
 
@@ -113,6 +117,8 @@ def ring_attention(
         bias=bias,
         dropout=dropout,
         dropout_seed=dropout_seed,
+        first_row=first_row,
+        first_head=first_head,
         inner_ranks=inner_ranks,
     )
 
@@ -150,10 +156,11 @@ def attend_over_ranks(
     bias: Tensor | None = None,
     dropout: float = 0.0,
     dropout_seed: int | None = None,
-    inner_ranks: int | None = None,
+    first_row: int = 0,
     first_head: int = 0,
+    inner_ranks: int | None = None,
 ) -> Tensor:
-    """What `ring_attention` and `all_gather_attention` have in common; `first_head`: number of the first query head."""
+    """What `ring_attention` and `all_gather_attention` have in common."""
     query, key, value = autocast(query), autocast(key), autocast(value)
     check_inputs(query, key, value, sinks)
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -176,7 +183,7 @@ def attend_over_ranks(
             terms = Terms(
                 positions[rank].to(query.device),
                 torch.cat(positions).to(query.device),
-                torch.arange(query.shape[0], device=query.device),
+                torch.arange(first_row, first_row + query.shape[0], device=query.device),
                 torch.arange(first_head, first_head + query.shape[1], device=query.device),
                 alibi_slopes,
                 bias,

@@ -28,3 +28,5 @@ class AttentionOptions(TypedDict, total=False):
     bias: Tensor | None
     dropout: float
     dropout_seed: int | None
+    first_row: int
+    first_head: int

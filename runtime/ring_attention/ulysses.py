@@ -131,7 +131,8 @@ def _exchange_heads(
         shares = bias.expand(-1, ranks if bias.shape[1] == 1 else -1, -1, -1)
         whole = _AllToAll.apply(shares, group, 1, 2)  # type: ignore[no-untyped-call]
         options = {**options, "bias": whole.index_select(2, order)}
-    out = attend_over_ranks(query, key, value, "ring", **options, first_head=mine.start)
+    options = {**options, "first_head": options.get("first_head", 0) + mine.start}
+    out = attend_over_ranks(query, key, value, "ring", **options)
     exchanged: Tensor = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
     return exchanged
 

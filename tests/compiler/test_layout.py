@@ -13,7 +13,6 @@ from parcompile.layout.sequence import (
     Mask,
     Source,
     balance,
-    chunk_ids,
     ring_schedule,
     source_blocks,
     token_ranges,
@@ -153,21 +152,33 @@ class TestRing:
 
     @pytest.mark.parametrize(("layout", "cp", "causal"), [*itertools.product(CpLayout, [1, 2, 3, 4, 6], [True, False])])
     def test_the_blocks_are_exactly_the_causal_triangle(self, layout, cp, causal) -> None:
-        """Painted token by token, all blocks of all ranks give the lower triangle once, and nothing above it."""
+        """Painted token by token at their positions, all blocks of all ranks give the lower triangle once."""
         size = 3
         length = layout.chunks_per_rank * cp * size
+        held = [[token for piece in token_ranges(layout, cp, rank, length) for token in piece] for rank in range(cp)]
         painted = np.zeros((length, length), dtype=int)
         for rank in range(cp):
-            queries = chunk_ids(layout, cp, rank)
             for step in ring_schedule(layout, cp, rank, causal=causal):
-                keys = chunk_ids(layout, cp, step.source)
                 for block in step.blocks:
-                    rows = [queries[q] * size + i for q in range(block.q_start, block.q_stop) for i in range(size)]
-                    columns = [keys[k] * size + i for k in range(block.kv_start, block.kv_stop) for i in range(size)]
-                    for q, k in itertools.product(rows, columns):
-                        painted[q, k] += block.mask is Mask.FULL or q >= k
+                    rows = held[rank][block.q_start * size : block.q_stop * size]
+                    columns = held[step.source][block.kv_start * size : block.kv_stop * size]
+                    for (i, q), (j, k) in itertools.product(enumerate(rows), enumerate(columns)):
+                        sees = {Mask.FULL: True, Mask.CAUSAL: j <= i, Mask.STRICT: j < i}[block.mask]
+                        painted[q, k] += sees
         expected = np.tril(np.ones_like(painted)) if causal else np.ones_like(painted)
         assert (painted == expected).all()
+
+    @pytest.mark.parametrize(("layout", "cp"), [*itertools.product(CpLayout, [1, 2, 3, 4])])
+    def test_the_tokens_of_each_layout_by_their_definition(self, layout, cp) -> None:
+        length = 4 * cp
+        owner = {
+            CpLayout.CONTIGUOUS: lambda token: token // (length // cp),
+            CpLayout.STRIPED: lambda token: token % cp,
+            CpLayout.ZIGZAG: lambda token: min(token // 2, 2 * cp - 1 - token // 2),
+        }[layout]
+        for rank in range(cp):
+            held = [token for piece in token_ranges(layout, cp, rank, length) for token in piece]
+            assert held == [token for token in range(length) if owner(token) == rank]
 
     @pytest.mark.parametrize(("layout", "cp"), [*itertools.product(CpLayout, [1, 2, 3, 4, 8])])
     def test_what_a_rank_computes_depends_only_on_how_the_source_stands_to_it(self, layout, cp) -> None:

@@ -123,6 +123,41 @@ def test_the_ring_of_the_plan_is_the_ring_that_the_runtime_executes(plan) -> Non
             ]
 
 
+@pytest.mark.parametrize("implementation", [None, "double_ring", "all_gather", "ulysses", "usp"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_the_plans_sequence_covers_the_causal_triangle_once(layout, implementation, tmp_path) -> None:
+    """Read from plan.json alone: who holds which tokens, whose keys are met, and which blocks that makes."""
+    if (layout, implementation) == ("striped", "usp"):
+        return  # rule C006
+    cp, length = 4, 48
+    chosen = {"cp_implementation": implementation} if implementation else {}
+    training = {"sequence_length": length}
+    tree = spec_tree(1, cp, parallelism={"cp": cp, "cp_layout": layout, **chosen}, training=training)
+    found = compile_tree(tree, tmp_path).to_json()["sequence"]
+    share, length_of = found["implementation"]["head_ranks"], found["ring"]["places"]
+    places = [
+        sorted(
+            token
+            for row in found["ranks"][place * share :][:share]
+            for piece in row["tokens"]
+            for token in range(*piece)
+        )
+        for place in range(length_of)
+    ]
+    unit = len(places[0]) // (2 if layout == "zigzag" else 1)
+    seen = [[0] * length for _ in range(length)]
+    for place, tokens in enumerate(places):
+        for source, kind in found["ranks"][place * share]["ring"]:
+            for block in found["ring"]["blocks"][kind]:
+                rows = tokens[block["q_start"] * unit : block["q_stop"] * unit]
+                columns = places[source][block["kv_start"] * unit : block["kv_stop"] * unit]
+                for i, query in enumerate(rows):
+                    for j, key in enumerate(columns):
+                        seen[query][key] += {"full": True, "causal": j <= i, "strict": j < i}[block["mask"]]
+    assert seen == [[int(key <= query) for key in range(length)] for query in range(length)]
+    assert sum(row["work"] for row in found["ranks"]) == 0.5
+
+
 def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
     tree = plan.to_json()
     layers = [layer for stage in tree["stages"] for piece in stage["layers"] for layer in range(*piece)]

@@ -138,6 +138,19 @@ def test_the_live_optimizer_shard_is_the_planned_one_to_the_byte(world_size: int
 
 
 @pytest.mark.ranks
+def test_every_layout_drops_the_same_attention_weights() -> None:
+    model = {"attention_dropout": 0.25}
+    layouts = [(1, {}, {}), (4, {"tp": 2, "cp": 2}, {}), (4, {"cp": 2, "cp_implementation": "ulysses"}, {})]
+    plans = [make_plan(world, axes, model=model, training=training) for world, axes, training in layouts]
+    one, *others = [run_ranks(plan.world_size, train_with_engine, plan, False, 3)[0] for plan in plans]
+    without = run_ranks(1, train_with_engine, make_plan(1, {}), False, 3)[0]
+    assert max(map(relative, one["losses"], without["losses"])) > 1e-3
+    for other in others:
+        for name in ("losses", "norms"):
+            assert max(map(relative, other[name], one[name])) < TOLERANCE
+
+
+@pytest.mark.ranks
 def test_bf16_stays_within_the_spread_of_two_one_process_runs() -> None:
     """In bf16 another order of sums is another result; accumulation in one process gives the measure of it."""
     bf16 = {"precision": "bf16"}
