@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 from parcompile.layout.context import ContextParallel, CpImplementation
-from parcompile.layout.sequence import Block, CpLayout, Mask, Source, balance, source_blocks, work
+from parcompile.layout.sequence import Block, CpLayout, Mask, Source, source_blocks
 
 from .shapes import SMALL, Area, Box, Cells, Picture, Sketch, Text
 from .subject import Subject
@@ -16,85 +18,128 @@ GLYPHS = 18
 """In cells of at least so many pixels the blocks themselves are drawn."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The places between which keys travel, and what is computed by whose keys are at hand."""
+
+    context: ContextParallel
+    layout: CpLayout
+    blocks: Mapping[Source, tuple[Block, ...]]
+    shares: Mapping[Source, Fraction]
+
+    @classmethod
+    def of(cls, subject: Subject) -> _Ring:
+        parallelism = subject.plan.spec.parallelism
+        layout, context = parallelism.cp_layout, parallelism.context
+        blocks = source_blocks(layout, context.ring_ranks)
+        shares = {kind: share(found, layout.chunks_per_rank) for kind, found in blocks.items()}
+        return cls(context, layout, blocks, shares)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all keys come at once: columns are then their ranks, not steps."""
+        return self.context.implementation is CpImplementation.ALL_GATHER
+
+    @property
+    def row(self) -> str:
+        """What a row is called."""
+        return "rank" if self.context.head_ranks == 1 else "place"
+
+    def shown(self, most: int) -> list[int]:
+        """The places that are drawn."""
+        size = self.context.ring_ranks
+        return [index * size // min(size, most) for index in range(min(size, most))]
+
+    def source(self, column: int, place: int) -> int:
+        """Whose keys a column stands for."""
+        return column if self.gathers else self.context.source(column, place)
+
+    def work(self, place: int) -> Fraction:
+        """The work of a place over that of the busiest."""
+        first, last = (self.context.work(self.layout, rank) for rank in (0, self.context.cp - 1))
+        return self.context.work(self.layout, place * self.context.head_ranks) / max(first, last)
+
+    @property
+    def words(self) -> str:
+        """How the ranks work together, and how evenly."""
+        context, places = self.context, self.context.ring_ranks
+        if context.cp == 1:
+            return "cp 1: each rank holds whole sequences, there is no ring"
+        how = {
+            CpImplementation.ALL_GATHER: "all keys are gathered at once",
+            CpImplementation.ULYSSES: "heads are exchanged for tokens, so that each rank sees the whole sequence",
+            CpImplementation.USP: f"{context.head_ranks} ranks exchange heads and share one of {places} places",
+        }.get(context.implementation, f"{places} steps, {places - 1} exchanges")
+        return f"cp {context.cp}, {context.name}, {self.layout.value}: {how}; balance {_balance(self):.0%}"
+
+
 def draw(subject: Subject, width: float) -> Picture:
     """Ranks × steps: a cell is full, half or empty, and shows the blocks of its queries (down) and keys (across)."""
-    parallelism = subject.plan.spec.parallelism
-    context, layout = parallelism.context, parallelism.cp_layout
-    cp, name = context.ring_ranks, _name(context)
-    sketch = Sketch(width)
-    shown = [index * cp // min(cp, MOST) for index in range(min(cp, MOST))]
+    ring, sketch = _Ring.of(subject), Sketch(width)
+    shown = ring.shown(MOST)
     left, right = 58.0, 74.0 if sketch.narrow else 190.0
     cell = min(46.0, (width - left - right) / len(shown))
-    top = 22.0
-    blocks = source_blocks(layout, cp)
-    shares = {kind: share(found, layout.chunks_per_rank) for kind, found in blocks.items()}
-    sketch.add(Text(left, 12, "step of the ring" if cell * len(shown) > 100 else "step", SMALL, "soft"))
-    label = max(1, int(26 // cell) + (cell < 26))
-    corners: dict[str, list[tuple[float, float]]] = {}
-    gap = 2.0 if cell > 8 else 0.4
-    most = max(work(layout, cp, 0), work(layout, cp, cp - 1))
-    for row, rank in enumerate(shown):
-        y = top + row * cell
-        if row % label == 0:
-            sketch.add(Text(left - 8, y + cell / 2 + 4, f"{name} {rank}", SMALL, "soft", "end"))
-        for column, step in enumerate(shown):
-            source = context.source(step, rank)
-            kind = Source.of(rank, source)
-            x = left + column * cell
-            if cell >= GLYPHS:
-                title = f"{name} {rank}, step {step}: keys of {name} {source}, {words(shares[kind])}"
-                sketch.add(Box(x, y, cell - gap, cell - gap, "track", title, radius=2))
-                _blocks(sketch, x, y, cell - gap, blocks[kind], layout)
-            else:
-                corners.setdefault(_role(shares[kind]), []).append((x, y))
-        length = float(work(layout, cp, rank) / most)
-        end = left + cell * len(shown) + 12
-        room = width - end - (46 if not sketch.narrow else 2)
-        sketch.add(Box(end, y + cell * 0.3 - gap / 2, max(room * length, 1), max(cell * 0.4, 1), "half"))
-        if not sketch.narrow and row % label == 0:
-            sketch.add(Text(end + room * length + 6, y + cell / 2 + 4, f"{length:.0%}", SMALL, "soft"))
-    sketch.add(*(Cells(tuple(found), cell - gap, cell - gap, role) for role, found in corners.items()))
-    sketch.add(Text(left + cell * len(shown) + 12, 12, "work", SMALL, "soft"))
-    if cell * label >= 22:
-        for column, step in enumerate(shown):
-            if column % label == 0:
-                x = left + (column + 0.5) * cell - gap / 2
-                sketch.add(Text(x, top + cell * len(shown) + 13, str(step), SMALL, "soft", "middle"))
-    sketch.y = top + cell * len(shown) + 20
-    sketch.legend([("full", "computed" if cell >= GLYPHS else "full"), *_half(shares, cell), ("track", "not seen")])
-    if cell >= GLYPHS:
+    head = f"keys of {ring.row}" if ring.gathers else "step of the ring"
+    sketch.add(Text(left, 12, head if cell * len(shown) > 100 else head.split()[0], SMALL, "soft"))
+    _cells(sketch, ring, shown, (left, 22.0), cell)
+    _axes(sketch, ring, shown, (left, 22.0), cell)
+    sketch.y = 22.0 + cell * len(shown) + 20
+    glyphs = cell >= GLYPHS
+    half = [("half", "half")] if not glyphs and Fraction(1, 2) in ring.shares.values() else []
+    sketch.legend([("full", "computed" if glyphs else "full"), *half, ("track", "not seen")])
+    if glyphs:
         sketch.caption("In a cell: the rank's query chunks down, the source's key chunks across.", size=SMALL + 1)
-    if len(shown) < cp:
-        sketch.caption(f"{len(shown)} of {cp} {name}s and steps are drawn, evenly spread.", size=SMALL + 1)
-    even = float(balance(layout, cp))
-    subtitle = f"{_said(context)}, {layout.value}: {_steps(context)}; balance {even:.0%}"
-    if context.cp == 1:
-        subtitle = "cp 1: each rank holds whole sequences, there is no ring"
-    each = ", ".join(f"{kind.value} {words(found)}" for kind, found in shares.items() if cp > 1 or kind is Source.OWN)
-    description = f"{subtitle} (mean work of a rank over the busiest one's). By whose keys they are: {each}."
-    return sketch.picture("Ring schedule", subtitle, description)
+    if len(shown) < ring.context.ring_ranks:
+        size = ring.context.ring_ranks
+        sketch.caption(f"{len(shown)} of {size} ranks and steps are drawn, evenly spread.", size=SMALL + 1)
+    description = f"{ring.words} (mean work of a rank over the busiest one's). By whose keys they are: {_each(ring)}."
+    return sketch.picture("Ring schedule", ring.words, description)
 
 
-def _name(context: ContextParallel) -> str:
-    """What keys travel between: ranks, or places that several ranks share."""
-    return "rank" if context.head_ranks == 1 else "place"
+def _cells(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, float], cell: float) -> None:
+    corners: dict[str, list[tuple[float, float]]] = {}
+    side = cell - (2.0 if cell > 8 else 0.4)
+    for row, place in enumerate(shown):
+        for column, step in enumerate(shown):
+            source = ring.source(step, place)
+            kind = Source.of(place, source)
+            x, y = corner[0] + column * cell, corner[1] + row * cell
+            if cell < GLYPHS:
+                corners.setdefault(_role(ring.shares[kind]), []).append((x, y))
+                continue
+            when = "" if ring.gathers else f", step {step}"
+            title = f"{ring.row} {place}{when}: keys of {ring.row} {source}, {words(ring.shares[kind])}"
+            sketch.add(Box(x, y, side, side, "track", title, radius=2))
+            _blocks(sketch, x, y, side, ring.blocks[kind], ring.layout)
+    sketch.add(*(Cells(tuple(found), side, side, role) for role, found in corners.items()))
 
 
-def _said(context: ContextParallel) -> str:
-    is_ring = context.implementation is CpImplementation.RING
-    return f"cp {context.cp}" if is_ring else f"{context.name} on cp {context.cp}"
+def _axes(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, float], cell: float) -> None:
+    """Names of rows and columns, and the work of each row as a bar."""
+    left, top = corner
+    label = max(1, int(26 // cell) + (cell < 26))
+    end = left + cell * len(shown) + 12
+    room = sketch.width - end - (46 if not sketch.narrow else 2)
+    sketch.add(Text(end, 12, "work", SMALL, "soft"))
+    for row, place in enumerate(shown):
+        middle, length = top + (row + 0.5) * cell, float(ring.work(place))
+        sketch.add(Box(end, middle - cell * 0.2, max(room * length, 1), max(cell * 0.4, 1), "half"))
+        if row % label == 0:
+            sketch.add(Text(left - 8, middle + 4, f"{ring.row} {place}", SMALL, "soft", "end"))
+            if not sketch.narrow:
+                sketch.add(Text(end + room * length + 6, middle + 4, f"{length:.0%}", SMALL, "soft"))
+            if cell * label >= 22:
+                x = left + (row + 0.5) * cell - 1
+                sketch.add(Text(x, top + cell * len(shown) + 13, str(place), SMALL, "soft", "middle"))
 
 
-def _steps(context: ContextParallel) -> str:
-    if context.implementation is CpImplementation.ALL_GATHER:
-        return "the keys of all ranks at once"
-    steps = f"{context.ring_ranks} steps, {context.ring_ranks - 1} exchanges"
-    shared = f"{context.head_ranks} ranks exchange heads for tokens and share a place"
-    return steps if context.head_ranks == 1 else shared + (f"; {steps}" if context.ring_ranks > 1 else "")
+def _balance(ring: _Ring) -> float:
+    return float(ring.context.balance(ring.layout))
 
 
-def _half(shares: dict[Source, Fraction], cell: float) -> list[tuple[str, str]]:
-    return [("half", "half")] if cell < GLYPHS and Fraction(1, 2) in shares.values() else []
+def _each(ring: _Ring) -> str:
+    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [Source.OWN]
+    return ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
 
 
 def _blocks(sketch: Sketch, x: float, y: float, side: float, blocks: tuple[Block, ...], layout: CpLayout) -> None:
@@ -126,28 +171,24 @@ def _role(part: Fraction) -> str:
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
     """For a terminal: a character for each rank and step."""
-    context, layout = subject.plan.spec.parallelism.context, subject.plan.spec.parallelism.cp_layout
-    cp = context.ring_ranks
+    ring = _Ring.of(subject)
     marks = {"full": "█", "half": "▌", "none": "·"} if unicode else {"full": "#", "half": "+", "none": "."}
-    shares = {kind: share(found, layout.chunks_per_rank) for kind, found in source_blocks(layout, cp).items()}
-    shown = [index * cp // min(cp, 32) for index in range(min(cp, 32))]
+    shown = ring.shown(32)
     legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
-    said = f"ring of {cp}" if context.implementation is CpImplementation.RING else _said(context)
-    even = float(balance(layout, cp))
-    found = [f"{said}, {layout.value}, balance {even:.0%}; {_name(context)}s down, steps across: {legend}"]
-    for rank in shown:
-        cells = (marks.get(words(shares[Source.of(rank, context.source(step, rank))]), "+") for step in shown)
-        found.append(f"{rank:>5} | {' '.join(cells)}")
+    found = [ring.words]
+    if ring.context.ring_ranks > 1:
+        across = f"keys of {ring.row}s" if ring.gathers else "steps"
+        found.append(f"{ring.row}s down, {across} across: {legend}")
+        for place in shown:
+            kinds = (Source.of(place, ring.source(step, place)) for step in shown)
+            cells = (marks.get(words(ring.shares[kind]), marks["half"]) for kind in kinds)
+            found.append(f"{place:>5} | {' '.join(cells)}")
     return found
 
 
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table: what a step computes, by whose keys are at hand."""
-    parallelism = subject.plan.spec.parallelism
-    found = source_blocks(parallelism.cp_layout, parallelism.context.ring_ranks)
-    chunks = parallelism.cp_layout.chunks_per_rank
-    names = {Source.OWN: "its own", Source.EARLIER: "an earlier rank", Source.LATER: "a later rank"}
-    return [
-        ("keys of", "computes"),
-        *((names[kind], words(share(one, chunks))) for kind, one in found.items() if parallelism.cp > 1 or one),
-    ]
+    ring = _Ring.of(subject)
+    names = {Source.OWN: "its own", Source.EARLIER: f"an earlier {ring.row}", Source.LATER: f"a later {ring.row}"}
+    kinds = list(names) if ring.context.ring_ranks > 1 else [Source.OWN]
+    return [("keys of", "computes"), *((names[kind], words(ring.shares[kind])) for kind in kinds)]

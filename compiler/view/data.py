@@ -18,12 +18,16 @@ from parcompile.targets.process_groups import shown_names
 
 USES = {
     "tp": "layers",
-    "cp": "ring of keys and values",
+    "cp": "one sequence",
     "dp": "batches",
     "pp": "stages",
     "dp-cp": "gradients and ZeRO",
     "tp-pp": "one copy of the model",
     "kv-replica": "gradients of shared kv heads",
+    "cp-inner": "attention, neighbours",
+    "cp-outer": "attention, across",
+    "ep": "routed experts",
+    "expert-dp": "gradients of experts",
 }
 
 

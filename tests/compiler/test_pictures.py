@@ -93,9 +93,34 @@ def test_the_ring_shows_each_ranks_share_of_the_work(layout: CpLayout, tmp_path:
     most = max(work(layout, 8, rank) for rank in range(8))
     assert shown == [f"{float(work(layout, 8, rank) / most):.0%}" for rank in range(8)]
     # In a terminal: contiguous rings compute full, half and nothing.
-    rows = as_text("schedule", subject, unicode=False).splitlines()[1:]
+    rows = as_text("schedule", subject, unicode=False).splitlines()[2:]
     expected = {"zigzag": "+", "contiguous": "#", "striped": "+"}[layout.value]
     assert rows[7].split("|")[1].split() == ["+", *[expected] * 7]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "said", "rows"),
+    [
+        ("ring", "4 steps, 3 exchanges", 4),
+        ("all_gather", "gathered at once", 4),
+        ("ulysses", "heads are exchanged", 1),
+        ("usp", "2 ranks exchange heads and share one of 2 places", 2),
+        ("double_ring", "4 steps, 3 exchanges", 4),
+    ],
+)
+def test_the_schedule_follows_the_implementation(implementation: str, said: str, rows: int, tmp_path: Path) -> None:
+    layout = {"cp": 4, "cp_implementation": implementation}
+    layout |= {"hierarchical_cp_sizes": [2, 2]} if implementation in ("usp", "double_ring") else {}
+    subject = small(tmp_path, parallelism=layout)
+    drawn = picture("schedule", subject)
+    assert said in drawn.subtitle
+    titles = [one.title for one in drawn.shapes if isinstance(one, Box) and "keys of" in one.title]
+    assert len(titles) == rows * rows
+    context = subject.plan.spec.parallelism.context
+    if implementation != "all_gather":
+        for title in titles:
+            place, step, source = map(int, re.findall(r"\d+", title)[:3])
+            assert source == context.source(step, place)
 
 
 def test_what_is_cut_is_cut_as_the_plan_says(tmp_path: Path) -> None:
@@ -152,7 +177,7 @@ class TestCommand:
     def test_the_short_form_goes_to_the_terminal(self, run: Any) -> None:
         code, out, _ = run(self.PLAN)
         assert code == 0
-        assert all(text in out for text in ("ranks by node", "memory by stage", "time of a step", "ring of"))
+        assert all(text in out for text in ("ranks by node", "memory by stage", "time of a step", "there is no ring"))
 
     @pytest.mark.parametrize("name", KINDS)
     def test_a_picture_is_written_in_the_form_that_the_file_is_called(self, run: Any, name: str) -> None:

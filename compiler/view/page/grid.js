@@ -46,8 +46,11 @@ function rankAt(x, y) {
   return place < plan.perNode && node < plan.nodes ? node * plan.perNode + place : null;
 }
 
-// Whose colour a group has: that of its axis, or of the outermost of its axes.
-const hueOf = (name) => (name === "dp-cp" ? "dp" : AXES.includes(name) ? name : name.includes("ep") || name.includes("expert") ? "ep" : "tp");
+// Whose colour a group has: that of its axis, or of the first of its axes.
+const hueOf = (name) => {
+  if (name === "ep" || name.startsWith("expert")) return "ep";
+  return name.split("-").find((part) => AXES.includes(part)) || "tp";
+};
 
 function lit(rank) {
   const found = new Map();
