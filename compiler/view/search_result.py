@@ -84,10 +84,21 @@ def _layouts(title: str, found: list[dict[str, Any]], plan: Mapping[str, object]
 
 
 def _name(layout: Mapping[str, object]) -> str:
-    shown = []
+    """A layout in few words: its axes, then what else it sets."""
+    axes = [f"{axis} {layout[axis]}" for axis in ("tp", "cp", "ep", "pp", "dp") if axis in layout]
+    more = []
     for name, value in layout.items():
-        if isinstance(value, bool):
-            shown += [name.replace("_", " ")] if value else []
-        else:
-            shown.append(f"{name.replace('_', ' ')} {value}")
-    return ", ".join(shown)
+        if name in _WORDS and value not in (False, "none"):
+            more.append(_WORDS[name].format(value))
+    return ", ".join([" · ".join(axes), *more])
+
+
+_WORDS = {
+    "micro_batch_size": "micro {}",
+    "sequence_parallel": "sequence parallel",
+    "activation_checkpointing": "recompute {}",
+    "gradient_accumulation_dtype": "sums in {}",
+    "order": "order {}",
+    "cp_implementation": "{}",
+}
+"""How a table says what a search may set besides the axes."""

@@ -52,8 +52,11 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
     ):
         wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
         drawn += [wide, narrow]
-        body = [
-            tag("p", wide.subtitle, class_="note"),
+        body = [tag("p", wide.subtitle, class_="note")]
+        if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
+            parts.append(section(anchor, wide.title, *body))
+            continue
+        body += [
             tag("div", Html(inline(wide)), class_="picture wide"),
             tag("div", Html(inline(narrow)), class_="picture narrow"),
         ]
@@ -91,7 +94,8 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
         entries.append(tag("li", *body))
     counts = Counter(one.severity.value for one in found)
     runs = "The runtime executes this plan." if not subject.plan.refusals else "The runtime refuses this plan."
-    words = ", ".join(f"{count} {name}" for name, count in counts.items())
+    names = {"info": "remark"}
+    words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
     return joined([tag("p", f"{words}. {runs}"), tag("ul", *entries, class_="findings")])
 
 

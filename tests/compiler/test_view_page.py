@@ -293,9 +293,17 @@ def test_what_a_search_rejected_is_shown_and_the_plan_is_marked() -> None:
     tree = {
         "fitting": [layout(2, None), layout(4, "3.0% slower <b>")],
         "too_large": [layout(1, "memory: 90 of 74")],
-        "refused": [{"layout": {"tp": 3}, "code": "T001", "message": "8 heads / 3 & more"}],
+        "refused": [{"layout": {"tp": 3, "micro_batch_size": 2}, "code": "T001", "message": "8 heads / 3 & more"}],
     }
     text = section(tree, {"tp": 2, "cp": 4, "sequence_parallel": True})
     assert text.count("(this plan)") == 1
-    for part in ("3.0% slower &lt;b&gt;", "memory: 90 of 74", "8 heads / 3 &amp; more", "T001: 1", "2 fit, 1 do not"):
+    assert "tp 2 · cp 4, sequence parallel (this plan)" in text
+    for part in (
+        "3.0% slower &lt;b&gt;",
+        "tp 3, micro 2",
+        "memory: 90 of 74",
+        "8 heads / 3 &amp; more",
+        "T001: 1",
+        "2 fit, 1 do not",
+    ):
         assert part in text
