@@ -8,12 +8,13 @@ RANKS := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache__/*')
 DEMO := out/byte-llama
 
-.PHONY: demo test browser lint bench clean install help
+.PHONY: demo test browser lint docs bench clean install help
 
 help:
 	@echo "make demo   compile an example spec and train it on 4 CPU processes"
 	@echo "make test   install, lint, type checks, the whole test suite"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation as a site, in out/docs; a link that leads nowhere fails"
 	@echo "make bench  the benchmarks (minutes; see benchmarks/README.md)"
 	@echo "make clean  remove .venv and everything that was built"
 
@@ -22,7 +23,7 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@echo "creating $(VENV) and installing the dependencies (a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch ".[runtime,hf,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch ".[runtime,hf,dev,docs]"
 	@touch $@
 
 # The project itself, as users get it: not editable, and from a clean build folder, so that no removed file stays.
@@ -60,6 +61,11 @@ browser:
 
 test: lint browser
 	$(RANKS) $(BIN)/python -m pytest
+
+# The tests build the same site. The variable silences the theme's advertisement of its successor.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open out/docs/index.html"
 
 bench: install
 	$(BIN)/python benchmarks/run.py

@@ -1,0 +1,181 @@
+"""docs/troubleshooting.md: from what a user sees to a code and what to do.
+
+`python -m parcompile.rules.troubleshooting` writes it: each rule is run on its own wrong example, so that the messages
+are those that the checker prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parcompile import source
+from parcompile.diagnostics import Diagnostic, Severity
+from parcompile.file_codes import FILE_CODES
+from parcompile.resolve import Resolution, Unavailable
+
+from .examples import example_spec
+from .pages import GROUPS, Page, pages
+from .registry import TARGETS, check
+from .standalone import Settings, check_settings, file_rules
+
+_SHORT = 100
+"""Characters up to which a right example stands in a cell."""
+
+_START = """\
+# Troubleshooting
+
+From the message that you see, to its code, to what to do. This page is written by
+`python -m parcompile.rules.troubleshooting`: each rule is run on its wrong example, so the messages are the checker's
+own, with that example's numbers. The whole page of a code is in [rules](rules.md), and in `parcompile explain CODE`.
+
+First of all: `parcompile check SPEC` before every submission; exit code 0 means that a plan can be made.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that a run says, and what to do. `sign` is a part of the message that never changes."""
+
+    sign: str
+    meaning: str
+    advice: str
+
+
+RUN: tuple[Trouble, ...] = (
+    Trouble(
+        "ranks, this job has",
+        "The launcher started another number of ranks than the plan is for.",
+        "Start as many as the message says, or set nodes and gpus_per_node in the spec and compile it again.",
+    ),
+    Trouble(
+        "the runtime does not execute this plan",
+        "The plan has what this runtime refuses; the code stands behind it.",
+        "`parcompile explain CODE`; or launch the plan's files for another backend (`--target`).",
+    ),
+    Trouble(
+        "the plan was changed after it was compiled",
+        "plan.json does not hash to what it says.",
+        "Change the spec, not the plan, and compile it again.",
+    ),
+    Trouble(
+        "the plan was compiled by parcompile",
+        "Compiler and runtime are of different versions.",
+        "Install the same version on all machines, or compile the plan again.",
+    ),
+    Trouble(
+        "did not report within",
+        "A rank did not start, or cannot be reached; the others waited as long as PARCOMPILE_HANDSHAKE_TIMEOUT says "
+        "(120 s).",
+        "Look at the log of the rank that is named, on its node; raise the time where ranks start slowly.",
+    ),
+    Trouble(
+        "cannot reach the other ranks through",
+        "The address or port of the rendezvous is wrong, taken or behind a firewall.",
+        "Check MASTER_ADDR and MASTER_PORT, and that nodes reach each other there.",
+    ),
+    Trouble(
+        "lost its connection to a rank that ended",
+        "Another rank failed first.",
+        "Its message is the one that counts: search all logs for `parcompile: error`, then for tracebacks.",
+    ),
+    Trouble(
+        "the injected model does not compute what the original did",
+        "The self-check compared one forward and backward pass of your model before and after injection.",
+        "The model's code differs from what its family is known for: see [Hugging Face models](adapter.md).",
+    ),
+    Trouble(
+        "model_parameters are not the injected model's",
+        "The list of parameters was made before injection, which replaces them.",
+        "Give a function: `initialize(model_parameters=lambda model: [...])`.",
+    ),
+    Trouble(
+        "measurements are not written",
+        "The file beside the plan cannot be written, or holds something else. Training goes on.",
+        "Name another file with `initialize(measurements=...)`, or False.",
+    ),
+)
+"""What no rule can know before the run. A test finds each sign in the source."""
+
+_MEMORY = """\
+## The run ends out of memory
+
+`parcompile estimate SPEC` shows the largest component of the fullest rank.
+
+| largest | do |
+|---|---|
+| activations | activation_checkpointing full, a smaller micro_batch_size, a larger cp, sequence_parallel with tp |
+| logits | a larger tp (the vocabulary is cut over it), a smaller micro_batch_size |
+| weights, gradients | a larger tp |
+| master weights, optimizer state | ZeRO stage 1, more ranks in dp · cp |
+
+`parcompile search SPEC` compares all layouts that the spec leaves open. When the estimate said that it fits, keep the
+row that the run left in `measurements.csv` and [calibrate](estimates.md#your-own-runs).
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    found = _messages()
+    parts = [_START, _runs(), _MEMORY]
+    letters = sorted({code[0] for code in pages()})
+    parts += [_table(letter, [(code, one) for code, one in found.items() if code[0] == letter]) for letter in letters]
+    return "\n".join(parts)
+
+
+def _runs() -> str:
+    rows = ["## A run says", "", "| you see | which means | do |", "|---|---|---|"]
+    return "\n".join([*rows, *(f"| … {one.sign} … | {one.meaning} | {one.advice} |" for one in RUN), ""])
+
+
+def _table(letter: str, rows: Sequence[tuple[str, Diagnostic | None]]) -> str:
+    lines = [f"## {letter}: {GROUPS[letter]}", "", "| you see | code | do |", "|---|---|---|"]
+    for code, one in rows:
+        page = pages()[code]
+        seen, advice = page.title, _advice(page)
+        if one is not None:
+            choices = " or ".join(fix.title for fix in one.fixes)
+            seen, advice = one.message, one.help or choices or advice
+        lines.append(f"| {_cell(seen)} | [{code}](rules.md#{code.lower()}) | {_cell(advice)} |")
+    return "\n".join([*lines, ""])
+
+
+def _advice(page: Page) -> str:
+    """What to do where the message itself does not say it."""
+    if page.severity is Severity.INFO:
+        return "nothing: it says what was decided"
+    right = " ".join(page.right.split())
+    return f"such as `{right}`" if 2 < len(right) <= _SHORT else "see its page"
+
+
+def _messages() -> dict[str, Diagnostic | None]:
+    """For every code what its wrong example is told; None where an excerpt cannot be checked alone."""
+    found: dict[str, Diagnostic | None] = dict.fromkeys(pages())
+    for code, one in _all_found():
+        if one.code == code and found[code] is None:
+            found[code] = one
+    return found
+
+
+def _all_found() -> Iterator[tuple[str, Diagnostic]]:
+    from .registry import all_rules
+
+    for rule in all_rules():
+        with contextlib.suppress(Unavailable):
+            yield from ((rule.code, one) for one in check(Resolution(example_spec(rule.wrong)), TARGETS))
+    for entry in file_rules():
+        yield from ((entry.code, one) for one in check_settings(Settings(entry.wrong, frozenset()), entry.kind))
+    for page in FILE_CODES.values():
+        if page.code.startswith("J"):
+            read = source.parse(page.wrong, f"example.{page.format}")
+            yield from ((page.code, one) for one in read.diagnostics)
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", r"\\").replace("|", r"\|").replace("*", r"\*").replace("<", "&lt;").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

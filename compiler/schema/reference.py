@@ -1,0 +1,126 @@
+"""docs/spec.md: every key of the spec, from its schema. `python -m parcompile.schema.reference` writes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .validation import load
+from .view import about, example
+
+_START = """\
+# The spec, key by key
+
+This page is written by `python -m parcompile.schema.reference` from the schema itself; `parcompile schema spec` prints
+that, for editors. A spec is JSON or YAML. It is closed at every level: a key that is not on this page is an error.
+A key without a default may be left out where *required* does not stand; what then holds is said in its line, and
+`parcompile check SPEC --show-values` shows what became of every value.
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    schema = load("spec")
+    parts = [_START, _example(schema), *_section((), schema, schema)]
+    return "\n".join(parts)
+
+
+def _example(schema: Mapping[str, Any]) -> str:
+    return f"```json\n{json.dumps(example(schema), indent=2, ensure_ascii=False)}\n```\n"
+
+
+def _section(path: tuple[str, ...], node: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+    """A table of an object's keys, then a section for each key that holds objects."""
+    if path:
+        yield f"{'#' * min(len(path) + 1, 4)} {'.'.join(path)}\n"
+        yield f"{_sentence(node)}\n"
+    inner: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
+    if node.get("properties"):
+        yield "| key | value | default | |\n|---|---|---|---|"
+    for key, entry in node.get("properties", {}).items():
+        found = _resolved(entry, root)
+        default = "*required*" if key in node.get("required", []) else _code(found.get("default", {}), empty="")
+        yield f"| `{key}` | {_values(found, root)} | {default} | {_cell(_sentence(found))} |"
+        inner += _objects((*path, key), found, root)
+    if node.get("properties"):
+        yield ""
+    for where, part in inner:
+        yield from _section(where, part, root)
+
+
+def _objects(
+    path: tuple[str, ...], node: Mapping[str, Any], root: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """The objects that a key can hold, each with the name of its section."""
+    if node.get("properties"):
+        yield path, node
+    for part in (_resolved(one, root) for one in node.get("oneOf", [])):
+        if part.get("properties"):
+            yield (*path[:-1], f"{path[-1]} ({_name(part)})"), part
+    further = node.get("additionalProperties")
+    if isinstance(further, dict):
+        yield from _objects((*path, "NAME"), _resolved(further, root), root)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return str(node["title"]).lower()
+
+
+def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = node.get("$ref")
+    if reference is None:
+        return node
+    found: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        found = found[step]
+    return {**found, **{key: value for key, value in node.items() if key != "$ref"}}
+
+
+def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """What a key may hold, in words."""
+    if "const" in node:
+        return _code(node["const"])
+    if "enum" in node:
+        return ", ".join(map(_code, node["enum"]))
+    if "oneOf" in node:
+        parts = [_resolved(one, root) for one in node["oneOf"]]
+        return " or ".join(
+            f"*{one['title'].lower()}*" if one.get("properties") else _values(one, root) for one in parts
+        )
+    if "else" in node:
+        return f"{_values(node['else'], root)}, or text that matches `{node['if']['pattern']}`"
+    kind = node.get("type")
+    if kind == "array":
+        return f"list of {_values(_resolved(node['items'], root), root)}"
+    if kind in ("integer", "number"):
+        return f"{'whole number' if kind == 'integer' else 'number'}{_range(node)}"
+    return {"string": "text", "boolean": "`true`, `false`", "object": "object"}.get(str(kind), str(kind))
+
+
+def _range(node: Mapping[str, Any]) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    below = node.get("exclusiveMaximum")
+    found = [f"≥ {low}"] if low is not None else [f"> {above}"] if above is not None else []
+    # Largest values only keep out what no machine can hold.
+    return " " + ", ".join([*found, *([f"< {below}"] if below is not None else [])]) if found else ""
+
+
+def _code(value: object, empty: str = "`{}`") -> str:
+    return empty if value == {} else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _sentence(node: Mapping[str, Any]) -> str:
+    text = about(node) or str(node.get("title", ""))
+    shown = example(node)
+    more = f" Example: {_code(shown)}." if isinstance(shown, (str, int, float)) and shown != node.get("default") else ""
+    return f"{text}.{more}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("*", r"\*").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
