@@ -67,13 +67,13 @@ def test_every_command_of_a_page_runs_on_the_files_that_it_shows(
         assert found == (1 if line.endswith(FAILS) else 0), f"{line}\n{capfd.readouterr()}"
     if name == "concepts":
         drawn = {picture.name: picture.read_bytes() for picture in tmp_path.glob("*.svg")}
-        stored = {picture.name: picture.read_bytes() for picture in (DOCS / "pictures").glob("*.svg")}
-        assert drawn == stored, f"draw docs/pictures anew with the commands of docs/{name}.md"
+        stored = {picture.name: picture.read_bytes() for picture in (DOCS / "pictures" / "concepts").glob("*.svg")}
+        assert drawn == stored, f"draw docs/pictures/concepts anew with the commands of docs/{name}.md"
 
 
 def test_every_console_block_is_run_by_a_test() -> None:
     shown = {page.stem for page in DOCS.glob("*.md") if commands(page.read_text(encoding="utf-8"))}
-    assert shown == {*PAGES, "guide"}  # tests/test_guide.py runs the guide
+    assert shown == {*PAGES, "guide", "report"}  # test_guide.py and test_pictures_in_docs.py run these
 
 
 @pytest.mark.parametrize(
