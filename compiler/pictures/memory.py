@@ -67,10 +67,11 @@ def draw(subject: Subject, width: float) -> Picture:
 
 def _axis(sketch: Sketch, longest: float, scale: float, left: float, top: float, bottom: float) -> None:
     most = 4 if sketch.narrow else 8
-    for value in ticks(longest / GIB, most):
+    marks = ticks(longest / GIB, most)
+    for value in marks:
         x = left + value * GIB * scale
         sketch.add(Line(x, top, x, bottom, "line"))
-        sketch.add(Text(x, bottom + 14, f"{value:g}", SMALL, "soft", "middle"))
+        sketch.add(Text(x, bottom + 14, f"{value:g}{' GiB' * (value == marks[-1])}", SMALL, "soft", "middle"))
 
 
 def verdict(subject: Subject) -> str:

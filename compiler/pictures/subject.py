@@ -39,8 +39,8 @@ class Subject:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, or MiB where that is little."""
-    if size and size < 0.05 * GIB:
+    """Bytes in GiB, below one in MiB."""
+    if size and size < GIB:
         return f"{size * 1024 / GIB:,.1f} MiB"
     return f"{size / GIB:,.1f} GiB"
 
