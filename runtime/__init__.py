@@ -13,7 +13,7 @@ from .batches import PlanLoader, shift_labels, split_batch
 from .engine import decay_groups, initialize
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
-from .inject import describe
+from .inject import adapter_state, describe
 from .loss import ParallelCausalLoss, reduce_loss
 from .model import build_model, load_pretrained
 
@@ -24,6 +24,7 @@ __all__ = [
     "PlanError",
     "PlanLoader",
     "RunError",
+    "adapter_state",
     "build_model",
     "decay_groups",
     "describe",

@@ -17,6 +17,7 @@ from .batches import PlanLoader
 from .errors import RunError
 from .groups import Mesh, join
 from .inject import inject
+from .inject.adapters import without_peft
 from .inject.own import adopt, recompute_layers
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
 from .measurements import FILE, Recorder
@@ -77,7 +78,7 @@ def initialize(
         adopt(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:
         if self_check if self_check is not None else own is not None or plan.parameters.numel <= SMALL_NUMEL:
-            check = SelfCheck(model, mesh)
+            check = SelfCheck(without_peft(model), mesh)
         model = inject(model, mesh)
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
@@ -94,7 +95,7 @@ def initialize(
         torch.manual_seed(plan.spec.training.seed + mesh.index("dp-cp"))
     _make_replicated_parameters_equal(model, mesh)
     if check is not None:
-        check.compare(model)
+        check.compare(without_peft(model))
     if callable(model_parameters):
         model_parameters = model_parameters(model)
     if model_parameters is None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import RunError
 from ..inject.slices import Slices
 from ..tensor_parallel import take_ranges
 from .reading import MASTER, SavedRun
@@ -19,6 +20,12 @@ def adapt(engine: Any, saved: SavedRun) -> None:
     Raises:
         RunError: the checkpoint cannot be read, or does not hold what the engine trains.
     """
+    if hasattr(engine.module, "peft_config"):
+        raise RunError(
+            "a model with adapters is resumed in the layout that saved it: the plan does not know the adapters, and so "
+            "cannot cut them anew",
+            everywhere=True,
+        )
     slices = Slices(engine.mesh)
     groups = list(_groups(engine.optimizer))
     names = {parameter: name for name, parameter in engine.module.named_parameters()}

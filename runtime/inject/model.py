@@ -15,6 +15,7 @@ from ..errors import RunError
 from ..groups import Mesh
 from ..loss import ParallelCausalLoss
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, take_ranges
+from .adapters import Adapters, without_peft
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
 from .balancing import BalancedLoss
@@ -44,7 +45,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         inject_own(model, mesh)
         sum_partial_gradients(model, mesh)
     else:
-        _Injection(model, mesh).run()
+        _Injection(without_peft(model), mesh).run()
     model.parcompile_mesh = mesh  # type: ignore[assignment]
     return model
 
@@ -55,6 +56,7 @@ class _Injection:
         self.slices = Slices(mesh)
 
     def run(self) -> None:
+        adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
         parallelism = self.spec.parallelism
         use_ring_attention(self.model, RingPlace.of(self.mesh))
@@ -68,6 +70,7 @@ class _Injection:
         cut_vocabulary(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             sum_partial_gradients(self.model, self.mesh)
+        adapters.put_back(self.slices, region)
         loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         balanced = getattr(self.model.config, "output_router_logits", False)
         self.model.loss_function = BalancedLoss(loss, self.model, self.mesh) if balanced else loss  # type: ignore[assignment]

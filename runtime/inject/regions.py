@@ -21,6 +21,9 @@ from ..tensor_parallel.columns import column_outputs
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""
 
+BLOCK_TAKES_INPUT = "parcompile_takes_input"
+"""The attribute of a block that uses its hidden states beside its column layers."""
+
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -84,7 +87,7 @@ class Region:
 
         Where the block has other weights too, they may want the hidden states themselves: it gets them whole.
         """
-        if any(_is_whole(module) for module in block.modules()):
+        if getattr(block, BLOCK_TAKES_INPUT, False) or any(_is_whole(module) for module in block.modules()):
             for layer in layers:
                 layer.input_is_ready = True
             self.enter_block(block)

@@ -19,6 +19,7 @@ from ..errors import RunError
 from ..groups import Mesh
 from ..ring_attention import local_positions, split_sequence
 from ..tensor_parallel import take_ranges
+from .adapters import adapter_slice, original_name
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .slices import Slices
@@ -117,7 +118,8 @@ class SelfCheck:
         largest = max(float(gradient.norm()) for gradient in self._expected.gradients.values())
         for name, gradient in found.gradients.items():
             place += 1
-            whole, piece = self._expected.gradients[name], slices.of(name)
+            whole = self._expected.gradients[name]
+            piece = adapter_slice(slices, name, tuple(whole.shape)) or slices.of(original_name(name))
             if piece.ranges is not None and piece.dim is not None:
                 whole = take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
             # What is rounding noise beside the other gradients is noise here too.
