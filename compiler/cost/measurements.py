@@ -205,11 +205,14 @@ def _plain(row: Mapping[str, str]) -> Measurement:
     machine = preset_from_tree(json.loads(row["preset"])) if row.get("preset") else None
     work = Workload(shape=_plain_shape(row), accelerator=row["accelerator"], preset=machine, **given)
     changes: dict[str, Any] = {name: int(row[name]) for name in _PLAIN_SIZES if row.get(name)}
-    changes |= {name: row[name] for name in ("recompute", "framework") if row.get(name)}
+    changes |= {name: row[name] for name in _PLAIN_NAMES if row.get(name)}
     if row.get("sequence_parallel"):
         changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")
     if row.get("order"):
         changes["order"] = tuple(row["order"].split("-"))
+    if row.get("cp_sizes"):
+        inner, outer = row["cp_sizes"].split("x")
+        changes["cp_sizes"] = (int(inner), int(outer))
     memory, seconds = (float(row[name]) if row.get(name) else None for name in ("peak_bytes", "step_seconds"))
     return Measurement(row["model"], replace(work, **changes), memory, seconds)
 
@@ -233,14 +236,15 @@ def plain_row(spec: Spec, *, peak_bytes: int, step_seconds: float) -> dict[str, 
         "preset": "" if machine is None else json.dumps(preset_tree(machine)),
         **{name: str(getattr(work, name)) for name in (*PLAIN_COLUMNS, *_PLAIN_SIZES) if hasattr(work, name)},
         "sequence_parallel": str(work.sequence_parallel).lower(),
-        "recompute": work.recompute,
-        "framework": work.framework,
+        **{name: getattr(work, name) for name in _PLAIN_NAMES},
+        "cp_sizes": "x".join(map(str, work.cp_sizes or ())),
         "order": "-".join(work.order),
         "peak_bytes": str(peak_bytes),
         "step_seconds": f"{step_seconds:.6g}",
     }
 
 
+_PLAIN_NAMES = ("recompute", "framework", "cp_layout", "cp_implementation")
 _PLAIN_SIZES = (
     *("tp", "cp", "ep", "dp", "pp", "virtual_stages"),
     *("element_bytes", "gradient_bytes", "zero_stage", "vocab_divisible_by"),
