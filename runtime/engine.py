@@ -17,9 +17,9 @@ from .batches import PlanLoader
 from .errors import RunError
 from .groups import Mesh, join
 from .inject import inject
-from .inject.adapters import without_peft
 from .inject.own import adopt, recompute_layers
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
+from .lora import without_peft
 from .measurements import FILE, Recorder
 from .model import build_model
 from .mpu import Mpu

@@ -17,6 +17,8 @@ from .checkpoint.pretrained import PretrainedFolder
 from .errors import RunError
 from .groups import join
 from .inject import Slices, inject, sum_partial_gradients
+from .inject.adapters import add_adapter
+from .lora import plain_name
 
 _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -34,12 +36,17 @@ def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
         return _build(plan, torch.float32)
 
 
-def load_pretrained(folder: str | Path, plan: Plan) -> nn.Module:
+def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.Module:
     """The plan's model with the weights of a Hugging Face folder, injected: each rank reads its own slices only.
 
     The model is built without memory for its parameters, cut, and then filled from the safetensors, one slice at a time
     and in the plan's precision: no rank ever holds more than its share and one tensor. Joins the other ranks; hand the
     model to `initialize`.
+
+    Args:
+        folder: config.json and safetensors.
+        plan: the plan.
+        adapter: a `LoraConfig` of peft for adapters that are drawn from the plan's seed, or the folder of saved ones.
 
     Raises:
         RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named.
@@ -50,15 +57,20 @@ def load_pretrained(folder: str | Path, plan: Plan) -> nn.Module:
         model = _build(plan, dtype)
     buffers = _persistent(model)
     source.check(plan, buffers)
+    if adapter is not None:
+        model = add_adapter(model, adapter, plan.spec.training.seed)
     inject(model, mesh)
     for name, buffer in buffers.items():
         if name in source:
             buffer.copy_(source.whole(name))
     slices, filled = Slices(mesh), {}
     for name, empty in list(model.named_parameters(remove_duplicate=False)):
+        if not empty.is_meta:
+            continue
         if empty not in filled:
-            piece = slices.of(name)
-            data = source.take(name, piece.dim, piece.ranges, empty.shape).to(dtype)
+            plain = plain_name(name)
+            piece = slices.of(plain)
+            data = source.take(plain, piece.dim, piece.ranges, empty.shape).to(dtype)
             filled[empty] = nn.Parameter(data, requires_grad=empty.requires_grad)
             vars(filled[empty]).update(vars(empty))
         owner, _, kind = name.rpartition(".")

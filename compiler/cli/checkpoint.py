@@ -102,12 +102,15 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
 @_FOLDER
 @click.option("--hf", "output", type=click.Path(path_type=Path), required=True, help="Folder of the exported model.")
 @click.option("--max-file-bytes", type=int, default=2 * 10**9, show_default=True, help="When to begin a new file.")
-def export(folder: Path, output: Path, max_file_bytes: int) -> None:
-    """Write the weights as a Hugging Face model that `from_pretrained` loads."""
+@click.option("--adapter", is_flag=True, help="Write the LoRA adapters alone, as peft does.")
+def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> None:
+    """Write the weights as a Hugging Face model that `from_pretrained` loads; LoRA adapters are merged."""
     with _explained():
         from parcompile.runtime.checkpoint import export as exported
+        from parcompile.runtime.checkpoint import export_adapter
 
-        for file in exported(folder, output, shard_bytes=max_file_bytes):
+        files = export_adapter(folder, output) if adapter else exported(folder, output, shard_bytes=max_file_bytes)
+        for file in files:
             click.echo(file)
 
 

@@ -3,10 +3,10 @@
 `save` and `load` are for training scripts; `read_note`, `verify`, `SavedRun` and `export` need no process group.
 """
 
-from .exporting import export
+from .exporting import export, export_adapter
 from .manifest import Note, read_note
 from .reading import SavedRun
 from .store import load, save
 from .verifying import verify
 
-__all__ = ["Note", "SavedRun", "export", "load", "read_note", "save", "verify"]
+__all__ = ["Note", "SavedRun", "export", "export_adapter", "load", "read_note", "save", "verify"]

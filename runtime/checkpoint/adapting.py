@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import RunError
+from ..inject.adapters import slice_of
 from ..inject.slices import Slices
+from ..lora import plain_name
 from ..tensor_parallel import take_ranges
 from .reading import MASTER, SavedRun
 
@@ -20,12 +21,6 @@ def adapt(engine: Any, saved: SavedRun) -> None:
     Raises:
         RunError: the checkpoint cannot be read, or does not hold what the engine trains.
     """
-    if hasattr(engine.module, "peft_config"):
-        raise RunError(
-            "a model with adapters is resumed in the layout that saved it: the plan does not know the adapters, and so "
-            "cannot cut them anew",
-            everywhere=True,
-        )
     slices = Slices(engine.mesh)
     groups = list(_groups(engine.optimizer))
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
@@ -38,7 +33,7 @@ def adapt(engine: Any, saved: SavedRun) -> None:
             for kind in saved.kinds:
                 if kind != MASTER and parameter not in placed:
                     continue
-                whole = saved.whole(name, kind)
+                whole = saved.whole(plain_name(name), kind)
                 if whole is None:
                     continue
                 local = _cut(whole, slices, name)
@@ -51,7 +46,7 @@ def adapt(engine: Any, saved: SavedRun) -> None:
 
 
 def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
-    piece = slices.of(name)
+    piece = slice_of(slices, name, tuple(whole.shape))
     if piece.ranges is None or piece.dim is None:
         return whole
     return take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)

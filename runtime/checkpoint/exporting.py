@@ -15,6 +15,7 @@ from parcompile.plan import Plan
 from parcompile.spec import Precision
 
 from ..errors import RunError
+from ..lora import matrix_of, merged, saved_name
 from .manifest import read_note
 from .reading import SavedRun
 
@@ -27,7 +28,7 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     """Writes config.json (not for an own module) and one or several safetensors files, and returns them.
 
     Weights are those the run computes with, in its precision, bit for bit; the padding of the vocabulary is left out,
-    and a tied head is not written, as Hugging Face does.
+    and a tied head is not written, as Hugging Face does. LoRA adapters are merged, in fp32.
 
     Args:
         folder: a checkpoint, or a folder of them whose last one is meant.
@@ -37,17 +38,14 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     Raises:
         RunError: the checkpoint cannot be read, or `output` holds files.
     """
-    note, output = read_note(Path(folder)), Path(output)
-    if output.exists() and any(output.iterdir()):
-        raise RunError(f"{output} is not empty: export into a new folder")
-    output.mkdir(parents=True, exist_ok=True)
+    note, output = read_note(Path(folder)), _empty(Path(output))
     saved = SavedRun(note)
     dtype = _DTYPES[note.plan.spec.training.precision]
     writer = _Writer(output, shard_bytes)
     for name in saved.parameters:
         whole = saved.whole(name)
         assert whole is not None
-        writer.add(name, whole.to(dtype).contiguous())
+        writer.add(name, _merged(saved, name, whole).to(dtype).contiguous())
     for name in saved.counters.get("buffer_names") or ():
         writer.add(name, saved.counters["module"][name].contiguous())
     files = writer.finish()
@@ -56,6 +54,49 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     config = output / "config.json"
     config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
     return [config, *files]
+
+
+def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
+    """Writes the LoRA adapters of a checkpoint as peft does, for `PeftModel.from_pretrained`, and returns the files.
+
+    Raises:
+        RunError: as `export`, or the checkpoint has no adapters.
+    """
+    from safetensors.torch import save_file
+
+    note = read_note(Path(folder))
+    if not note.adapters:
+        raise RunError(f"{note.folder} has no adapters: export the model")
+    output, saved = _empty(Path(output)), SavedRun(note)
+    dtype = _DTYPES[note.plan.spec.training.precision]
+    state = {}
+    for name in saved.adapters:
+        whole = saved.whole(name)
+        assert whole is not None
+        state[saved_name(name)] = whole.to(dtype).contiguous()
+    config, weights = output / "adapter_config.json", output / "adapter_model.safetensors"
+    save_file(state, str(weights), metadata={"format": "pt"})
+    values = {**note.adapters["config"], "inference_mode": True}
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return [config, weights]
+
+
+def _empty(folder: Path) -> Path:
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty: export into a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _merged(saved: SavedRun, name: str, weight: Tensor) -> Tensor:
+    linear = name.removesuffix(".weight")
+    adapter = (saved.note.adapters or {"linears": {}})["linears"].get(linear)
+    if adapter is None or linear == name:
+        return weight
+    down, up = (saved.whole(one) for kind in "AB" for one in saved.adapters if matrix_of(one) == (linear, kind))
+    assert down is not None
+    assert up is not None
+    return merged(weight, down, up, adapter["scaling"])
 
 
 def _config(plan: Plan, dtype: torch.dtype) -> dict[str, object]:

@@ -31,6 +31,8 @@ class Note:
     plan: Plan
     layout: Mapping[str, Any]
     files: Mapping[str, tuple[int, str]]
+    adapters: Mapping[str, Any] | None = None
+    """Configuration of peft, and rank and scale by linear."""
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
@@ -39,6 +41,7 @@ class Note:
             "plan_hash": self.plan.plan_hash,
             "layout": dict(self.layout),
             "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
+            **({"adapters": dict(self.adapters)} if self.adapters else {}),
             "plan": self.plan.to_json(),
         }
 
@@ -75,7 +78,8 @@ def read_note(folder: Path) -> Note:
         tree = json.loads((place / NOTE).read_text(encoding="utf-8"))
         spec = spec_from_tree(tree["plan"])
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
-        return Note(place, int(tree["step"]), Plan(spec, tree["plan"]["spec_hash"]), dict(tree["layout"]), files)
+        plan, layout = Plan(spec, tree["plan"]["spec_hash"]), dict(tree["layout"])
+        return Note(place, int(tree["step"]), plan, layout, files, tree.get("adapters"))
     except OSError as error:
         raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -19,6 +19,7 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.model.parameters import Parameter
 
 from ..errors import RunError
+from ..lora import matrix_layout, matrix_of, plain_name
 from ..tensor_parallel import merge_ranges
 from .manifest import Note
 from .trusted import load_trusted
@@ -31,7 +32,10 @@ _WEIGHTS = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
 class SavedRun:
-    """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read."""
+    """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read.
+
+    Parameters go by the names of the plan's model, adapters by peft's behind that of their linear.
+    """
 
     def __init__(self, note: Note) -> None:
         self.note = note
@@ -42,6 +46,16 @@ class SavedRun:
     def weights(self) -> list[dict[str, Any]]:
         """The content of the weight files, by tp rank."""
         return [load_trusted(file) for _, file in self._files(_WEIGHTS)]
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """From the names of the plan's model, and those of adapters, to those in the files."""
+        return {plain_name(name): name for name in self.weights[0]["module"]}
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of LoRA matrices."""
+        return [name for name in self._stored if matrix_of(name) is not None]
 
     @cached_property
     def _shards(self) -> list[list[_Shard]]:
@@ -98,8 +112,7 @@ class SavedRun:
         Raises:
             RunError: a file is missing or does not fit the plan.
         """
-        parameter = self.parameters[name]
-        layout = self._rows[parameter.name][1]
+        layout, real_shape = self._layout(name)
         locals_ = [self._local(name, kind, rank, layout) for rank in range(len(self._shards))]
         found = [local for local in locals_ if local is not None]
         if len(found) != len(locals_):
@@ -107,16 +120,27 @@ class SavedRun:
         if layout.ranges is None or layout.dim is None:
             return found[0]
         try:
-            return merge_ranges(found, layout.dim, layout.ranges, parameter.shape[layout.dim])
+            return merge_ranges(found, layout.dim, layout.ranges, real_shape[layout.dim])
         except ValueError as error:
             raise RunError(f"{name} in {self.note.folder}: {error}") from None
 
+    def _layout(self, name: str) -> tuple[TensorLayout, tuple[int, ...]]:
+        """How a parameter is cut, and its shape without padding."""
+        matrix = matrix_of(name)
+        if matrix is None:
+            parameter = self.parameters[name]
+            return self._rows[parameter.name][1], parameter.shape
+        weight = self._rows[self.parameters[f"{matrix.linear}.weight"].name][1]
+        layout = matrix_layout(matrix, weight, tuple(self.weights[0]["module"][self._stored[name]].shape))
+        return layout, layout.full_shape
+
     def _local(self, name: str, kind: str, tp_rank: int, layout: TensorLayout) -> Tensor | None:
-        pieces = [piece for shard in self._shards[tp_rank] if (piece := shard.piece(name, kind)) is not None]
+        stored = self._stored[name]
+        pieces = [piece for shard in self._shards[tp_rank] if (piece := shard.piece(stored, kind)) is not None]
         if not pieces:
             if kind != MASTER:
                 return None
-            weights: Tensor = self.weights[tp_rank]["module"][name]
+            weights: Tensor = self.weights[tp_rank]["module"][stored]
             return weights.float()
         flat = torch.cat(pieces)
         if flat.numel() != layout.local_numel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from parcompile.checkpoints import ADAPTABLE, file_layout
 
 from ..errors import RunError
+from ..lora import describe_adapters
 from .adapting import adapt
 from .manifest import (
     LATEST,
@@ -54,7 +56,8 @@ def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None)
     dist.barrier()
     files = _hashes(unfinished, mesh.rank)
     if mesh.rank == 0:
-        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files)
+        adapters = describe_adapters(engine.module)
+        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, adapters)
         write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
@@ -100,6 +103,7 @@ def load(engine: Any, folder: str | Path) -> int:
     fixed = [f"{name} {was} → {now}" for name, (was, now) in different.items() if name not in ADAPTABLE]
     if fixed:
         raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
+    _compare_adapters(note, describe_adapters(engine.module))
     _agree_that_it_is_whole(note)
     if different:
         adapt(engine, SavedRun(note))
@@ -110,6 +114,17 @@ def load(engine: Any, folder: str | Path) -> int:
     if note.plan.world_size == engine.mesh.plan.world_size and file_of(note.folder, engine.mesh.rank).exists():
         load_random_state(note.folder, engine.mesh.rank)
     return note.step
+
+
+def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
+    theirs, mine = ({} if one is None else one["linears"] for one in (note.adapters, ours))
+    for name in sorted({*theirs, *mine}):
+        was, now = theirs.get(name, "none"), mine.get(name, "none")
+        if was != now:
+            raise RunError(
+                f"the checkpoint in {note.folder} has other adapters than the model: {name} had {was}, has {now}",
+                everywhere=True,
+            )
 
 
 def _agree_that_it_is_whole(note: Note) -> None:

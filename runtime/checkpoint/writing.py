@@ -41,6 +41,10 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         that only DeepSpeed writes.
     """
     saved = SavedRun(read_note(Path(folder)))
+    if saved.note.adapters:
+        raise RunError(
+            f"{saved.note.folder} has adapters, which are not converted: resume from it, which cuts them anew"
+        )
     ours, theirs = plan.spec.model.hf_config, saved.note.plan.spec.model.hf_config
     if dict(ours) != dict(theirs):
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))

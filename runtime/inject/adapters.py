@@ -1,14 +1,12 @@
 """LoRA adapters of peft on a model that is injected: cut with the linears that they stand beside.
 
-Beside a column-parallel linear A [r, I] is held by every rank, with a part of its gradient, and B [O, r] is cut like
-the weight. Beside a row-parallel one A is cut like the weight, what it gives is summed over the ranks (r features, not
-O), and B is held whole. peft wraps a whole model before `initialize`; its layers are taken off for the injection and
-put back around what became of their linears.
+Beside a column-parallel linear every rank has a part of the gradient of A. Beside a row-parallel one what A gives is
+summed over the ranks (r features, not O). peft wraps a model before it is injected; its layers are taken off for the
+injection and put back around what became of their linears.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +16,10 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..groups import Mesh
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, take_ranges
+from ..lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, merge_ranges, take_ranges
 from .regions import BLOCK_TAKES_INPUT, Region, sum_gradient
 from .slices import Slice, Slices
-
-_NAME = re.compile(r"(?P<linear>.+)\.lora_(?P<kind>[AB])\.[^.]+\.weight")
-_BASE = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +30,13 @@ class _Adapted:
     layer: Any
 
 
-def without_peft(model: nn.Module) -> nn.Module:
-    """The Hugging Face model in a `PeftModel`; any other model as it is."""
-    get_base: Any = getattr(model, "get_base_model", None)
-    base: nn.Module = model if get_base is None else get_base()
-    return base
-
-
 class Adapters:
     """The LoRA layers of a model, taken off it until `put_back`."""
 
     def __init__(self, model: nn.Module, slices: Slices) -> None:
         self._model = model
-        self._found = [
-            _Adapted(name, module) for name, module in model.named_modules() if isinstance(module, _kinds(model))
-        ]
+        kinds = _kinds(model)
+        self._found = [_Adapted(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
         for one in self._found:
             _check(one, slices)
         for one in self._found:
@@ -95,8 +83,10 @@ def _check(one: _Adapted, slices: Slices) -> None:
         split = slices.of(f"{one.name}.weight").parameter.split
         if split is not None and split.pads_vocabulary:
             why = "is the head: leave it out of target_modules"
-    if layer.merged_adapters if isinstance(layer, Linear) else False:
+    if isinstance(layer, Linear) and layer.merged_adapters:
         why = "is merged: unmerge it before initialize"
+    if isinstance(layer, Linear) and len(layer.lora_A) > 1:
+        why = f"has {len(layer.lora_A)} adapters ({', '.join(layer.lora_A)}): leave one"
     if why:
         raise RunError(f"{one.name} {why}", everywhere=True)
 
@@ -126,21 +116,48 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
         sum_gradient(up.weight, region.group)
 
 
-def original_name(name: str) -> str:
-    """The name that a parameter of an adapted model has without adapters."""
-    return name.replace(_BASE, ".")
+def add_adapter(model: nn.Module, adapter: Any, seed: int) -> nn.Module:
+    """Wraps a model without memory with peft; the adapters themselves are there, whole.
+
+    Args:
+        model: a Hugging Face model on the meta device.
+        adapter: a `LoraConfig`, for adapters drawn from `seed`, or the folder of saved ones.
+        seed: of the draw.
+
+    Raises:
+        RunError: the adapters start from the weights, or are no LoRA.
+    """
+    from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+
+    config = adapter if isinstance(adapter, LoraConfig) else LoraConfig.from_pretrained(str(adapter))
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise RunError(
+            f"init_lora_weights {config.init_lora_weights!r} starts from the weights, which are not there yet: "
+            "give initialize a whole model",
+            everywhere=True,
+        )
+    config.inference_mode = False
+    wrapped: nn.Module = get_peft_model(model, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers: list[Any] = [module for module in wrapped.modules() if hasattr(module, "lora_A")]
+        for layer in layers:
+            for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
+                matrix.to_empty(device="cpu").reset_parameters()
+            layer.reset_lora_parameters("default", config.init_lora_weights)
+    if config is not adapter:
+        set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))
+    return wrapped
 
 
-def adapter_slice(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice | None:
-    """This rank's part of A or B, whose whole shape is given; None for other parameters."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    weight = slices.of(f"{match['linear']}.weight")
-    dim = 0 if match["kind"] == "B" else 1
-    if weight.dim != dim:
-        return replace(weight, layout=replace(weight.layout, full_shape=shape, dim=None, ranges=None), ranges=None)
-    return replace(weight, layout=replace(weight.layout, full_shape=shape))
+def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
+    """This rank's part of a parameter, adapters included, whose whole shape is given."""
+    matrix = matrix_of(name)
+    if matrix is None:
+        return slices.of(plain_name(name))
+    weight = slices.of(f"{matrix.linear}.weight")
+    layout = matrix_layout(matrix, weight.layout, shape)
+    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None)
 
 
 def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
@@ -148,26 +165,19 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
     A collective call; every rank gets all of them.
     """
-    slices, group, found = Slices(mesh), mesh.parallel_group("tp"), {}
-    for name, parameter in without_peft(model).named_parameters():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        local, layout = parameter.detach(), slices.of(f"{match['linear']}.weight").layout
-        dim = 0 if match["kind"] == "B" else 1
-        if group is not None and layout.dim == dim and layout.ranges is not None:
-            parts = [torch.empty_like(local) for _ in layout.ranges]
-            dist.all_gather(parts, local.contiguous(), group=group)
-            size = list(local.shape)
-            size[dim] = layout.full_shape[dim]
-            whole = local.new_empty(size)
-            for part, ranges in zip(parts, layout.ranges, strict=True):
-                offset = 0
-                for start, stop in ranges:
-                    whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
-                    offset += stop - start
-            local = whole
-        # peft leaves the name of the adapter out.
-        plain = re.sub(r"\.(lora_[AB])\.[^.]+\.", r".\1.", name)
-        found[f"base_model.model.{plain}"] = local.cpu().clone()
+    slices, found = Slices(mesh), {}
+    for name, parameter in model.named_parameters():
+        matrix = matrix_of(name)
+        if matrix is not None:
+            found[saved_name(name)] = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
     return found
+
+
+def _whole(local: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh) -> Tensor:
+    layout = matrix_layout(matrix, slices.of(f"{matrix.linear}.weight").layout, tuple(local.shape))
+    group = mesh.parallel_group("tp")
+    if group is None or layout.ranges is None:
+        return local
+    parts = [torch.empty_like(local) for _ in layout.ranges]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return merge_ranges(parts, matrix.dim, layout.ranges, layout.full_shape[matrix.dim])

@@ -13,9 +13,10 @@ from parcompile.model.families import FAMILIES
 
 from ..errors import RunError
 from ..groups import Mesh
+from ..lora import matrix_of, plain_name, without_peft
 from ..loss import ParallelCausalLoss
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, take_ranges
-from .adapters import Adapters, without_peft
+from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
 from .balancing import BalancedLoss
@@ -152,7 +153,9 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
         return
     slices, sequence_parallel = Slices(mesh), mesh.plan.spec.parallelism.sequence_parallel
     for name, parameter in model.named_parameters():
-        piece = slices.of(name)
+        if matrix_of(name) is not None:
+            continue  # `Adapters` sees to those
+        piece = slices.of(plain_name(name))
         owner = model.get_submodule(name.rpartition(".")[0])
         # A row-parallel linear adds up the gradient of its bias itself.
         of_tokens = sequence_parallel and piece.parameter.sequence_parallel

@@ -19,7 +19,7 @@ from ..errors import RunError
 from ..groups import Mesh
 from ..ring_attention import local_positions, split_sequence
 from ..tensor_parallel import take_ranges
-from .adapters import adapter_slice, original_name
+from .adapters import slice_of
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .slices import Slices
@@ -119,7 +119,7 @@ class SelfCheck:
         for name, gradient in found.gradients.items():
             place += 1
             whole = self._expected.gradients[name]
-            piece = adapter_slice(slices, name, tuple(whole.shape)) or slices.of(original_name(name))
+            piece = slice_of(slices, name, tuple(whole.shape))
             if piece.ranges is not None and piece.dim is not None:
                 whole = take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
             # What is rounding noise beside the other gradients is noise here too.

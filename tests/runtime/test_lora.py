@@ -1,6 +1,7 @@
 """Contract: LoRA adapters of peft train on an injected model as they do in one process.
 
-Two AdamW steps in fp32 under the engine: losses, gradient norms and the gathered adapters within 1e-5 relative.
+Two AdamW steps in fp32 under the engine: losses, gradient norms and the gathered adapters within 1e-5 relative; the
+second one also after a change of layout. What is exported computes what the run does.
 """
 
 from __future__ import annotations
@@ -33,27 +34,26 @@ def adapted(plan: Plan, targets: list[str], **options: Any) -> Any:
     return model
 
 
-def train(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
-    from parcompile.runtime import adapter_state, initialize, reduce_loss
+def train(rank: int, plan: Plan, folder: str, resume: bool, loaded: bool) -> dict[str, Any]:
+    """Steps up to the second one, each saved; the model is whole, or `loaded` slice by slice."""
+    from parcompile.runtime import adapter_state, initialize, load_pretrained, reduce_loss
     from parcompile.runtime.checkpoint import load, save
 
-    data = samples(plan)
-    engine, _, loader, _ = initialize(plan=plan, model=adapted(plan, ALL), training_data=data, self_check=True)
+    model = load_pretrained(f"{folder}/base", plan, f"{folder}/adapter") if loaded else adapted(plan, ALL)
+    engine, _, loader, _ = initialize(
+        plan=plan, model=model, training_data=samples(plan), self_check=None if loaded else True
+    )
+    loader.step = load(engine, f"{folder}/checkpoints") if resume else 0
     batches, losses, norms = iter(loader), [], []
-    for step in (1, 2):
+    for step in range(loader.step, 2):
         loss = engine(**next(batches)).loss
         engine.backward(loss)
         engine.step()
         losses.append(reduce_loss(loss, engine.mesh))
         norms.append(float(engine.get_global_grad_norm()))
-        if step == 1:
-            save(engine, folder, 1)
-    state = adapter_state(engine.module, engine.mesh)
-    # Back to the first step, and the second once more.
-    assert load(engine, folder) == 1
-    loader.step = 1
-    loss = engine(**next(iter(loader))).loss
-    return {"losses": losses, "norms": norms, "adapters": state, "again": reduce_loss(loss, engine.mesh)}
+        if not resume:
+            save(engine, f"{folder}/{'checkpoints' if step == 0 else 'end'}", step + 1)
+    return {"losses": losses, "norms": norms, "adapters": adapter_state(engine.module, engine.mesh)}
 
 
 def train_plain(plan: Plan) -> dict[str, Any]:
@@ -72,29 +72,60 @@ def train_plain(plan: Plan) -> dict[str, Any]:
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, training.gradient_clipping)))
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms, "adapters": peft.get_peft_model_state_dict(model)}
+    return {"losses": losses, "norms": norms, "adapters": peft.get_peft_model_state_dict(model), "model": model}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parallelism"),
-    [(2, {"tp": 2}), (4, {"tp": 2, "cp": 2, "sequence_parallel": True})],
-    ids=["tp2", "tp2cp2-sequence-parallel"],
-)
-def test_adapters_train_as_in_one_process(world_size: int, parallelism: dict[str, Any], tmp_path: Path) -> None:
-    plan = make_plan(world_size, parallelism)
-    expected = train_plain(plan)
-    for found in run_ranks(world_size, train, plan, str(tmp_path)):
+def stored(plan: Plan, folder: Path) -> None:
+    """The model and its adapters as files."""
+    model = adapted(plan, ALL)
+    model.save_pretrained(folder / "adapter")
+    initial_model(plan).save_pretrained(folder / "base")
+
+
+def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], steps: int) -> None:
+    for found in ranks:
         for key in ("losses", "norms"):
-            assert found[key] == pytest.approx(expected[key], rel=TOLERANCE)
-        assert found["again"] == pytest.approx(expected["losses"][1], rel=TOLERANCE)
+            assert found[key] == pytest.approx(expected[key][-steps:], rel=TOLERANCE)
         assert found["adapters"].keys() == expected["adapters"].keys()
         for name, value in expected["adapters"].items():
             assert float((found["adapters"][name] - value).norm() / value.norm()) < TOLERANCE, name
 
 
-def refusals(rank: int, plan: Plan) -> list[str]:
-    from parcompile.runtime import RunError, initialize
+def test_adapters_train_as_in_one_process(tmp_path: Path) -> None:
+    plan = make_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True})
+    assert_same(run_ranks(4, train, plan, str(tmp_path), False, False), train_plain(plan), 2)
 
+
+def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layout_to_the_export(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from parcompile.runtime.checkpoint import export, export_adapter
+
+    plan, folder = make_plan(2, {"tp": 2}), str(tmp_path)
+    expected = train_plain(plan)
+    stored(plan, tmp_path)
+    assert_same(run_ranks(2, train, plan, folder, False, True), expected, 2)
+    assert_same(run_ranks(2, train, make_plan(2, {"cp": 2}), folder, True, False), expected, 1)
+    assert_same(run_ranks(2, train, plan, folder, True, True), expected, 1)
+
+    ids = samples(plan)[0]["input_ids"][None]
+    logits = expected["model"](ids).logits
+    export(tmp_path / "end", tmp_path / "merged")
+    export_adapter(tmp_path / "end", tmp_path / "exported")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32),
+        peft.PeftModel.from_pretrained(base, str(tmp_path / "exported")),
+    ):
+        torch.testing.assert_close(model.eval()(ids).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def refusals(rank: int, plan: Plan, folder: str) -> list[str]:
+    from parcompile.runtime import RunError, adapter_state, initialize, join, load_pretrained
+
+    drawn = load_pretrained(f"{folder}/base", plan, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    state = adapter_state(drawn, join(plan))
+    assert all(bool(value.any()) == ("lora_A" in name) for name, value in state.items())
     found = []
     for targets, options in ((["lm_head"], {}), (["q_proj"], {"use_dora": True}), (["q_proj"], {"lora_bias": True})):
         try:
@@ -105,8 +136,10 @@ def refusals(rank: int, plan: Plan) -> list[str]:
     return found
 
 
-def test_what_is_not_injected_is_named() -> None:
-    head, dora, bias = run_ranks(2, refusals, make_plan(2, {"tp": 2}))[0]
+def test_what_is_not_injected_is_named(tmp_path: Path) -> None:
+    plan = make_plan(2, {"tp": 2})
+    stored(plan, tmp_path)
+    head, dora, bias = run_ranks(2, refusals, plan, str(tmp_path))[0]
     assert head == "lm_head is the head: leave it out of target_modules"
     assert "model.layers.0.self_attn.q_proj uses a variant of LoRA" in dora
     assert "model.layers.0.self_attn.q_proj has lora_bias" in bias
