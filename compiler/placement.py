@@ -58,9 +58,10 @@ def step_traffic(
     """What a rank sends in a step.
 
     It holds `num_layers` layers in `virtual_stages` stages and `rank_numel` parameters; `element_bytes` are those of
-    weights and activations, `gradient_bytes` those of a reduced gradient. Gradients are reduce-scattered and weights
-    gathered over dp · cp, (N − 1) / N of them each (ZeRO stage 1). `context`, `on_gpu` and `recomputed` are as in
-    `cost.context.exchanges`.
+    weights and activations, `gradient_bytes` those of a reduced gradient. Over dp · cp DeepSpeed's ZeRO stage 1
+    all-reduces gradients, 2 (N − 1) / N of them, and gathers weights. What layers and loss send beside their
+    activations is too little to decide an order: `cost.collectives` counts it. `context`, `on_gpu` and `recomputed` are
+    as in `cost.context.exchanges`.
     """
     tp, cp, dp, pp = (sizes.get(axis, 1) for axis in DENSE_AXES)
     local_length = sequence_length // cp
@@ -77,7 +78,7 @@ def step_traffic(
     return Traffic(
         tp=tensor.wire_bytes * micro_batches,
         cp=sum(size for _, _, size in levels),
-        dp_cp=int(rank_numel * (gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
+        dp_cp=int(rank_numel * (2 * gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
         pp=boundary * micro_batches * virtual_stages if pp > 1 else 0,
         cp_levels=levels,
     )

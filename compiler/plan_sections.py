@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .cost.collectives import GRADIENT_SUM_BYTES
 from .cost.context_time import choices
 from .cost.memory import rank_numel, static_memory
 from .cost.parameters import stage_numel
@@ -89,7 +90,8 @@ def topology(plan: Plan) -> dict[str, Any]:
         micro_batch_size=training.micro_batch_size,
         micro_batches=training.gradient_accumulation_steps,
         element_bytes=training.precision.bytes,
-        gradient_bytes=training.precision.bytes,
+        # DeepSpeed reduces in fp32 where sequences are split.
+        gradient_bytes=GRADIENT_SUM_BYTES if parallelism.cp > 1 else training.precision.bytes,
         context=parallelism.context,
         on_gpu=spec.cluster.accelerator != "cpu",
         recomputed=training.activation_checkpointing == "full",

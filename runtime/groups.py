@@ -78,7 +78,7 @@ def join(plan: Plan) -> Mesh:
     forbid_jit_builds()
     device = device_of(environment)
     _connect(plan, environment, device)
-    groups = {name: _create(plan, name, environment.rank) for name in plan.groups.names}
+    groups = {name: create_group(plan, name, environment.rank) for name in plan.groups.names}
     mesh = Mesh(plan, environment.rank, device, groups)
     _compare(mesh)
     _MESH = mesh
@@ -153,10 +153,11 @@ def _store(environment: Environment) -> Store:
     return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
-def _create(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
+def create_group(plan: Plan, name: str, rank: int, *, others: bool = True) -> dist.ProcessGroup:
+    """This rank's group of that name. Every rank creates all groups of the name, unless `others` says not to."""
     created: dist.ProcessGroup | None = None
     mine = plan.groups.of_rank(name, rank)
-    if len(mine) == 1:
+    if len(mine) == 1 or not others:
         # Nobody else takes part: a world of n ranks need not create n groups of one.
         created = dist.new_group(list(mine), use_local_synchronization=True)
         assert created is not None

@@ -20,7 +20,8 @@ from .inject import Slices, inject, sum_partial_gradients
 from .inject.adapters import add_adapter
 from .lora import plain_name
 
-_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+"""What a plan's precision is called in torch."""
 
 
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
@@ -33,7 +34,7 @@ def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.spec.training.seed if seed is None else seed)
-        return _build(plan, torch.float32)
+        return instantiate(plan, torch.float32)
 
 
 def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.Module:
@@ -52,9 +53,9 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
         RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named.
     """
     mesh, source = join(plan), PretrainedFolder(folder)
-    dtype = _DTYPES[plan.spec.training.precision]
+    dtype = DTYPES[plan.spec.training.precision]
     with _parameters_without_memory():
-        model = _build(plan, dtype)
+        model = instantiate(plan, dtype)
     buffers = _persistent(model)
     source.check(plan, buffers)
     if adapter is not None:
@@ -82,7 +83,7 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
 def persistent_buffers(plan: Plan) -> dict[str, Tensor]:
     """What the plan's model keeps in its files beside parameters, as it is when the model is built."""
     with _parameters_without_memory():
-        return _persistent(_build(plan, torch.float32))
+        return _persistent(instantiate(plan, torch.float32))
 
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:
@@ -90,7 +91,12 @@ def _persistent(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
-def _build(plan: Plan, dtype: torch.dtype) -> nn.Module:
+def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
+    """The plan's Hugging Face model, whole, on the current default device.
+
+    Raises:
+        RunError: the plan is for a module of one's own, transformers is missing, or it does not know the model type.
+    """
     if plan.spec.model.shape.own is not None:
         raise RunError(
             "the plan is for a module of your own, which only you can build: give it to initialize as model=",

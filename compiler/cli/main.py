@@ -22,6 +22,7 @@ _COMMANDS = (
     "import",
     "init",
     "local",
+    "preflight",
     "profile",
     "schema",
     "search",

@@ -1,13 +1,15 @@
 """Bytes that the forward pass keeps for the backward pass.
 
 `korthikanti` gives the published forms for GPT with stored attention scores (arXiv 2205.05198, table 2);
-`layer_bytes` the forms for fused attention, grouped heads, gated MLPs, latent attention and experts.
+`layer_bytes` the forms for fused attention, grouped heads, gated MLPs, latent attention and experts;
+`eager_layer_bytes` what transformers' modules keep in the runtime.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parcompile.model.families import FAMILIES, Family, Norm
 from parcompile.model.shape import ModelShape
 
 KORTHIKANTI_RECOMPUTE = ("none", "selective", "full")
@@ -73,3 +75,36 @@ def layer_bytes(
     stream = norms / tp if sequence_parallel else float(norms)
     gathered = 2 * h * (1 - 1 / tp) if sequence_parallel else 0.0
     return LayerBytes(width * stream, width * attention, width * mlp, width * gathered)
+
+
+def eager_layer_bytes(
+    shape: ModelShape, *, tp: int, sequence_parallel: bool, element_bytes: int = 2, moe: bool = False
+) -> LayerBytes:
+    """What one layer of the runtime keeps for each token: transformers' own modules around the parallel layers.
+
+    An RMSNorm keeps its input in fp32 and, in the type of the weights, the normalised input; a LayerNorm keeps its
+    input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
+    projections, the activation's output and the product. The inputs of the two blocks are kept whole, gathered under
+    sequence parallelism. `parcompile preflight` compares this with what is really kept.
+    """
+    width, h = float(element_bytes), shape.hidden_size
+    family = FAMILIES.get(shape.model_type, Family())
+    rms = family.norm is Norm.WEIGHT
+    stream = shape.norms_per_layer * h * (4 + width if rms else width)
+    heads, kv_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1.0)
+    if shape.mla is not None:
+        mla = shape.mla
+        attention = width * heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim)
+        attention += width * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
+    else:
+        attention = width * (2 * heads + 2 * kv_heads) * shape.head_dim
+    if shape.qk_norm:
+        attention += (4 + width) * (heads + kv_heads) * shape.head_dim
+    attention += 4 * heads
+    fused = layer_bytes(shape, tp=tp, sequence_parallel=sequence_parallel, element_bytes=element_bytes, moe=moe)
+    mlp = fused.mlp * (4 / 3 if shape.gated_mlp else 1.0)
+    return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * BLOCKS * h)
+
+
+BLOCKS = 2
+"""Attention and MLP: each keeps its input."""

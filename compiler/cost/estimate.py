@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
 
@@ -109,9 +110,9 @@ class Estimate:
         }
 
     def exposed_seconds(self, group: str) -> float:
-        """Seconds of a step in which nothing hides the traffic of a group."""
+        """Seconds of a step in which nothing hides the traffic of a group; that of kv replicas is not timed: 0."""
         step = self.time.step
-        found = {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange}
+        found = {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange, KV_REPLICA: 0.0}
         return found[group] if group in found else step.context * self._share_of_cp(group)
 
     def hidden_seconds(self, group: str) -> float:

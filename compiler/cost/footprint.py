@@ -13,15 +13,25 @@ from dataclasses import dataclass
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.layout.stages import Stage
 
-from .activations import layer_bytes
+from .activations import eager_layer_bytes, layer_bytes
 from .coefficients import FUSED, Fit, default_memory
-from .memory import LARGEST_BUCKET
+from .memory import LARGEST_BUCKET, keeps_both_gradients
 from .workload import FRAMEWORKS, Workload
 
 GIB = 1024**3
 
-DEEPSPEED = {"weights_extra": 0.0, "unsharded_extra": 0.0}
-"""What DeepSpeed holds for the whole run is counted exactly: nothing is left for these coefficients."""
+COUNTED = {
+    "attention": 1.0,
+    "mlp": 1.0,
+    "gathered": 1.0,
+    "gathered_pipeline": 1.0,
+    "logits_kept": 0.0,
+    "weights_extra": 0.0,
+    "unsharded_extra": 0.0,
+}
+"""For the runtime, whose memory is counted and not fitted: of the coefficients only the framework's base is left."""
+LOSS_CHUNK_ELEMENTS = 2**25
+"""Logits that the loss holds in fp32 at a time, on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +109,12 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     """
     stages = work.stages
     numels = [work.stage_parameters(stage) for stage in stages]
-    bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" else 0
+    both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
+    bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and not both else 0
     moe_from = work.shape.moe.first_moe_layer if work.shape.moe else work.shape.num_hidden_layers
+    form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
     dense, sparse = (
-        layer_bytes(
+        form(
             work.shape,
             tp=work.tp,
             sequence_parallel=work.sequence_parallel,
@@ -129,7 +141,13 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.hidden_size * work.element_bytes / share
             kept["stream"] += len(stage.layers) * inputs * tokens * held
+            if work.framework == "deepspeed" and layers:
+                kept["attention"] += len(stage.layers) * _kept_attention(work) * tokens * held
+                kept["mlp"] += _recomputed_in_flight_bytes(work)
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
+        if work.framework == "deepspeed":
+            layer = (sparse if moe_layers else dense).total * tokens + _recomputed_in_flight_bytes(work)
+            kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer if stage.layers else 0.0)
         exchange = tokens * work.shape.hidden_size * work.element_bytes * held if work.pp > 1 else 0.0
         found.append(
             StageTerms(
@@ -142,11 +160,44 @@ def memory_terms(work: Workload) -> list[StageTerms]:
                 kept["mlp"],
                 kept["gathered"],
                 logits,
-                logits * work.element_bytes * max(held - 1, 0),
+                logits * work.element_bytes * max(held - 1, 0) + _loss_chunk_bytes(work, logits),
                 exchange,
             )
         )
     return found
+
+
+def _recomputed_in_flight_bytes(work: Workload) -> float:
+    """Gradients of activations and of one weight while the MLP of a recomputed layer runs backward."""
+    h, width = work.shape.hidden_size, work.shape.intermediate_size / work.tp
+    return work.element_bytes * (work.local_tokens * (h + 2 * width) + h * width)
+
+
+def _ends_bytes(work: Workload, stage: Stage, logits: float, recomputed_layer: float) -> float:
+    """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
+
+    Logits with their gradient, the gradients in front of the last norm (two in the type of the weights and three in
+    fp32), and with full recomputation a layer do not stand in memory together: the largest counts. Logits and layers
+    are counted elsewhere, so what is returned may be negative.
+    """
+    width, hidden = work.element_bytes, work.local_tokens * work.shape.hidden_size
+    share = work.tp if work.sequence_parallel else 1
+    normed = hidden * (4 + 2 * width) / share if stage.has_head else 0.0
+    head = 2 * width * logits + _loss_chunk_bytes(work, logits)
+    if work.recompute == "full":
+        # The last norm goes with the logits.
+        return normed - min(recomputed_layer, head + normed)
+    return normed + max(0.0, hidden * (2 * width + 3 * 4) / share - head)
+
+
+def _kept_attention(work: Workload) -> float:
+    """Output and log-sum-exp for each token, which recomputation does not compute again."""
+    width = work.shape.head_dim if work.shape.mla is None else work.shape.mla.v_head_dim
+    return work.shape.num_attention_heads / work.tp * (width * work.element_bytes + 4)
+
+
+def _loss_chunk_bytes(work: Workload, logits: float) -> float:
+    return 4 * min(logits, LOSS_CHUNK_ELEMENTS) if work.framework == "deepspeed" else 0.0
 
 
 def _static(work: Workload, numel: int) -> tuple[float, float, float, float]:
@@ -154,6 +205,8 @@ def _static(work: Workload, numel: int) -> tuple[float, float, float, float]:
     shards = work.shards if work.zero_stage >= 1 else 1
     padded = padded_numel(numel, shards) if work.framework == "deepspeed" else numel
     weights, gradients = padded * work.element_bytes, numel * work.gradient_bytes
+    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+        gradients = padded * work.gradient_bytes + numel * work.element_bytes
     shard = padded / shards
     return (
         weights / (work.shards if work.zero_stage >= 3 else 1),
@@ -211,7 +264,10 @@ def memory_values(work: Workload, fit: Fit | None = None) -> Mapping[str, float]
 
 def applied(work: Workload, values: Mapping[str, float]) -> Mapping[str, float]:
     """Fitted values as they apply to a framework."""
-    return {**values, **DEEPSPEED} if work.framework == "deepspeed" else values
+    if work.framework != "deepspeed":
+        return values
+    # Logits and their gradient, both in the type of the weights.
+    return {**values, **COUNTED, "logits": 2.0 * work.element_bytes}
 
 
 def footprint(work: Workload, fit: Fit | None = None) -> Footprint:

@@ -47,16 +47,28 @@ def static_memory(spec: Spec, stage: Stage | None = None) -> StaticMemory:
     padded = padded_numel(numel, shards)
     shard = padded // shards
     width, sum_width = spec.training.precision.bytes, spec.training.gradient_accumulation_dtype.bytes
+    gradients, bucket = numel * sum_width, bucket_numel(spec) * width
+    if keeps_both_gradients("deepspeed", width, sum_width, spec.zero_stage):
+        gradients, bucket = padded * sum_width + numel * width, 0
     return StaticMemory(
         numel=numel,
         padded_numel=padded,
         shard_numel=shard,
         weight_bytes=padded * width,
-        gradient_bytes=numel * sum_width,
+        gradient_bytes=gradients,
         master_bytes=shard * MASTER_BYTES,
         optimizer_bytes=shard * ADAM_STATE_BYTES,
-        bucket_bytes=bucket_numel(spec) * width,
+        bucket_bytes=bucket,
     )
+
+
+def keeps_both_gradients(framework: str, weight_width: int, sum_width: int, zero_stage: int) -> bool:
+    """Whether a gradient is held in the type of the weights and summed in fp32 beside it.
+
+    DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py), which fp32 sums of 16-bit gradients bring at ZeRO stage 1,
+    keeps both between micro-batches, and has no reduce bucket.
+    """
+    return framework == "deepspeed" and zero_stage == 1 and weight_width < sum_width
 
 
 def rank_numel(spec: Spec, stage: Stage) -> int:

@@ -1,13 +1,14 @@
-"""Messages and bytes that one rank sends in a step, by group, with the link that carries them.
-
-Ring collectives: an all-reduce of n bytes over N ranks moves 2 (N − 1) / N · n per rank, an all-gather or
-reduce-scatter half of that.
-"""
+"""Messages and bytes that one rank sends in a step, by group, with the link that carries them; see `collectives`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.stages import Stage
+
+from .collectives import Collectives, Sent, collectives
 from .context import context_exchanges
 from .flops import moe_layers
 from .hardware import Link
@@ -31,51 +32,71 @@ class GroupTraffic:
 
 
 def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
-    """Everything that a rank sends, the groups in the order tp, cp, ep, dp, pp; groups of one rank are left out.
+    """Everything that a rank of the busiest stage sends, group by group; groups of one rank are left out.
 
     Each level of context parallelism is an entry of its own.
     """
-    shape, layers = work.shape, max(len(stage.layers) for stage in work.stages)
+    shape = work.shape
     activation = work.local_tokens * shape.hidden_size * work.element_bytes
+    sent = max((collectives(work, stage) for stage in _distinct(work)), key=_total)
+    sizes = {"tp": work.tp, KV_REPLICA: _replicas(work), "dp-cp": work.shards}
     found = []
-    recomputed = 1 if work.recompute == "full" else 0
-    if work.tp > 1:
-        calls = (4 + 2 * recomputed) * layers * work.micro_batches
-        ring = 2 * (work.tp - 1) / work.tp * activation
-        split = work.sequence_parallel
-        name = "all-gather + reduce-scatter" if split else "all-reduce"
-        found.append(_group(work, "tp", name, calls * (2 if split else 1), calls * ring, work.tp))
-    passes = layers * work.micro_batches
+    for group, ranks in sizes.items():
+        kinds = {kind: one for (name, kind), one in sent.items() if name == group}
+        if kinds:
+            stride = {KV_REPLICA: work.stride("tp"), "dp-cp": _shard_stride(work)}.get(group)
+            messages = sum(one.messages for one in kinds.values())
+            size = sum(one.wire_bytes for one in kinds.values())
+            found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride=stride))
+    passes = max(len(stage.layers) for stage in work.stages) * work.micro_batches
     for one in context_exchanges(work):
         stride = work.stride("cp") * one.stride
         size = passes * one.wire_bytes
         found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride=stride))
     if work.ep > 1 and shape.moe is not None:
-        sparse = min(layers, moe_layers(shape))
-        calls = (4 + 2 * recomputed) * sparse * work.micro_batches
-        size = activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
-        found.append(_group(work, "ep", "all-to-all", calls, calls * size, work.ep, stride=work.tp))
-    if work.shards > 1:
-        numel = max(work.stage_parameters(stage) for stage in work.stages)
-        share = (work.shards - 1) / work.shards
-        if work.zero_stage == 0:
-            operation, size = "all-reduce of gradients", 2 * work.gradient_bytes * numel * share
-        else:
-            size = (work.gradient_bytes + work.element_bytes) * numel * share
-            operation = "reduce-scatter of gradients + all-gather of weights"
-        if work.zero_stage >= 3:
-            size += work.element_bytes * numel * share * work.micro_batches
-        found.append(_group(work, "dp-cp", operation, 2, size, work.shards, stride=_shard_stride(work)))
+        layers = max(len(stage.layers) for stage in work.stages)
+        recomputed = 1 if work.recompute == "full" else 0
+        calls = (4 + 2 * recomputed) * min(layers, moe_layers(shape)) * work.micro_batches
+        size = calls * activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
+        found.append(_group(work, "ep", "all-to-all", calls, size, work.ep, stride=work.tp))
     if work.pp > 1:
         sends = 2 * work.micro_batches * work.virtual_stages
-        size = activation / (work.tp if work.sequence_parallel else 1)
-        found.append(_group(work, "pp", "send to the next and the last stage", sends, sends * size, 2))
-    return tuple(found)
+        size = sends * activation / (work.tp if work.sequence_parallel else 1)
+        found.append(_group(work, "pp", "send to the next and the last stage", sends, size, 2))
+    return tuple(sorted(found, key=lambda one: _ORDER.index(one.group)))
+
+
+_ORDER = ("tp", KV_REPLICA, "cp", "cp-inner", "cp-outer", "ep", "dp-cp", "pp")
+
+
+def _distinct(work: Workload) -> list[Stage]:
+    """Stages that may send most: those with the most layers, the first and the last."""
+    stages = work.stages
+    longest = max(stages, key=lambda stage: len(stage.layers))
+    return list(dict.fromkeys((stages[0], longest, stages[-1])))
+
+
+def _total(sent: Collectives) -> float:
+    return sum(one.wire_bytes for one in sent.values())
+
+
+def _replicas(work: Workload) -> int:
+    """Ranks that hold the same kv heads."""
+    return max(1, work.tp // work.shape.num_key_value_heads)
+
+
+def _operation(group: str, kinds: Mapping[str, Sent]) -> str:
+    if group == "dp-cp":
+        first, *rest = (f"{kind} of {'weights' if kind == 'all-gather' else 'gradients'}" for kind in kinds)
+        return " + ".join((first, *rest))
+    if group == KV_REPLICA:
+        return "all-reduce of gradients"
+    return " + ".join(sorted(kinds))
 
 
 def _shard_stride(work: Workload) -> int:
     strides = [work.stride(axis) for axis, size in (("dp", work.dp), ("cp", work.cp)) if size > 1]
-    return min(strides)
+    return min(strides, default=1)
 
 
 def _group(

@@ -9,6 +9,8 @@ from torch import Tensor
 def autocast(tensor: Tensor) -> Tensor:
     """What autocast does for `scaled_dot_product_attention`: fp64 stays as it is."""
     device = tensor.device.type
+    if tensor.is_meta:  # a device that autocast does not know
+        return tensor
     if tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor

@@ -136,6 +136,9 @@ def _fused_kernel(query: Tensor, softcap: float | None) -> tuple[Kernel | None, 
             return CudaFlashKernel() if functions is None else FlashAttnKernel(functions, softcap), ""
         if recent or dtype is not torch.bfloat16:
             return CudaEfficientKernel(), ""
+    if device.type == "meta":
+        # Nothing is computed there: the kernels of a GPU, whose results and work space have its shapes.
+        return CudaFlashKernel() if dtype.itemsize == 2 and head_dim <= 256 else CpuFlashKernel(), ""
     return None, f"there is no fused kernel for {dtype} with head dim {head_dim} on {device.type}"
 
 

@@ -180,7 +180,7 @@ def _rows(x: Tensor) -> Tensor:
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     # Outside the autograd functions, so that the casts are differentiated like any other and backward sees one dtype.
     device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which autocast does not know
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parcompile.cost.activations import korthikanti, layer_bytes
-from parcompile.cost.footprint import GIB, fit_probability, footprint
+from parcompile.cost.footprint import GIB, LOSS_CHUNK_ELEMENTS, fit_probability, footprint
 from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.workload import Workload
 
@@ -70,14 +70,18 @@ WORK = Workload(
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages() -> None:
     held = [stage.components["activations"] for stage in footprint(WORK).stages]
-    assert held == pytest.approx([held[3] * 4, held[3] * 3, held[3] * 2, held[3]])
-    one = footprint(replace(WORK, micro_batches=1)).stages
-    assert one[0].components["activations"] == pytest.approx(held[3])
+    first_gradients = 8192 * 4096 * (2 * 2 + 3 * 4)
+    one = footprint(replace(WORK, micro_batches=1)).stages[0].components["activations"] - first_gradients
+    assert held[:3] == pytest.approx([one * count + first_gradients for count in (4, 3, 2)])
+    last_norm_and_head_input = 8192 * 4096 * (4 + 2 + 2)
+    assert held[3] == pytest.approx(one + last_norm_and_head_input)
 
 
 def test_interleaving_holds_more_by_its_factor() -> None:
     plain, interleaved = footprint(WORK).stages[0], footprint(replace(WORK, virtual_stages=2)).stages[0]
-    ratio = interleaved.components["activations"] / plain.components["activations"]
+    first_gradients = 8192 * 4096 * (2 * 2 + 3 * 4)
+    held = [stage.components["activations"] - first_gradients for stage in (interleaved, plain)]
+    ratio = held[0] / held[1]
     assert ratio == pytest.approx(1 + 3 / (4 * 2))
 
 
@@ -91,8 +95,8 @@ def test_logits_stand_on_the_last_stage_and_the_peak_names_its_rank() -> None:
 
 def test_cp_cuts_activations_and_logits() -> None:
     whole, cut = footprint(replace(WORK, dp=4, cp=1)), footprint(replace(WORK, dp=2, cp=2))
-    for name in ("activations", "logits"):
-        sizes = [one.stages[-1].components[name] for one in (whole, cut)]
+    for name, constant in (("activations", 0), ("logits", 4 * LOSS_CHUNK_ELEMENTS)):
+        sizes = [one.stages[-1].components[name] - constant for one in (whole, cut)]
         assert sizes[1] == pytest.approx(sizes[0] / 2)
 
 

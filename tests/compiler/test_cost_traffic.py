@@ -32,19 +32,29 @@ def only(work: Workload, group: str) -> float:
     return next(one.wire_bytes for one in traffic(work) if one.group == group)
 
 
-def test_tp_sends_four_ring_all_reduces_in_each_layer_with_and_without_sequence_parallelism() -> None:
+def test_tp_sends_four_ring_all_reduces_in_each_layer_and_two_for_the_ends() -> None:
     work = replace(WORK, tp=4, dp=4)
-    expected = 4 * 8 * 4 * 2 * 3 / 4 * (2 * 2048 * 1024 * 2)
-    assert only(work, "tp") == expected
-    assert only(replace(work, sequence_parallel=True), "tp") == expected
-    assert only(replace(work, recompute="full"), "tp") == expected * 1.5
+    activation, loss = 2 * 2048 * 1024 * 2, 3 * 4 * (2 * 2048)
+    assert only(work, "tp") == 4 * ((4 * 8 + 2) * 2 * 3 / 4 * activation + 3 * loss)
+    recomputed = only(replace(work, recompute="full"), "tp") - only(work, "tp")
+    assert recomputed == 4 * 2 * 8 * 2 * 3 / 4 * activation
+    norms, head_again = 4 * (2 * 8 + 1) * 2 * 3 / 4 * 1024 * 2, 4 * 3 / 4 * activation
+    assert only(replace(work, sequence_parallel=True), "tp") == only(work, "tp") + norms + head_again
 
 
 def test_gradients_and_weights_cross_dp_and_cp() -> None:
+    """DeepSpeed reduces with all-reduce, in the type of the weights; with cp in fp32."""
     parameters = WORK.stage_parameters(WORK.stages[0])
-    assert only(replace(WORK, gradient_bytes=2), "dp-cp") == pytest.approx(parameters * (2 + 2) * 15 / 16)
-    assert only(replace(WORK, zero_stage=0), "dp-cp") == pytest.approx(2 * 4 * parameters * 15 / 16)
-    assert only(replace(WORK, cp=4, dp=4), "dp-cp") == only(WORK, "dp-cp")
+    assert only(WORK, "dp-cp") == pytest.approx(parameters * (2 * 2 + 2) * 15 / 16)
+    assert only(replace(WORK, zero_stage=0), "dp-cp") == pytest.approx(2 * 2 * parameters * 15 / 16)
+    assert only(replace(WORK, cp=4, dp=4), "dp-cp") == pytest.approx(parameters * (2 * 4 + 2) * 15 / 16)
+    assert only(replace(WORK, framework="megatron"), "dp-cp") == pytest.approx(parameters * (4 + 2) * 15 / 16)
+
+
+def test_replicated_kv_heads_have_their_gradients_summed() -> None:
+    work = replace(WORK, tp=8, dp=2)
+    weight = 64 * 1024 * 2
+    assert only(work, "kv-replica") == 4 * 8 * 2 * 2 * 1 / 2 * weight
 
 
 def test_the_ring_sends_keys_values_and_their_gradients() -> None:
@@ -63,7 +73,7 @@ def test_a_group_of_one_rank_sends_nothing() -> None:
 
 def test_links_follow_where_the_ranks_lie() -> None:
     links = {one.group: one.link.name for one in traffic(replace(WORK, tp=8, dp=2))}
-    assert links == {"tp": "nvlink4", "dp-cp": "ndr-8x"}
+    assert links == {"tp": "nvlink4", "kv-replica": "nvlink4", "dp-cp": "ndr-8x"}
 
 
 def test_no_collective_is_faster_than_the_hardware() -> None:

@@ -1,0 +1,51 @@
+"""`parcompile preflight PLAN`: builds what a plan describes, for any rank of any world, and compares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from parcompile.plan import Plan, PlanError
+from parcompile.targets.files import to_text
+
+
+@click.command("preflight")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--ranks", help="Ranks to look at, as in 0,8,15; by default those that differ.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.pass_context
+def command(context: click.Context, plan: Path, ranks: str | None, form: str) -> None:
+    """Build the sharded model of chosen ranks without memory, run a step, and compare with the plan.
+
+    PLAN is a plan.json, or the folder that holds it; its world may have any size. Needs the extras [runtime] and [hf].
+    Exit code 1 when something differs.
+    """
+    try:
+        loaded = Plan.load(plan)
+    except PlanError as error:
+        raise click.ClickException(str(error)) from None
+    chosen = None if ranks is None else _numbers(ranks)
+    # torch warns that the fake group has no hooks, on every rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        # Only here: the compiler itself works without torch.
+        from parcompile.runtime import RunError
+        from parcompile.runtime.preflight import preflight
+    except ImportError as error:
+        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+    try:
+        found = preflight(loaded, chosen)
+    except RunError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
+    if not found.agrees:
+        context.exit(1)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of ranks, as in 0,8,15", param_hint="--ranks") from None

@@ -1,0 +1,138 @@
+"""What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
+
+Ring collectives: of n bytes over N ranks an all-reduce sends 2 (N − 1) / N · n, an all-gather or reduce-scatter half of
+that. Symbols: A the bytes of one activation [b, S/c, h], T its tokens, L the layers of the stage.
+
+| group | forward | backward |
+|---|---|---|
+| tp | all-reduce of A behind attention, MLP and embedding | the same in front of attention, MLP and head |
+| tp, sequence parallel | reduce-scatter in their place, all-gather in front | the two exchanged |
+| tp | all-gather of three fp32 numbers for each token (loss) | all-reduce of gradients that each rank has in part |
+| kv-replica | – | all-reduce of the gradients of replicated kv heads |
+| cp | what each implementation exchanges in a layer: `context` | |
+| dp-cp | – | once a step: all-reduce of gradients, all-gather of weights |
+
+DeepSpeed's ZeRO-1 reduces gradients with all-reduce, twice the bytes of a reduce-scatter, in the type of the weights;
+with cp in fp32 (`seq_parallel_communication_data_type`). Full recomputation repeats the forward of tp, not the ring's:
+attention is kept. Loss, overflow and norm add messages of a few bytes, which are left out.
+
+Sources: arXiv 1909.08053, section 3; arXiv 2205.05198, section 4; arXiv 2310.01889; DeepSpeed 0.19.8,
+runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py. `tests/runtime/test_wire.py` compares with live ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.optimizer import padded_numel
+from parcompile.layout.stages import Stage
+from parcompile.layout.tensor import tensor_layout
+from parcompile.model.families import FAMILIES, Family, QkNorm
+from parcompile.model.parameters import Parameter, parameter_table
+
+from .context import context_exchanges
+from .workload import Workload
+
+GRADIENT_SUM_BYTES = 4
+"""Gradients are summed over cp in fp32."""
+LOSS_NUMBERS = 3
+"""fp32 numbers of a token that the loss exchanges: the largest logit, the sum of exponentials, the label's logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Messages of one kind in a step, and the bytes that one rank puts on the wire with them."""
+
+    messages: int
+    wire_bytes: float
+
+
+Collectives = dict[tuple[str, str], Sent]
+"""By group and kind."""
+_Send = Callable[[str, str, float, float, int], None]
+
+
+def collectives(work: Workload, stage: Stage) -> Collectives:
+    """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp and dp-cp.
+
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
+    """
+    found: Collectives = {}
+
+    def send(group: str, kind: str, messages: float, whole_bytes: float, ranks: int) -> None:
+        """So many messages of so many bytes each, over so many ranks."""
+        factor = (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
+        before = found.get((group, kind), Sent(0, 0.0))
+        found[group, kind] = Sent(before.messages + int(messages), before.wire_bytes + messages * factor * whole_bytes)
+
+    if work.tp > 1:
+        _tensor(work, stage, send)
+    passes = len(stage.layers) * work.micro_batches
+    for one in context_exchanges(work):
+        kind = "all-to-all" if one.operation.startswith("all-to-all") else "send"
+        found[one.group, kind] = Sent(passes * one.messages, passes * one.wire_bytes)
+    if work.shards > 1:
+        _gradients(work, work.stage_parameters(stage), send)
+    return found
+
+
+def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
+    tp, times, layers = work.tp, work.micro_batches, len(stage.layers)
+    activation = work.local_tokens * work.shape.hidden_size * work.element_bytes
+    forward = 2 * layers + stage.has_embedding
+    again = 2 * layers if work.recompute == "full" else 0
+    backward = 2 * layers + stage.has_head
+    if work.sequence_parallel:
+        # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
+        entries, exits = 2 * layers + stage.has_head, forward
+        for kind in ("all-gather", "reduce-scatter"):
+            send("tp", kind, (entries + exits + again) * times, activation, tp)
+        # The head does not keep its gathered input, but gathers it again in backward.
+        send("tp", "all-gather", stage.has_head * times, activation, tp)
+    else:
+        send("tp", "all-reduce", (forward + again + backward) * times, activation, tp)
+    if stage.has_head:
+        send("tp", "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
+    for parameter in parameter_table(work.shape):
+        count = held_count(parameter, work, stage)
+        layout = tensor_layout(parameter, tp, vocab_divisible_by=work.vocab_divisible_by)
+        size = layout.local_numel * work.element_bytes
+        if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
+            send("tp", "all-reduce", count * times, size, tp)
+        elif layout.ranges is not None and layout.replicas > 1:
+            send(KV_REPLICA, "all-reduce", count * times, size, layout.replicas)
+    if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
+        # A norm over all heads sums its squares over the ranks, and their gradient.
+        sums = 2 * layers * times * (3 if work.recompute == "full" else 2)
+        send("tp", "all-reduce", sums, 4 * work.local_tokens, tp)
+
+
+def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:
+    """How many tensors of a row of the parameter table a stage holds."""
+    if parameter.layers is not None:
+        return len(set(parameter.layers) & set(stage.layers))
+    table = parameter_table(work.shape)
+    if parameter in table.before:
+        tied = work.shape.tie_word_embeddings and parameter == table.before[0]
+        return int(stage.has_embedding or (tied and stage.has_head))
+    return int(stage.has_head)
+
+
+def _gradients(work: Workload, numel: int, send: _Send) -> None:
+    """Gradients and weights over dp and cp."""
+    ranks = work.shards
+    width = GRADIENT_SUM_BYTES if work.cp > 1 else work.element_bytes
+    if work.framework != "deepspeed":
+        width = work.gradient_bytes
+    if work.zero_stage == 0:
+        send("dp-cp", "all-reduce", 1, numel * width, ranks)
+        return
+    reduction = "all-reduce" if work.framework == "deepspeed" and work.zero_stage == 1 else "reduce-scatter"
+    send("dp-cp", reduction, 1, numel * width, ranks)
+    weights = (padded_numel(numel, ranks) if work.framework == "deepspeed" else numel) * work.element_bytes
+    send("dp-cp", "all-gather", 1, weights, ranks)
+    if work.zero_stage >= 3:
+        send("dp-cp", "all-gather", work.micro_batches, weights, ranks)

@@ -1,0 +1,9 @@
+"""Builds and runs what a plan describes before it is queued: real layers, any rank of any world, no cluster."""
+
+from __future__ import annotations
+
+from .counting import Counting, Tally
+from .findings import Finding, Report
+from .run import preflight
+
+__all__ = ["Counting", "Finding", "Report", "Tally", "preflight"]

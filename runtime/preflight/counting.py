@@ -1,0 +1,157 @@
+"""Counts every message of this rank: collectives and point-to-point, ours and DeepSpeed's, live or under a fake group.
+
+Whoever communicates through torch.distributed ends in an operator of torch's `c10d` library, whatever function or
+process group was called: that is where messages are counted. Nothing is changed by it.
+
+Bytes are those that one rank puts on the wire, with ring collectives: of n bytes over N ranks an all-reduce sends
+2 (N − 1) / N · n, an all-gather or reduce-scatter half of that (n counts the whole tensor), a send n, a receive none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Self
+
+CONTROL_BYTES = 16
+"""Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
+
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Messages of one kind, and the bytes that this rank sends with them."""
+
+    messages: int = 0
+    wire_bytes: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(self.messages + other.messages, self.wire_bytes + other.wire_bytes)
+
+    def times(self, factor: int) -> Tally:
+        """As often as that."""
+        return Tally(self.messages * factor, self.wire_bytes * factor)
+
+
+Counts = dict[tuple[str, str], Tally]
+"""Tallies by group and kind."""
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, messages are counted under the current `phase`.
+
+    Args:
+        groups: process groups under the names of the plan; others count as "other", the default group as "world".
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {group.group_name: name for name, group in groups.items()}
+        self.phase = "setup"
+        self._counts: dict[str, Counts] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator; counts it where it is a message."""
+        if func.namespace == "c10d":
+            self.record(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def record(self, func: Any, args: tuple[Any, ...]) -> str | None:
+        """Counts one operator of c10d; returns the name of its group where it is a message."""
+        name = func._schema.name.removeprefix("c10d::")
+        kind = _KINDS.get(name)
+        if kind is None:
+            return None
+        group = next(_process_group(one) for one in args if isinstance(one, torch.ScriptObject) and _is_group(one))
+        named = self._names.get(group.group_name)
+        if named is None:
+            named = "world" if group.group_name == dist.group.WORLD.group_name else "other"  # type: ignore[union-attr]
+        counts = self._counts.setdefault(self.phase, {})
+        tally = Tally(1, _wire_bytes(kind, args, group.size()))
+        if kind != "barrier" and tally.wire_bytes <= CONTROL_BYTES and _largest(args) <= CONTROL_BYTES:
+            kind = "control"
+        counts[named, kind] = counts.get((named, kind), Tally()) + tally
+        return named
+
+    def counts(self, phases: Iterable[str] | None = None) -> Counts:
+        """What was counted in these phases, or in all."""
+        found: Counts = {}
+        for phase in self._counts if phases is None else phases:
+            for key, tally in self._counts.get(phase, {}).items():
+                found[key] = found.get(key, Tally()) + tally
+        return found
+
+
+def by_group(counts: Counts, *, control: bool = False) -> dict[str, Tally]:
+    """Tallies by group: what is sent, so that receives, barriers and (unless asked for) control are left out."""
+    found: dict[str, Tally] = {}
+    for (group, kind), tally in counts.items():
+        if kind in ("receive", "barrier") or (kind == "control" and not control):
+            continue
+        found[group] = found.get(group, Tally()) + tally
+    return found
+
+
+def _is_group(one: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(one._type())
+
+
+def _process_group(one: Any) -> dist.ProcessGroup:
+    return dist.ProcessGroup.unbox(one)
+
+
+def _nbytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _largest(args: tuple[Any, ...]) -> int:
+    return max((leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), default=0)
+
+
+def _wire_bytes(kind: str, args: tuple[Any, ...], ranks: int) -> float:
+    """What this rank sends; see the module."""
+    if kind in ("receive", "barrier"):
+        return 0.0
+    if kind == "send":
+        return float(_nbytes(args[0]))
+    share = (ranks - 1) / ranks
+    if kind in ("all-reduce", "broadcast", "reduce"):
+        return (2 if kind == "all-reduce" else 1) * share * _nbytes(args[0])
+    # Outputs come first, inputs second; of a gather the outputs are the whole, of a scatter the inputs.
+    whole = _nbytes(args[0]) if kind in ("all-gather", "gather") else _nbytes(args[1])
+    return share * whole

@@ -1,0 +1,108 @@
+"""What preflight found: each line a thing that the plan says, what was built or counted, and whether they agree."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parcompile.cost.table import columns
+
+from .counting import Counts
+
+
+class Verdict(enum.Enum):
+    """How a comparison ended."""
+
+    AGREES = "agrees"
+    DIFFERS = "DIFFERS"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One comparison on one rank: what the plan or its estimate says, and what was found."""
+
+    rank: int
+    subject: str
+    planned: str
+    found: str
+    verdict: Verdict
+    detail: str = ""
+    """Why, where they differ or nothing was run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was found, on the ranks that were looked at."""
+
+    plan: str
+    world_size: int
+    ranks: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = field(default=())
+    counts: Mapping[int, Counts] = field(default_factory=dict)
+    """What the ranks that took a step sent in it."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return all(one.verdict is not Verdict.DIFFERS for one in self.findings)
+
+    @property
+    def differing(self) -> tuple[Finding, ...]:
+        """What does."""
+        return tuple(one for one in self.findings if one.verdict is Verdict.DIFFERS)
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "plan": self.plan,
+            "world_size": self.world_size,
+            "ranks": list(self.ranks),
+            "agrees": self.agrees,
+            "notes": list(self.notes),
+            "findings": [
+                {
+                    "ranks": list(ranks),
+                    "subject": one.subject,
+                    "planned": one.planned,
+                    "found": one.found,
+                    "verdict": one.verdict.value.lower(),
+                    "detail": one.detail,
+                }
+                for one, ranks in merged(self.findings)
+            ],
+        }
+
+    def text(self) -> str:
+        """For people: a table, what differs explained below it."""
+        rows: list[tuple[str, ...]] = [("rank", "compared", "planned", "found", "verdict")]
+        details = []
+        for one, ranks in merged(self.findings):
+            rows.append((_shown(ranks), one.subject, one.planned, one.found, one.verdict.value))
+            if one.detail:
+                details.append(f"{one.verdict.value}: rank {_shown(ranks)}, {one.subject}: {one.detail}")
+        lines = [f"preflight of {self.plan}: {len(self.ranks)} of {self.world_size:,} ranks", *self.notes, ""]
+        lines += columns(rows)
+        lines += ["", *details] if details else []
+        count = len(merged(self.differing))
+        left = "; not everything could be run" if any(one.verdict is Verdict.NOT_RUN for one in self.findings) else ""
+        lines += ["", ("what was compared agrees" if self.agrees else f"{count} comparison(s) differ") + left]
+        return "\n".join(lines)
+
+
+def merged(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]:
+    """Findings that are the same on several ranks become one, with those ranks."""
+    found: dict[tuple[object, ...], list[Finding]] = {}
+    for one in findings:
+        key = one.subject, one.planned, one.found, one.verdict, one.detail
+        found.setdefault(key, []).append(one)
+    return [(ones[0], tuple(one.rank for one in ones)) for ones in found.values()]
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"

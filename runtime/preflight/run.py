@@ -1,0 +1,101 @@
+"""Preflight of a plan: which ranks are looked at, and everything that is compared on each of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from parcompile.plan import Plan
+
+from ..errors import RunError
+from .compare import (
+    compare_activations,
+    compare_groups,
+    compare_messages,
+    compare_parameters,
+    compare_static,
+    stages_of,
+)
+from .counting import Counts
+from .findings import Finding, Report, Verdict
+from .sharded import build_sharded
+from .stand_in import Following, stand_in
+from .step import RUN, run_step
+
+_PIPELINE = "X001"
+
+
+def chosen_ranks(plan: Plan) -> tuple[int, ...]:
+    """The ranks that differ: first, last, one of every stage and every corner of the grid."""
+    grid = plan.groups.grid
+    sizes = {axis: grid.size((axis,)) for axis in grid.order}
+    ends = [sorted({0, size - 1}) for size in sizes.values()]
+    corners = (grid.rank(dict(zip(sizes, corner, strict=True))) for corner in itertools.product(*ends))
+    stages = (grid.rank({"pp": stage}) for stage in range(sizes.get("pp", 1)))
+    return tuple(sorted({0, plan.world_size - 1, *corners, *stages}))
+
+
+def distinct_ranks(plan: Plan) -> tuple[int, ...]:
+    """The ranks whose step differs: the first, the last, and the first of every stage that is like none before it."""
+    grid, spec = plan.groups.grid, plan.spec
+    moe = spec.model.shape.moe
+    sparse_from = spec.model.shape.num_hidden_layers if moe is None else moe.first_moe_layer
+    kinds: dict[tuple[object, ...], int] = {}
+    for index, stage in enumerate(spec.stages):
+        dense = len(range(stage.layers.start, min(stage.layers.stop, sparse_from)))
+        key = len(stage.layers), dense, stage.has_embedding, stage.has_head
+        kinds.setdefault(key, grid.rank({"pp": index}))
+    return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))
+
+
+def preflight(plan: Plan, ranks: Sequence[int] | None = None) -> Report:
+    """Builds each of `ranks` without memory, runs a step, and compares with the plan.
+
+    By default `chosen_ranks` are built and `distinct_ranks` run: what the others would run has the same shapes.
+
+    Raises:
+        RunError: this process is part of a real world, or a rank is not in the plan's.
+    """
+    looked_at = tuple(sorted(set(ranks))) if ranks is not None else chosen_ranks(plan)
+    for rank in looked_at:
+        if not 0 <= rank < plan.world_size:
+            raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
+    stepping = looked_at if ranks is not None else distinct_ranks(plan)
+    sent: dict[int, Counts] = {}
+    findings = [finding for rank in looked_at for finding in _rank(plan, rank, sent, steps=rank in stepping)]
+    count = plan.spec.training.gradient_accumulation_steps
+    notes = [
+        f"built: every layer of a rank's stage; run: {RUN} micro-batches, which stand for the step's {count}, "
+        f"on rank {', '.join(map(str, stepping))}"
+    ]
+    if plan.spec.parallelism.pp > 1:
+        notes.append("pp: each stage is run alone; nothing is sent between stages, and no schedule is executed")
+    return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
+
+
+def _rank(plan: Plan, rank: int, sent: dict[int, Counts], *, steps: bool) -> Iterator[Finding]:
+    codes = {refusal.code: refusal.message for refusal in plan.refusals}
+    for code, message in codes.items():
+        yield Finding(rank, f"[{code}]", "", "", Verdict.NOT_RUN, message)
+    with stand_in(plan, rank) as mesh:
+        yield from compare_groups(mesh)
+        if plan.spec.model.shape.own is not None:
+            yield Finding(rank, "model", "", "", Verdict.NOT_RUN, "a module of your own, which only you can build")
+            return
+        if any(code != _PIPELINE for code in codes):
+            return
+        stages, follow = stages_of(plan, rank), Following(mesh)
+        try:
+            with follow:
+                model, held = build_sharded(mesh, follow)
+                yield from compare_parameters(mesh, held, stages)
+                if not steps:
+                    return
+                step = run_step(model, mesh, follow, stages)
+        except RunError as error:
+            yield Finding(rank, "building and running", "possible", "refused", Verdict.DIFFERS, str(error))
+            return
+        sent[rank] = step.counts
+        yield from compare_static(mesh, step)
+        yield from compare_activations(mesh, step)
+        yield from compare_messages(mesh, step)

@@ -1,0 +1,173 @@
+"""A training step without memory: the engine that training uses, DeepSpeed included, micro-batch by micro-batch.
+
+Micro-batches are alike, so two stand for all of a step: the first leaves its gradients, the second finds them and ends
+the step with the reduction and the optimizer. Messages of a step with m micro-batches are those of the first m times,
+and once what the second sends more. What a micro-batch takes is the peak of the second before the first gradients are
+reduced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parcompile.layout.stages import Stage
+from parcompile.targets.deepspeed import ds_config
+
+from ..groups import Mesh
+from ..mpu import Mpu
+from .counting import Counts, Tally
+from .sharded import StageModel
+from .stand_in import META, Following
+
+RUN = 2
+"""Micro-batches that are run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Bytes that the live engine holds."""
+
+    weights: int
+    master: int
+    moments: int
+    gradients: int
+    bucket: int
+    """What gradients are copied to before they are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step sent, held and took."""
+
+    counts: Counts
+    control: int
+    """Messages of a few bytes, which steer the step."""
+    static: Static
+    activation_bytes: int
+    """The peak of a micro-batch's forward and backward, beyond what was held before it."""
+    kept_bytes: int
+    """What its forward leaves for its backward."""
+    end_bytes: int
+    """The peak of the last micro-batch with reduction and optimizer, beyond what was held before it."""
+    held_bytes: int
+    """What is held between micro-batches."""
+
+
+def run_step(model: nn.Module, mesh: Mesh, follow: Following, stages: tuple[Stage, ...]) -> Step:
+    """One step of this rank's stage.
+
+    Raises:
+        RunError: the model refuses to run.
+    """
+    staged = StageModel(model, mesh.plan, stages)
+    engine, weights, master = _engine(staged, mesh, follow)
+    batch, optimizer = _batch(mesh), engine.optimizer
+    held, kept, gradients, bucket = 0, 0, 0, 0
+    for micro in range(RUN):
+        follow.phase = f"micro {micro}"
+        held = follow.restart_peak()
+        inputs = dict(batch) if staged.first else {**batch, "hidden": _received(mesh)}
+        loss = engine(**inputs)
+        kept = follow.live_bytes - held
+        engine.backward(loss)
+        del loss, inputs
+        engine.step()
+        if micro == 0:
+            gradients, bucket = _gradients(engine), _bucket(optimizer)
+    moments = sum(
+        value.nbytes
+        for state in optimizer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0
+    )
+    counts, control = _of_step(follow, mesh.plan.spec.training.gradient_accumulation_steps)
+    return Step(
+        counts=counts,
+        control=control,
+        static=Static(weights, master, moments, gradients, bucket),
+        activation_bytes=(follow.peak_before_reduction or follow.peak_bytes) - held,
+        kept_bytes=kept,
+        end_bytes=follow.peak_bytes - held,
+        held_bytes=held,
+    )
+
+
+def _engine(model: nn.Module, mesh: Mesh, follow: Following) -> tuple[Any, int, int]:
+    """The engine that training uses, and the bytes of its weights and of its master weights."""
+    import deepspeed
+
+    plan = mesh.plan
+    config = ds_config(plan)
+    config["gradient_accumulation_steps"] = RUN
+    config["train_batch_size"] = RUN * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        mpu=Mpu(mesh),
+        config=config,
+        dist_init_required=False,
+    )
+    # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
+    follow.forget(one for group in getattr(optimizer, "round_robin_bit16_meta", ()) for one in group)
+    flat = getattr(optimizer, "bit16_groups_flat", None) or optimizer.bf16_groups_flat
+    master = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+    return engine, sum(one.nbytes for one in flat), sum(one.nbytes for one in master)
+
+
+def _gradients(engine: Any) -> int:
+    """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
+    kept = [getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum")]
+    kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in kept if one is not None}
+    return sum(storages.values())
+
+
+def _bucket(optimizer: Any) -> int:
+    """The reduce bucket, which DeepSpeed takes with the first gradient."""
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    return sum(buffer.nbytes for bucket in buckets for buffer in bucket.buffer)
+
+
+def _batch(mesh: Mesh) -> dict[str, Tensor]:
+    training = mesh.plan.spec.training
+    shape = training.micro_batch_size, training.sequence_length // mesh.size("cp")
+    tokens = torch.empty(shape, dtype=torch.long, device=META)
+    # What `PlanLoader` gives; the number of tokens comes with it.
+    count = torch.empty((), device=META)
+    return {
+        "input_ids": tokens,
+        "labels": tokens,
+        "shift_labels": tokens,
+        "position_ids": tokens,
+        "num_items_in_batch": count,
+    }
+
+
+def _received(mesh: Mesh) -> Tensor:
+    """Hidden states as the stage before sends them."""
+    from ..model import DTYPES
+
+    spec = mesh.plan.spec
+    length = spec.training.sequence_length // mesh.size("cp")
+    length //= mesh.size("tp") if spec.parallelism.sequence_parallel else 1
+    shape = spec.training.micro_batch_size, length, spec.model.shape.hidden_size
+    return torch.empty(shape, dtype=DTYPES[spec.training.precision], device=META, requires_grad=True)
+
+
+def _of_step(follow: Following, micro_batches: int) -> tuple[Counts, int]:
+    micro, last = follow.counts(["micro 0"]), follow.counts([f"micro {RUN - 1}"])
+    found: Counts = {}
+    control = 0
+    for key in (*micro, *(key for key in last if key not in micro)):
+        every, end = micro.get(key, Tally()), last.get(key, Tally())
+        once = Tally(end.messages - every.messages, end.wire_bytes - every.wire_bytes)
+        total = every.times(micro_batches) + once
+        if key[1] == "control":
+            control += total.messages
+        else:
+            found[key] = total
+    return found, control

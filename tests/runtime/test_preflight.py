@@ -1,0 +1,208 @@
+"""Preflight agrees with plans that are right, counts what live ranks send, and names what is planted wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from ranks import run_ranks
+from training_runs import initial_model, make_plan, samples
+
+from parcompile.cli.preflight import command
+from parcompile.cost import collectives as estimated
+from parcompile.cost import footprint
+from parcompile.cost.workload import workload_of
+from parcompile.plan import Plan
+from parcompile.runtime.preflight import Counting, Report, Tally, preflight
+from parcompile.runtime.preflight.counting import Counts
+from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
+
+LAYOUTS = {
+    "dp2": (2, {}, {}),
+    "tp2": (2, {"tp": 2}, {}),
+    "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}, {}),
+    "cp2": (2, {"cp": 2}, {}),
+    "tp2 cp2": (4, {"tp": 2, "cp": 2}, {"global_batch_size": 4, "micro_batch_size": 2}),
+    "tp2 cp2 sp, recomputed": (
+        4,
+        {"tp": 2, "cp": 2, "sequence_parallel": True},
+        {"activation_checkpointing": "full"},
+    ),
+    "tp4 on 2 kv heads": (4, {"tp": 4}, {"precision": "bf16"}),
+    "dp2, bf16 summed in fp32": (
+        2,
+        {},
+        {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
+    ),
+}
+
+
+def plan_of(name: str) -> Plan:
+    world, parallelism, training = LAYOUTS[name]
+    return make_plan(world, dict(parallelism), training=dict(training))
+
+
+def live_counts(rank: int, plan: Plan) -> Counts:
+    """What one step of the engine on live ranks sends, without its messages of a few bytes."""
+    from parcompile.runtime import initialize
+
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    batches = iter(loader)
+    with Counting(engine.mesh.groups) as counting:
+        for _ in range(plan.spec.training.gradient_accumulation_steps):
+            engine.backward(engine(**next(batches)).loss)
+            engine.step()
+    return {key: one for key, one in counting.counts().items() if key[1] != "control" and one.wire_bytes}
+
+
+def faults(report: Report) -> dict[str, str]:
+    return {one.subject: one.detail for one in report.differing}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_preflight_counts_what_live_ranks_send_and_the_estimate_says_the_same(name: str) -> None:
+    plan = plan_of(name)
+    live = run_ranks(plan.world_size, live_counts, plan)
+    report = preflight(plan, range(plan.world_size))
+    assert report.agrees, report.text()
+    for rank, counts in enumerate(live):
+        stand_in = {key: one for key, one in report.counts[rank].items() if one.wire_bytes}
+        assert stand_in == counts
+        stage = plan.spec.stages[0]
+        planned = {
+            key: Tally(one.messages, one.wire_bytes)
+            for key, one in estimated.collectives(workload_of(plan.spec), stage).items()
+        }
+        assert {key: (one.messages, pytest.approx(one.wire_bytes)) for key, one in planned.items()} == {
+            key: (one.messages, one.wire_bytes) for key, one in counts.items()
+        }
+
+
+def test_a_slice_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parcompile.runtime.tensor_parallel import weights
+
+    right = weights.take_ranges
+
+    def shifted(tensor: Any, dim: int, ranges: Any, **options: Any) -> Any:
+        if tensor.shape[dim] == 48 and ranges[0][0] > 0:  # the MLP's width, on all ranks but the first
+            ranges = [(start - 1, stop - 1) for start, stop in ranges]
+        return right(tensor, dim, ranges, **options)
+
+    monkeypatch.setattr(weights, "take_ranges", shifted)
+    found = faults(preflight(plan_of("tp2")))
+    assert set(found) == {"parameter slices"}
+    assert (
+        "model.layers.0.mlp.gate_proj.weight holds 23..47 of dim 0, the plan says 24..48" in found["parameter slices"]
+    )
+
+
+def test_a_forgotten_kv_replica_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parcompile.runtime.inject.slices import Slices
+
+    right = Slices.of
+    monkeypatch.setattr(Slices, "of", lambda self, name: replace(right(self, name), replica_group=None))
+    found = faults(preflight(plan_of("tp4 on 2 kv heads"), [0]))
+    assert set(found) == {"sent over kv-replica"}
+    assert "counted: nothing" in found["sent over kv-replica"]
+
+
+def test_a_group_with_two_ranks_swapped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.distributed.new_group
+
+    def swapped(ranks: list[int], **options: Any) -> Any:
+        return right([0, 2] if ranks == [0, 1] else ranks, **options)
+
+    monkeypatch.setattr(torch.distributed, "new_group", swapped)
+    found = faults(preflight(plan_of("tp2 cp2"), [0]))
+    assert "group tp is [0, 2], the plan says [0, 1]" in found["process groups"]
+
+
+def test_a_wrong_vocabulary_padding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
+
+    right = VocabParallelEmbedding.from_embedding.__func__
+
+    def wider(cls: Any, embedding: Any, *, padded_num_embeddings: int, **options: Any) -> Any:
+        return right(cls, embedding, padded_num_embeddings=padded_num_embeddings + 16, **options)
+
+    monkeypatch.setattr(VocabParallelEmbedding, "from_embedding", classmethod(wider))
+    found = faults(preflight(plan_of("tp2"), [0]))
+    assert "model.embed_tokens.weight is [40, 32], the plan says [32, 32]" in found["parameter shapes"]
+    assert "parameter bytes" in found
+
+
+def test_a_collective_on_the_wrong_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parcompile.runtime import collectives
+
+    right, mesh_groups = collectives.start_all_reduce, []
+
+    def elsewhere(x: Any, group: Any) -> Any:
+        return right(x, mesh_groups[-1])
+
+    from parcompile.runtime.preflight import run
+
+    build = run.build_sharded
+
+    def remember(mesh: Any, follow: Any) -> Any:
+        mesh_groups.append(mesh.group("cp"))
+        return build(mesh, follow)
+
+    monkeypatch.setattr(run, "build_sharded", remember)
+    monkeypatch.setattr(collectives, "start_all_reduce", elsewhere)
+    found = faults(preflight(plan_of("tp2 cp2"), [0]))
+    assert {"sent over tp", "sent over cp"} <= set(found)
+    assert "all-reduce" in found["sent over cp"]
+
+
+def test_an_estimate_of_memory_that_is_20_percent_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = footprint.stage_components
+
+    def low(*arguments: Any) -> dict[str, float]:
+        return {name: 0.8 * size for name, size in right(*arguments).items()}
+
+    monkeypatch.setattr(footprint, "stage_components", low)
+    found = faults(preflight(plan_of("tp2"), [0]))
+    assert set(found) == {"activations of a micro-batch"}
+    assert "10% are allowed" in found["activations of a micro-batch"]
+
+
+def test_first_last_stages_and_corners_are_chosen() -> None:
+    plan = make_plan(16, {"tp": 2, "cp": 2, "pp": 2}, training={"global_batch_size": 16})
+    assert chosen_ranks(plan) == tuple(range(16))
+    assert distinct_ranks(plan) == (0, 8, 15)
+
+
+def test_a_stage_of_a_pipeline_is_built_and_run_alone() -> None:
+    plan = make_plan(2, {"pp": 2}, training={"global_batch_size": 4, "micro_batch_size": 1})
+    report = preflight(plan)
+    assert report.agrees, report.text()
+    assert "[X001]" in report.text()
+    assert "no schedule is executed" in report.text()
+
+
+def test_the_command_prints_json_and_its_exit_code_says_whether_all_agrees(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan_of("tp2").to_json()))
+    result = CliRunner().invoke(command, [str(tmp_path), "--format", "json", "--ranks", "1"])
+    tree = json.loads(result.stdout)
+    assert (result.exit_code, tree["agrees"], tree["ranks"]) == (0, True, [1])
+    right = footprint.stage_components
+    monkeypatch.setattr(
+        footprint, "stage_components", lambda *given: {name: size / 2 for name, size in right(*given).items()}
+    )
+    assert CliRunner().invoke(command, [str(tmp_path), "--ranks", "0"]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"), [("2", "rank 2 is not in a world of 2"), ("one", "'one' is not a list of ranks")]
+)
+def test_ranks_that_do_not_exist_are_refused(tmp_path: Any, ranks: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan_of("tp2").to_json()))
+    result = CliRunner().invoke(command, [str(tmp_path), "--ranks", ranks])
+    assert result.exit_code != 0
+    assert message in result.output
