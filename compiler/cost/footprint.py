@@ -176,18 +176,23 @@ def _recomputed_in_flight_bytes(work: Workload) -> float:
 def _ends_bytes(work: Workload, stage: Stage, logits: float, recomputed_layer: float) -> float:
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
-    Logits with their gradient, the gradients in front of the last norm (two in the type of the weights and three in
-    fp32), and with full recomputation a layer do not stand in memory together: the largest counts. Logits and layers
-    are counted elsewhere, so what is returned may be negative.
+    Logits with their gradient, what the head's backward holds (the gradients of logits, weight and input; under
+    sequence parallelism the gathered input and its gradient, each twice while they are laid out anew), the gradients in
+    front of the last norm (two in the type of the weights and three in fp32), and with full recomputation a layer do
+    not stand in memory together: the largest counts. Logits and layers are counted elsewhere, so what is returned may
+    be negative.
     """
     width, hidden = work.element_bytes, work.local_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
+    weight = work.shape.hidden_size * work.padded_vocabulary / work.tp
+    inputs = hidden * (4 + 1 / share) if share > 1 else hidden
+    backward = width * (logits + weight + inputs) if stage.has_head else 0.0
     normed = hidden * (4 + 2 * width) / share if stage.has_head else 0.0
     head = 2 * width * logits + _loss_chunk_bytes(work, logits)
     if work.recompute == "full":
         # The last norm goes with the logits.
         return normed - min(recomputed_layer, head + normed)
-    return normed + max(0.0, hidden * (2 * width + 3 * 4) / share - head)
+    return normed + max(0.0, backward - head, hidden * (2 * width + 3 * 4) / share - head)
 
 
 def _kept_attention(work: Workload) -> float:

@@ -9,7 +9,7 @@ from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
-AXIS_OF_GROUP = {"dp-cp": "dp", "ep": "ep", "cp-inner": "cp", "cp-outer": "cp"}
+AXIS_OF_GROUP = {"kv-replica": "tp", "dp-cp": "dp", "ep": "ep", "cp-inner": "cp", "cp-outer": "cp"}
 """The axis in whose colour a group's traffic is drawn, where it is not the group's own name."""
 GIB = 1024**3
 
