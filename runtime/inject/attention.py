@@ -18,6 +18,7 @@ from parcompile.layout.sequence import CpLayout
 from ..errors import RunError
 from ..groups import Mesh
 from ..ring_attention import UspGroups, attention
+from .rotary import see_last_position
 
 NAME = "parcompile"
 """The name under which the attention is registered."""
@@ -112,6 +113,7 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     for module in model.modules():
         setattr(module, RING, place)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
+    see_last_position(model, place.group)
     model.register_forward_pre_hook(take_documents, with_kwargs=True)
 
 

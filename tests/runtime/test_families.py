@@ -105,3 +105,28 @@ def test_what_would_train_something_else_is_refused() -> None:
     dropout, direction = run_ranks(2, refusals, plans)[0]
     assert "SeedOssAttention uses attention dropout 0.1" in dropout
     assert "Gemma3Attention attends in both directions" in direction
+
+
+def test_ranks_agree_on_frequencies_that_follow_the_last_position() -> None:
+    """12 of 16 positions are within the original length: rank 1 of a zigzag of 2 holds none beyond."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 5.0]}
+    kinds: dict[str, dict[str, Any]] = {
+        "phi3": {"rope_type": "longrope", "original_max_position_embeddings": 12, **factors},
+        "llama": {"rope_type": "dynamic", "factor": 4.0},
+    }
+    trained: dict[int, list[Any]] = {}
+    for ranks in (1, 2):
+        trained[ranks] = [
+            family_plan(
+                family,
+                ranks,
+                {"cp": ranks},
+                max_position_embeddings=16 if family == "phi3" else 12,
+                rope_parameters={"rope_theta": 10000.0, **rope},
+            )
+            for family, rope in kinds.items()
+        ]
+    for rank in run_ranks(2, train_injected, trained[2]):
+        for found, plan in zip(rank, trained[1], strict=True):
+            assert "error" not in found, found["error"]
+            assert relative(found["losses"], train_plain(plan)["losses"]) < TOLERANCE
