@@ -16,9 +16,11 @@ from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .loss import ParallelCausalLoss, reduce_loss
 from .model import build_model, load_pretrained
+from .packed_loader import PackedPlanLoader
 
 __all__ = [
     "Mesh",
+    "PackedPlanLoader",
     "ParallelCausalLoss",
     "Plan",
     "PlanError",

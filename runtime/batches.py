@@ -129,7 +129,7 @@ class PlanLoader:
             micro_batches = [self._whole(micro) for micro in range(self._steps)]
             divisor = self._divisor(micro_batches)
             for micro, batch in enumerate(micro_batches):
-                ready = {**split_batch(batch, self._mesh), "num_items_in_batch": divisor}
+                ready = {**self._part(batch), "num_items_in_batch": divisor}
                 if self._drops_attention:
                     ready[FIRST_SAMPLE] = self._first_sample(micro)
                 yield ready
@@ -150,10 +150,18 @@ class PlanLoader:
         in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
         return self.step * training.global_batch_size + in_step
 
+    def _samples(self, micro: int) -> list[Any]:
+        """Those of this dp rank's micro-batch."""
+        first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
+        return [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
+
+    def _part(self, batch: Batch) -> Batch:
+        """This rank's tokens of it."""
+        return split_batch(batch, self._mesh)
+
     def _whole(self, micro: int) -> Batch:
         """The whole sequences of this dp rank's micro-batch."""
-        first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
-        samples = [_sample(self._dataset[index % len(self._dataset)]) for index in range(first, first + size)]
+        samples = [_sample(sample) for sample in self._samples(micro)]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         if "labels" in batch:
             batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))

@@ -17,7 +17,7 @@ from parcompile.layout.sequence import CpLayout
 
 from ..errors import RunError
 from ..groups import Mesh
-from ..ring_attention import UspGroups, attention
+from ..ring_attention import Packing, UspGroups, attention, packed_attention
 from .rotary import see_last_position
 
 NAME = "parcompile"
@@ -25,6 +25,9 @@ NAME = "parcompile"
 
 DOCUMENTS = "documents"
 """The model is called with the borders of packed documents under this name; see `ring_attention`."""
+
+PACKING = "packing"
+"""The model is called under this name with the packing of its documents; see `packed_attention`."""
 
 FIRST_SAMPLE = "first_sample"
 """The model is called under this name with the number of its first sequence in the data: dropout depends on it."""
@@ -49,6 +52,8 @@ class RingPlace:
     first_sample: int | None = None
     documents: list[list[int]] | None = None
     """Borders of the documents in each row of the batch that the model works on."""
+    packing: Packing | None = None
+    """Where that batch's documents are, if each is dealt on its own or is whole on one rank."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> RingPlace:
@@ -76,6 +81,14 @@ class RingPlace:
         if self.context.implementation is CpImplementation.DOUBLE_RING:
             found["inner_ranks"] = self.context.inner_ranks
         return found | {"group": self.group}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
+        """Attention over the documents of the batch, with further masks as `ring_attention` takes them."""
+        if self.packing is None:
+            return attention(query, key, value, **self.options, documents=self.documents, **masks)
+        named = {name: given for name, given in self.options.items() if name != "layout"}
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        return packed_attention(query, key, value, self.packing, rank=rank, **named, **masks)
 
     def dropping(self, dropout: float, module: nn.Module, heads: int) -> dict[str, Any]:
         """What dropout needs to draw the same mask in every layout; nothing without dropout.
@@ -123,6 +136,7 @@ def take_documents(
     """Not every model hands unknown arguments on to its attention, so they take this way."""
     place: RingPlace = getattr(model, RING)
     place.documents, place.first_sample = kwargs.pop(DOCUMENTS, None), kwargs.pop(FIRST_SAMPLE, None)
+    place.packing = kwargs.pop(PACKING, None)
     if kwargs.pop("attention_mask", None) is not None:
         raise RunError(
             "the model was called with an attention_mask, which the ring does not read: prepare batches with "
@@ -155,15 +169,13 @@ def _attention(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
     covered = not sliding_window or sliding_window >= place.sequence_length
-    out = attention(
+    out = place.attend(
         query,
         key,
         value,
-        **place.options,
         causal=True,
         scale=scaling,
         window=None if covered else sliding_window,
-        documents=place.documents,
         sinks=s_aux,
         softcap=softcap,
         **place.dropping(dropout, module, query.shape[1]),

@@ -23,7 +23,6 @@ from parcompile.model.own import LAYER, OwnModule
 from ..errors import RunError
 from ..groups import Mesh
 from ..loss import ParallelCausalLoss
-from ..ring_attention import attention as run_attention
 from ..ring_attention import keep_attention
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .attention import RING, RingPlace, take_documents
@@ -250,7 +249,7 @@ class _Ring(TorchFunctionMode):
         if query.dim() != 4:
             raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
         place = self.place
-        return run_attention(query, key, value, **place.options, scale=scale, documents=place.documents)
+        return place.attend(query, key, value, scale=scale)
 
 
 def _run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
@@ -259,7 +258,7 @@ def _run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
     def attend(*args: Any, **kwargs: Any) -> Any:
         with _Ring(name, place) as ring:
             output = forward(*args, **kwargs)
-        if not ring.calls and (place.group is not None or place.documents is not None):
+        if not ring.calls and (place.group is not None or place.documents or place.packing):
             raise RunError(
                 f"{name} does not call torch.nn.functional.scaled_dot_product_attention: what it computes instead "
                 "would see this rank's tokens only",

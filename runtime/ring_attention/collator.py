@@ -40,7 +40,8 @@ class PackedCollator:
 
     A batch has `input_ids`, `labels`, `position_ids` [1, tokens of the rank], and `packing`. Labels are already moved
     by one token, within each document: position i has the label of token i + 1, and the last one −100, as padding has.
-    Positions begin at 0 with each document.
+    They are there as `shift_labels` too, by which Hugging Face models know that. Positions begin at 0 with each
+    document.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PackedCollator:
             name: pack_tensors(column, packing, self.rank, fill.get(name, 0)).unsqueeze(0)
             for name, column in columns.items()
         }
-        return {**batch, "packing": packing}
+        return {**batch, "shift_labels": batch["labels"], "packing": packing}
 
 
 def pack_tensors(documents: Sequence[Tensor], packing: Packing, rank: int, padding: float = 0) -> Tensor:
@@ -158,7 +159,9 @@ def packed_attention(
         parts = (tensor[:, :, :border] for tensor in (query, key, value))
         outputs.append(attention(*parts, implementation=implementation, **dealt))
     if border < packing.local_tokens:
-        alone: AttentionOptions = {**options, "group": None, "documents": packing.whole_borders[rank]}
+        # What names other ranks is not for documents that stay on one.
+        alone: Any = {name: given for name, given in options.items() if name not in ("group", "groups", "inner_ranks")}
+        alone["documents"] = packing.whole_borders[rank]
         if options.get("dropout"):
             # Masks of whole documents on different ranks are not those of the dealt ones.
             alone["dropout_seed"] = (options["dropout_seed"] or 0) + ((rank + 1) << 48)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from training_runs import initial_model, make_plan
+from training_runs import initial_model, make_plan, plain_optimizer, whole_parameters
 
 from parcompile.plan import Plan
 from parcompile.runtime.batches import shift_labels
@@ -42,12 +43,19 @@ def injected(rank: int, plan: Plan, batch: dict[str, Tensor]) -> dict[str, Any]:
     return {"loss": reduce_loss(loss, mesh), "gradient": gradient}
 
 
+def loss_of_texts(model: torch.nn.Module, texts: list[Tensor]) -> Tensor:
+    total = torch.stack(
+        [
+            torch.nn.functional.cross_entropy(model(text[None]).logits[0, :-1], text[1:], reduction="sum")
+            for text in texts
+        ]
+    )
+    return total.sum() / sum(len(text) - 1 for text in texts)
+
+
 def texts_alone(plan: Plan, texts: list[Tensor]) -> tuple[float, Tensor]:
     model = initial_model(plan)
-    total = sum(
-        torch.nn.functional.cross_entropy(model(text[None]).logits[0, :-1], text[1:], reduction="sum") for text in texts
-    )
-    loss = total / sum(len(text) - 1 for text in texts)
+    loss = loss_of_texts(model, texts)
     loss.backward()
     gradient = model.model.norm.weight.grad
     assert gradient is not None
@@ -70,3 +78,79 @@ def test_a_batch_trains_as_its_texts_alone(kind: str) -> None:
 def test_the_last_token_of_a_document_predicts_nothing() -> None:
     labels, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
     assert shift_labels(labels, positions).tolist() == [[6, -100, 8, -100]]
+
+
+DOCUMENTS = [torch.randint(0, 61, (n,), generator=torch.Generator().manual_seed(n)) for n in (16, 3, 12, 1, 7, 5, 2, 9)]
+"""Samples of at most 16 tokens: [16], [3, 12, 1], [7, 5, 2], [9], and from the beginning."""
+TEXTS_OF_STEPS = ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3))
+
+
+def train_on_packs(rank: int, plan: Plan) -> dict[str, Any]:
+    from parcompile.runtime import PackedPlanLoader, initialize, reduce_loss
+
+    engine, *_ = initialize(plan=plan, model=initial_model(plan))
+    found: dict[str, Any] = {"rank": rank, "losses": [], "norms": [], "dealt": set()}
+    batches = iter(PackedPlanLoader(DOCUMENTS, engine.mesh))
+    for _ in TEXTS_OF_STEPS:
+        total = 0.0
+        for _ in range(plan.spec.training.gradient_accumulation_steps):
+            batch = next(batches)
+            packing = batch["packing"]
+            found["dealt"] |= {bool(packing.dealt), not packing.dealt or len(packing.dealt) == len(packing.lengths)}
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            total += reduce_loss(loss, engine.mesh) / plan.spec.training.gradient_accumulation_steps
+        found["losses"].append(total)
+        found["norms"].append(float(engine.get_global_grad_norm()))
+    found["parameters"] = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("parallelism", "training"),
+    [
+        (
+            {"tp": 2, "cp": 2, "sequence_parallel": True, "cp_layout": "striped"},
+            {"micro_batch_size": 1, "activation_checkpointing": "full"},
+        ),
+        ({"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}, {"micro_batch_size": 2}),
+        ({"cp": 2, "dp": 2}, {"micro_batch_size": 1}),
+    ],
+    ids=["tp2 cp2 striped, recomputed", "usp", "cp2 dp2"],
+)
+def test_the_engine_trains_on_packs_as_one_process_on_each_text(
+    parallelism: dict[str, Any], training: dict[str, Any]
+) -> None:
+    plan = make_plan(4, parallelism, training={"global_batch_size": 2, **training})
+    model = initial_model(plan)
+    optimizer = plain_optimizer(model, plan)
+    losses, norms = [], []
+    for numbers in TEXTS_OF_STEPS:
+        optimizer.zero_grad()
+        loss = loss_of_texts(model, [DOCUMENTS[number] for number in numbers])
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), plan.spec.training.gradient_clipping)))
+        optimizer.step()
+    ranks = run_ranks(4, train_on_packs, plan)
+    for found in ranks:
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found["norms"] == pytest.approx(norms, rel=1e-5)
+        # Some documents are dealt, others stay whole, in the same batch.
+        assert found["dealt"] >= {True, False}
+    whole = whole_parameters(plan, ranks)
+    for name, value in model.named_parameters():
+        assert float((whole[name] - value.detach()).norm() / value.detach().norm()) < 1e-5, name
+
+
+def test_documents_that_have_no_place_are_named() -> None:
+    from parcompile.runtime import PackedPlanLoader
+
+    plan = make_plan(1, {})
+    mesh: Any = SimpleNamespace(plan=plan, size=lambda _: 1, index=lambda _: 0)
+    with pytest.raises(ValueError, match="document 1 has 17 tokens: expected 1 to sequence_length 16"):
+        PackedPlanLoader([torch.arange(5), torch.arange(17)], mesh)
+    with pytest.raises(ValueError, match="the data set is empty"):
+        PackedPlanLoader([], mesh)

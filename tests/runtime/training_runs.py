@@ -139,17 +139,19 @@ def _shard(engine: Any) -> dict[str, int]:
     }
 
 
+def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    """torch's own, as the plan says."""
+    chosen = plan.spec.training.optimizer
+    return torch.optim.AdamW(
+        model.parameters(), lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
+    )
+
+
 def train_in_one_process(plan: Plan, *, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
     training = plan.spec.training
     model = initial_model(plan)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=training.optimizer.lr,
-        betas=training.optimizer.betas,
-        eps=training.optimizer.eps,
-        weight_decay=training.optimizer.weight_decay,
-    )
+    optimizer = plain_optimizer(model, plan)
     data = samples(plan, masked=masked)
     losses, norms = [], []
     for step in range(steps):

@@ -1,0 +1,86 @@
+"""Micro-batches of packed documents: long ones are dealt to all cp ranks, short ones stay whole on one.
+
+The order of the data does not depend on the layout: a sample is as many documents as the plan's `sequence_length` has
+room for, and step s trains on samples s·B … (s+1)·B − 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batches import Batch, PlanLoader
+from .groups import Mesh
+from .ring_attention import PackedCollator, PackingCosts, batches_of_tokens
+
+
+class PackedPlanLoader(PlanLoader):
+    """Yields this rank's micro-batches of documents, step after step, without end, for the engine or the model.
+
+    Every micro-batch is packed for itself: its attention is even on all cp ranks, whatever the lengths are. Ranks are
+    padded to be equally long, so that they may hold a few tokens more than the plan says.
+
+    Args:
+        documents: a sequence of documents, each a tensor of token ids [n], or a dict of tensors [n, …] with `input_ids`
+            and perhaps `labels`; n is at most the plan's sequence length.
+        mesh: this rank's place.
+        first_step: the step to begin with, after a resume.
+        padding_id: the token that fills up.
+        lengths: of the documents, where they are known; else every document is read once.
+
+    Raises:
+        ValueError: there are no documents, or one is empty or longer than the plan's sequences.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        mesh: Mesh,
+        first_step: int = 0,
+        *,
+        padding_id: int = 0,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        spec = mesh.plan.spec
+        room = spec.training.sequence_length
+        lengths = [_length(document) for document in documents] if lengths is None else lengths
+        for number, length in enumerate(lengths):
+            if not 0 < length <= room:
+                raise ValueError(f"document {number} has {length} tokens: expected 1 to sequence_length {room}")
+        packs = list(batches_of_tokens(range(len(lengths)), room, length_of=lambda number: lengths[number]))
+        super().__init__(packs, mesh, first_step)
+        self._documents = documents
+        self._collate = PackedCollator(
+            mesh.size("cp"),
+            mesh.index("cp"),
+            padding_id,
+            layout=spec.parallelism.cp_layout,
+            costs=PackingCosts.of_hidden_size(spec.model.shape.hidden_size),
+        )
+
+    def _whole(self, micro: int) -> Batch:
+        numbers = itertools.chain.from_iterable(self._samples(micro))
+        documents = [_named(self._documents[number]) for number in numbers]
+        # The first token of a document is predicted by none.
+        predicted = [document["labels" if "labels" in document else "input_ids"][1:] for document in documents]
+        return {"documents": documents, "shift_labels": torch.cat(predicted)}
+
+    def _part(self, batch: Batch) -> Batch:
+        packed = self._collate(batch["documents"])
+        device = self._mesh.device
+        return {
+            name: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
+            for name, part in packed.items()
+        }
+
+
+def _named(document: Any) -> Batch:
+    return {"input_ids": document} if isinstance(document, Tensor) else dict(document)
+
+
+def _length(document: Any) -> int:
+    return int(_named(document)["input_ids"].shape[0])
