@@ -28,7 +28,11 @@ class Wire(TorchDispatchMode):
         share = (ranks - 1) / ranks
         factor = {"allreduce": 2 * share, "all_reduce": 2 * share, "send": 1.0, "reduce_scatter": share}
         factor |= {"all_gather": ranks - 1, "allgather": ranks - 1, "_reduce_scatter": share, "_allgather": ranks - 1}
-        if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+        if name == "alltoall_base_":  # (output, input, group, output splits, input splits, …)
+            splits, own = args[4] or [args[1].shape[0] // ranks] * ranks, dist.get_rank()
+            self.calls += 1
+            self.bytes += args[1].nbytes * (1 - splits[own] / sum(splits))
+        elif namespace in ("c10d", "_c10d_functional") and "wait" not in name:
             for prefix, times in factor.items():
                 if name.startswith(prefix):
                     tensors = [args[1] if name.startswith(("_allgather", "_reduce_scatter")) else args[0]]

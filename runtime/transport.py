@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "EXCHANGE_BYTES",
+    "SWAP_BYTES",
     "Gathering",
     "Group",
     "Pending",
@@ -93,22 +94,31 @@ class Gathering:
 
 
 EXCHANGE_BYTES = 2**19
-"""Pieces of this size and more travel in exchanges, where gloo carries them."""
+"""Work is cut up to overlap with pieces of this size and more; more than two ranks exchange such pieces one by one."""
+
+SWAP_BYTES = 2**22
+"""Two ranks add up tensors of at most this size by swapping them whole."""
 
 
 def travels_in_pieces(device: torch.device, piece_bytes: int) -> bool:
-    """Whether a gather or a reduction is one exchange per peer, so that work on the pieces can overlap.
+    """Whether work on the pieces of a gather or a reduction should overlap with their transfer.
 
-    So it is for large pieces on the CPU: gloo's own all-gather and reduce-scatter take 3 to 4 times as long as the same
-    bytes in direct exchanges (16 MB per rank on two ranks: 46 and 54 ms against 13.5 ms). Small ones are left to gloo,
-    which posts them from a thread of its own: posted from here, each costs about a millisecond when the cores are busy,
-    since gloo's receiving thread spins while the posting one holds a connection. Elsewhere the backend's own are used.
+    So it is for large pieces on the CPU, where nothing here uses gloo's own all-gather and reduce-scatter, which take 3
+    to 4 times as long as the same bytes in direct exchanges (16 MB per rank on two ranks: 46 and 54 ms against 13.5
+    ms). Between two ranks, and for small pieces, one all-to-all carries them: of gloo's collectives the quickest at
+    every size. Large pieces between more ranks are posted one by one, so that the first can be used as it arrives;
+    small ones would each cost about a millisecond when the cores are busy, since gloo's receiving thread spins while
+    the posting one holds a connection. Elsewhere the backend's own collectives are used.
     """
-    return device.type == "cpu" and piece_bytes >= EXCHANGE_BYTES and _asynchronous()
+    return piece_bytes >= EXCHANGE_BYTES and _exchanges(device)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum the contiguous tensor `x` over the ranks, in place."""
+    if group_size(group) == 2 and x.nbytes <= SWAP_BYTES and _exchanges(x.device):
+        received = torch.empty_like(x)
+        work = _start_swap(x, received, group)
+        return Pending([work], lambda: x.add_(received))
     work = dist.all_reduce(x, group=group, async_op=_asynchronous())
     return Pending([work], lambda: x)
 
@@ -117,11 +127,17 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Gathering:
     """Collect the ranks' equally shaped tensors."""
     x, ranks, rank = x.contiguous(), group_size(group), group_rank(group)
     buffer, peers = x.new_empty(ranks, *x.shape), _peers(rank, ranks)
-    if not travels_in_pieces(x.device, x.nbytes):
+    if not _exchanges(x.device):
         work = _all_gather(buffer.flatten(0, 1), x, group=group, async_op=_asynchronous())
         return Gathering(buffer, [(rank, [work]), *((peer, []) for peer in peers)], [])
-    receives = [(peer, [dist.irecv(buffer[peer], group=group, group_src=peer)]) for peer in peers]
-    sends = [dist.isend(x, group=group, group_dst=peer) for peer in reversed(peers)]
+    if ranks > 2 and x.nbytes < EXCHANGE_BYTES:
+        work = dist.all_to_all_single(buffer, x.repeat(ranks, *[1] * x.ndim), group=group, async_op=True)
+        return Gathering(buffer, [(rank, [work]), *((peer, []) for peer in peers)], [])
+    if ranks == 2:
+        receives, sends = [(peers[0], [_start_swap(x, buffer[peers[0]], group)])], []
+    else:
+        receives = [(peer, [dist.irecv(buffer[peer], group=group, group_src=peer)]) for peer in peers]
+        sends = [dist.isend(x, group=group, group_dst=peer) for peer in reversed(peers)]
     buffer[rank].copy_(x)
     return Gathering(buffer, [(rank, []), *receives], sends)
 
@@ -129,12 +145,17 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Gathering:
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
     """Sum `x` over the ranks; each keeps its slice along `dim`."""
     ranks, dim = group_size(group), dim % x.ndim
-    size = slice_size(x.shape, dim, ranks)
-    if travels_in_pieces(x.device, x.nbytes // ranks):
+    size, exchanges = slice_size(x.shape, dim, ranks), _exchanges(x.device)
+    if exchanges and (ranks == 2 or travels_in_pieces(x.device, x.nbytes // ranks)):
         return start_sum_of_pieces(lambda peer: x.narrow(dim, peer * size, size).contiguous(), group)
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     if math.prod(shape[:dim]) != 1:  # the slices do not lie one after the other
         x = x.reshape(*x.shape[:dim], ranks, *shape[dim:]).movedim(dim, 0)
+    if exchanges:
+        slices = x.contiguous().view(ranks, *shape)
+        received = torch.empty_like(slices)
+        work = dist.all_to_all_single(received, slices, group=group, async_op=True)
+        return Pending([work], lambda: received.sum(0))
     total, slices = x.new_empty(shape), x.contiguous().view(ranks * shape[0], *shape[1:])
     work = _reduce_scatter(total, slices, group=group, async_op=_asynchronous())
     return Pending([work], lambda: total)
@@ -151,8 +172,11 @@ def start_sum_of_pieces(piece_for: Callable[[int], Tensor], group: dist.ProcessG
     for peer in reversed(_peers(rank, ranks)):
         piece = piece_for(peer)
         received[peer] = torch.empty_like(piece)
-        works.append(dist.irecv(received[peer], group=group, group_src=peer))
-        works.append(dist.isend(piece, group=group, group_dst=peer))
+        if ranks == 2:
+            works.append(_start_swap(piece, received[peer], group))
+        else:
+            works.append(dist.irecv(received[peer], group=group, group_src=peer))
+            works.append(dist.isend(piece, group=group, group_dst=peer))
     received[rank] = piece_for(rank)
 
     def add_up() -> Tensor:
@@ -177,6 +201,18 @@ def slice_size(shape: Sequence[int], dim: int, ranks: int) -> int:
             f"{shape[dim]} % {ranks} = {rest}; pad it to {(size + 1) * ranks}"
         )
     return size
+
+
+def _start_swap(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) -> Any:
+    """Of two ranks: what each has, contiguous, for the other. One all-to-all that carries nothing to its own rank."""
+    sizes = [0, 1] if group_rank(group) == 0 else [1, 0]
+    return dist.all_to_all_single(
+        incoming.unsqueeze(0), outgoing.unsqueeze(0), sizes, sizes, group=group, async_op=True
+    )
+
+
+def _exchanges(device: torch.device) -> bool:
+    return device.type == "cpu" and _asynchronous()
 
 
 def _asynchronous() -> bool:

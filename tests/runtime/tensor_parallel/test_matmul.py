@@ -186,12 +186,15 @@ def check_shared_input(sequence_dim: int | None) -> None:
         assert relative_error(parallel.gate(x), first) > 0.1
 
 
+COLLECTIVES = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+
+
 class CountCollectives(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         namespace, name = function._schema.name.split("::")
-        self.count += namespace == "c10d" and name in ("allreduce_", "_allgather_base_", "_reduce_scatter_base_")
+        self.count += namespace == "c10d" and name in COLLECTIVES
         return function(*args, **(kwargs or {}))
 
 

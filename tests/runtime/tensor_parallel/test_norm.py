@@ -83,7 +83,7 @@ class CountAllReduces(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function._schema.name == "c10d::allreduce_"
+        self.count += function._schema.name in ("c10d::allreduce_", "c10d::alltoall_base_")
         return function(*args, **(kwargs or {}))
 
 

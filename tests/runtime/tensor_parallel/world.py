@@ -42,13 +42,13 @@ def _without_rank(_: int, check, args):
 
 
 def each_transport() -> Iterator[str]:
-    """Once with gloo's own collectives, once with exchanges, whatever the size of the tensors."""
-    usual = transport.EXCHANGE_BYTES
+    """Once as small tensors travel and once as large ones do, whatever the size of the tensors."""
+    usual = transport.EXCHANGE_BYTES, transport.SWAP_BYTES
     try:
-        for name, transport.EXCHANGE_BYTES in (("collectives", 2**62), ("exchanges", 0)):
+        for name, transport.EXCHANGE_BYTES, transport.SWAP_BYTES in (("small", 2**62, 2**62), ("large", 0, 0)):
             yield name
     finally:
-        transport.EXCHANGE_BYTES = usual
+        transport.EXCHANGE_BYTES, transport.SWAP_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
