@@ -12,6 +12,7 @@ from parcompile.plan import Plan, PlanError
 from .batches import PlanLoader, shift_labels, split_batch
 from .engine import decay_groups, initialize
 from .errors import RunError, report_errors
+from .evaluation import evaluate
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .loss import ParallelCausalLoss, reduce_loss
@@ -30,6 +31,7 @@ __all__ = [
     "build_model",
     "decay_groups",
     "describe",
+    "evaluate",
     "initialize",
     "join",
     "leave",

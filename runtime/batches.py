@@ -161,8 +161,7 @@ class PlanLoader:
 
     def _whole(self, micro: int) -> Batch:
         """The whole sequences of this dp rank's micro-batch."""
-        samples = [_sample(sample) for sample in self._samples(micro)]
-        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        batch = stack(self._samples(micro))
         if "labels" in batch:
             batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
         if "attention_mask" in batch:
@@ -179,5 +178,7 @@ class PlanLoader:
         return count.clamp(min=1) / (self._steps * dp)
 
 
-def _sample(sample: Any) -> Batch:
-    return {"input_ids": sample, "labels": sample} if isinstance(sample, Tensor) else dict(sample)
+def stack(samples: Sequence[Any]) -> Batch:
+    """Samples [S] as a batch [B, S]; token ids alone are their own labels."""
+    rows = [{"input_ids": one, "labels": one} if isinstance(one, Tensor) else one for one in samples]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -8,19 +8,21 @@ size is left to what DeepSpeed makes of the plan's. Needs the extra `[hf]` and a
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from parcompile.plan import Plan
 from parcompile.targets.deepspeed import ds_config
 
 from .batches import PlanLoader
+from .checkpoint import load, save
 from .errors import RunError
+from .evaluation import evaluate
 from .groups import Mesh, join
 from .inject import inject
 from .model import build_model
@@ -79,10 +81,13 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
 class PlanTrainer(Trainer):  # type: ignore[misc]
     """`Trainer(model, args, train_dataset)` for a plan.
 
+    Checkpoints are those of `parcompile.runtime.checkpoint`, in the folder `checkpoints` of the output folder.
+
     Args:
         plan: the plan.
         args: from `training_arguments`.
         train_dataset: samples for `PlanLoader`.
+        eval_dataset: samples for `evaluate`.
         model: as in `initialize`; None builds the plan's.
         others: what `Trainer` takes, such as callbacks. Optimizers are the plan's.
 
@@ -96,6 +101,7 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         plan: Plan,
         args: TrainingArguments,
         train_dataset: Sequence[Any],
+        eval_dataset: Sequence[Any] | None = None,
         model: nn.Module | None = None,
         **others: Any,
     ) -> None:
@@ -103,22 +109,31 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         model = build_model(plan) if model is None else model
         if getattr(model, "parcompile_mesh", None) is not self.mesh:
             model = inject(model, self.mesh)
-        super().__init__(model=model, args=args, train_dataset=train_dataset, **others)
+        self._batches = PlanLoader(train_dataset, self.mesh)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **others)
         # The divisor of the loss counts accumulation steps already; Trainer is to divide by them, as DeepSpeed would.
         self.model_accepts_loss_kwargs = False
 
-    def train(self, resume_from_checkpoint: Any = None, **others: Any) -> Any:
-        """As in `Trainer`, from the first step."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
+        """As in `Trainer`, from the first step, or after the last checkpoint (True) or that of a folder."""
+        resume = None
         if resume_from_checkpoint:
-            _refuse("resume_from_checkpoint", "resume with initialize and parcompile.runtime.checkpoint.load")
-        with _engines_of(self.mesh):
-            found = super().train(**others)
-        self.model_wrapped.mesh = self.mesh  # what checkpoint.save looks for
-        return found
+            resume = _Resume(self, self._folder if resume_from_checkpoint is True else Path(resume_from_checkpoint))
+            self.add_callback(resume)
+        try:
+            with _engines_of(self.mesh):
+                return super().train(**others)
+        finally:
+            if resume is not None:
+                self.remove_callback(resume)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir) / "checkpoints"
 
     def get_train_dataloader(self) -> PlanLoader:
         """This rank's micro-batches, without end."""
-        return PlanLoader(self.train_dataset, self.mesh)
+        return self._batches
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """This rank's part of the loss."""
@@ -130,19 +145,48 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         loss: Tensor = super().training_step(*args, **others)
         return loss * self.mesh.size("cp")
 
-    def evaluate(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: Trainer would gather logits that are cut along the vocabulary."""
-        _refuse("evaluate", "call the engine on batches of PlanLoader under torch.no_grad(), and reduce_loss")
+    def evaluate(
+        self, eval_dataset: Sequence[Any] | None = None, *_: Any, metric_key_prefix: str = "eval", **__: Any
+    ) -> dict[str, float]:
+        """The loss of `parcompile.runtime.evaluate`, under way or after `train`.
+
+        Raises:
+            RunError: there is no data set, or no engine yet.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None or not hasattr(self.model_wrapped, "mesh"):
+            raise RunError("evaluate needs an eval_dataset and an engine, which train makes", everywhere=True)
+        metrics = {f"{metric_key_prefix}_loss": evaluate(self.model_wrapped, dataset)}
+        self.log(metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def save_model(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: Trainer would write one tensor-parallel rank's weights as the model."""
-        _refuse("save_model", "call parcompile.runtime.checkpoint.save(trainer.model_wrapped, folder, step)")
+        raise RunError(
+            "PlanTrainer has no save_model: export a checkpoint, parcompile checkpoint export "
+            f"{self._folder} --hf FOLDER",
+            everywhere=True,
+        )
 
-    _save_checkpoint = save_model
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
-    raise RunError(f"PlanTrainer does not {what}: {instead}", everywhere=True)
+class _Resume(TrainerCallback):  # type: ignore[misc]
+    """Loads a checkpoint when the engine is there and nothing is trained yet."""
+
+    def __init__(self, trainer: PlanTrainer, folder: Path) -> None:
+        self._trainer, self._folder = trainer, folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 -- Trainer's
+        trainer = self._trainer
+        done = load(trainer.model_wrapped, self._folder)
+        if done >= state.max_steps:
+            raise RunError(f"the checkpoint has made {done} steps, and max_steps is {state.max_steps}", everywhere=True)
+        state.global_step = trainer._batches.step = done
+        # What Trainer divides its logged loss and its speed by.
+        trainer._globalstep_last_logged = trainer._initial_global_step = done
 
 
 @contextlib.contextmanager
@@ -150,5 +194,12 @@ def _engines_of(mesh: Mesh) -> Iterator[None]:
     """Engines that accelerate builds meanwhile get the plan's groups."""
     import deepspeed
 
-    with mock.patch.object(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=Mpu(mesh))):
+    make = deepspeed.initialize
+
+    def initialize(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options, mpu=Mpu(mesh))
+        made[0].mesh = mesh  # what `save`, `load` and `evaluate` look for
+        return made
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
         yield

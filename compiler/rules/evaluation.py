@@ -50,8 +50,8 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "B009",
     "DeepSpeed has no evaluation batch",
-    """The evaluation batch is passed to Megatron-LM. DeepSpeed's configuration has no key for it: with the runtime, the
-    training script chooses what it evaluates on.""",
+    """DeepSpeed's configuration has no key for the evaluation batch. It is passed to Megatron-LM, and read by
+    `parcompile.runtime.evaluate`; another evaluation loop does not see it.""",
     wrong={"training": {"eval_global_batch_size": 16}},
     right={"training": {}},
     severity=Severity.INFO,
@@ -61,4 +61,6 @@ def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
     """Fires when one is given."""
     for path in (_TOTAL, _MICRO):
         if spec.given(*path):
-            yield Finding(f"{path[1]} has no effect with DeepSpeed", path, help="the training script decides")
+            yield Finding(
+                f"{path[1]} is not in DeepSpeed's configuration", path, help="parcompile.runtime.evaluate reads it"
+            )

@@ -23,7 +23,7 @@ class BalancedLoss:
 
     def __init__(self, causal: ParallelCausalLoss, model: nn.Module, mesh: Mesh) -> None:
         config: Any = model.config
-        self._causal, self._mesh = causal, mesh
+        self.causal, self._mesh = causal, mesh
         self._per_token, self._factor = config.num_experts_per_tok, config.router_aux_loss_coef
         self._logits: list[Tensor] = []
         routers = _routers(model)
@@ -40,7 +40,7 @@ class BalancedLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `ParallelCausalLoss`."""
-        loss: Tensor = self._causal(*args, **kwargs) + self._factor * self._balance()
+        loss: Tensor = self.causal(*args, **kwargs) + self._factor * self._balance()
         return loss
 
     def _balance(self) -> Tensor:

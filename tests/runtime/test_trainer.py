@@ -17,41 +17,51 @@ pytestmark = pytest.mark.ranks
 STEPS = 3
 
 
-def train(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
+def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
+    """Three steps, two of them saved; resumed, the third alone. The evaluation is on the next step's data."""
     from parcompile.runtime import RunError
-    from parcompile.runtime.checkpoint import save
     from parcompile.runtime.trainer import PlanTrainer, training_arguments
 
-    quiet = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    args = training_arguments(plan, folder, max_steps=STEPS, **quiet)
-    trainer = PlanTrainer(plan=plan, args=args, train_dataset=samples(plan), model=initial_model(plan))
-    trainer.train()
+    options = {
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+    }
+    args = training_arguments(plan, folder, max_steps=STEPS, **options)
+    data = samples(plan)
+    next_batch = data[STEPS * plan.spec.training.global_batch_size :][: plan.spec.training.global_batch_size]
+
+    trainer = PlanTrainer(plan=plan, args=args, train_dataset=data, eval_dataset=next_batch, model=initial_model(plan))
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoints/step-2" if resume else None)
     said = []
-    for refused in (
-        trainer.save_model,
-        trainer.evaluate,
-        lambda: training_arguments(plan, folder, max_steps=1, bf16=1),
-    ):
+    for refused in (trainer.save_model, lambda: training_arguments(plan, folder, max_steps=1, bf16=1)):
         try:
             refused()
         except RunError as error:
             said.append(str(error))
-    save(trainer.model_wrapped, f"{folder}/checkpoints", STEPS)
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {"losses": [one["loss"] for one in steps], "norms": [one["grad_norm"] for one in steps], "said": said}
+    found: dict[str, Any] = {"said": said}
+    for kind in ("loss", "grad_norm", "eval_loss"):
+        found[kind] = [entry[kind] for entry in trainer.state.log_history if kind in entry]
+    return found
 
 
-def test_the_trainer_trains_a_plan(tmp_path: Path) -> None:
-    plan = make_plan(4, {"tp": 2, "cp": 2}, training={"micro_batch_size": 1})
-    expected = train_in_one_process(plan, steps=STEPS)
-    for rank in run_ranks(4, train, plan, str(tmp_path)):
-        for key in ("losses", "norms"):
-            assert rank[key] == pytest.approx(expected[key], rel=1e-5)
-        save_model, evaluate, decided = rank["said"]
-        assert "PlanTrainer does not save_model" in save_model
-        assert "PlanTrainer does not evaluate" in evaluate
+def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(tmp_path: Path) -> None:
+    training = {"micro_batch_size": 1, "eval_micro_batch_size": 2, "eval_global_batch_size": 2}
+    plan = make_plan(4, {"tp": 2, "cp": 2}, training=training)
+    expected = train_in_one_process(plan, steps=STEPS + 1)
+    ranks = run_ranks(4, train, plan, str(tmp_path), False)
+    for rank in ranks:
+        assert rank["loss"] == pytest.approx(expected["losses"][:STEPS], rel=1e-5)
+        assert rank["grad_norm"] == pytest.approx(expected["norms"][:STEPS], rel=1e-5)
+        assert rank["eval_loss"] == pytest.approx(expected["losses"][STEPS:], rel=1e-5)
+        save_model, decided = rank["said"]
+        assert "PlanTrainer has no save_model" in save_model
         assert "the plan decides bf16" in decided
-
-    from parcompile.runtime.checkpoint import verify
-
-    assert not verify(tmp_path / "checkpoints")
+    again = run_ranks(4, train, plan, str(tmp_path), True)
+    for kind in ("loss", "grad_norm", "eval_loss"):
+        assert again[0][kind] == ranks[0][kind][-1:]
