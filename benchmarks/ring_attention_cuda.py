@@ -93,12 +93,11 @@ def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
     kernel = select_kernel(query, query)
 
     def forward() -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(query, dtype=torch.float32)
-        running = RunningAttention(out, out.new_empty(out.shape[:3]))
+        running = RunningAttention(torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32))
         for step in steps:
             for tile in step.tiles:
                 attend(kernel, tile, query, parts[step.source][1], parts[step.source][2], running, scale)
-        return running.out.to(query.dtype), running.lse
+        return running.finish()
 
     def both() -> None:
         out, lse = forward()

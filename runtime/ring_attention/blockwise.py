@@ -24,7 +24,7 @@ from .gathering import Gathering, plan_gathering
 from .inputs import autocast, check_inputs, check_terms
 from .kernels import Gradients, Queries, attend, select_kernel
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
-from .passes import Job, Pass, head_groups, keep, sum_for
+from .passes import Job, Pass, head_groups
 from .recompute import attention_once
 from .ring import around, ring_backward
 from .route import Masking, Step, effective_layout, plan_route
@@ -253,15 +253,13 @@ def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
     lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
     ahead = gathered(job, key, value)
     for one in job.passes:
-        total = sum_for(one.of_queries(out))
-        running = RunningAttention(total, one.of_queries(lse))
+        running = RunningAttention(one.of_queries(out), one.of_queries(lse))
         for tiles, keys, values, terms in _blocks(job, one, key, value, ahead):
             for tile in tiles:
                 attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale, terms)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
         running.finish()
-        keep(total, one.of_queries(out))
     return out, lse
 
 

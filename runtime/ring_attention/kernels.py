@@ -164,6 +164,7 @@ def attend(
     for part in _parts(kernel, tile, None, terms):
         rows, keys = query[:, :, part.queries], part.keys
         here = None if terms is None else terms.part(part.queries, keys)
+        running.settle()
         out, lse = kernel.forward(rows, key[:, :, keys], value[:, :, keys], band=part.band, scale=scale, terms=here)
         running.add(part.queries, out, lse)
 

@@ -82,15 +82,10 @@ def head_groups(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[slice, 
     ]
 
 
-def sum_for(target: Tensor) -> Tensor:
+def zeroed_sum_for(target: Tensor) -> Tensor:
     """Where to sum up what `target` will hold: the tensor itself where its dtype is exact enough."""
     dtype = accumulation_dtype(target.dtype)
-    return target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
-
-
-def zeroed_sum_for(target: Tensor) -> Tensor:
-    """`sum_for`, with nothing in it."""
-    return sum_for(target).zero_()
+    return (target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)).zero_()
 
 
 def keep(total: Tensor, target: Tensor) -> None:
