@@ -234,6 +234,8 @@ class Judgement:
     memory_error: float
     memory_median: float
     memory_coverage: float
+    memory_error_of_kinds: float
+    """What the mean error would be if it were known of each run whether gathered inputs stay in memory."""
     fits_rows: int
     fits_share: float
     time_rows: int
@@ -246,10 +248,12 @@ class Judgement:
 def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
     """Judges both parts of a set; a part that is not fitted or not measured counts no rows."""
     memory: list[tuple[float, bool]] = []
+    kinds: list[float] = []
     fits: list[bool] = []
     if fitted.memory is not None:
         for one in rows:
             if one.peak_bytes:
+                kinds.append(_nearer_kind(one.work, one.peak_bytes, fitted.memory))
                 found = footprint(one.work, fitted.memory)
                 low, high = found.interval_bytes
                 memory.append((found.peak.total_bytes / one.peak_bytes - 1, low <= one.peak_bytes <= high))
@@ -263,10 +267,20 @@ def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
             time.append((timed.step.seconds / seconds - 1, low <= seconds <= high))
     return Judgement(
         *_summary(memory),
+        memory_error_of_kinds=sum(kinds) / max(len(kinds), 1),
         fits_rows=len(fits) if any(one.crashed for one in rows) else 0,
         fits_share=sum(fits) / max(len(fits), 1),
         **dict(zip(("time_rows", "time_error", "time_median", "time_coverage"), _summary(time), strict=True)),  # type: ignore[arg-type]
         regret=regret(rows, fitted) if fitted.time is not None else {},
+    )
+
+
+def _nearer_kind(work: Workload, measured: float, fitted: Fit) -> float:
+    """The error of whichever fits better: all gathered inputs kept, or none."""
+    terms, values = memory_terms(work), applied(work, fitted.values)
+    return min(
+        abs(peak_bytes(work, terms, {**values, "gathered": share, "gathered_pipeline": share}) / measured - 1)
+        for share in (0.0, 1.0)
     )
 
 

@@ -40,7 +40,9 @@ TIME: Mapping[str, Coefficient] = {
     "matmul": Coefficient(0.65, 0.4, 0.85, "share of the peak rate that matrix products reach"),
     "narrow": Coefficient(100.0, 0.0, 400.0, "h / t at which matrix products take twice as long: narrow tiles"),
     "attention": Coefficient(0.4, 0.2, 0.75, "share of the peak rate that fused attention reaches"),
-    "elementwise": Coefficient(3.0, 0.5, 8.0, "passes over the kept activations that elementwise kernels make"),
+    "elementwise": Coefficient(
+        2.5, 0.5, 4.0, "passes over the kept activations: at least once each way, and not once more for each kernel"
+    ),
     "launch_seconds": Coefficient(4e-3, 0.0, 8e-3, "shortest time of a layer, forward and backward: launching kernels"),
     "launch_tp_pp_seconds": Coefficient(
         2e-3, 0.0, 5e-3, "more of it for each further tp rank in a pipeline over nodes (nanotron)"

@@ -136,7 +136,7 @@ def read_nanotron(path: Path, models: Mapping[str, ModelShape] | None = None) ->
 
 
 def read_megatron(path: Path) -> list[Measurement]:
-    """Step times of Megatron-LM on nodes of 8 A100 with full recomputation, V 51200 (GPT: plain MLP of 4 h)."""
+    """Step times of Megatron-LM of 2021 on nodes of 8 A100, full recomputation, V 51200 (GPT: plain MLP of 4 h)."""
     found = []
     for row in _rows(path):
         world = int(row["# GPUs"])
@@ -154,7 +154,7 @@ def read_megatron(path: Path) -> list[Measurement]:
             pp=int(row["pipeline parallelism"]),
             recompute="full",
             zero_stage=0,
-            framework="megatron",
+            framework="megatron-2021",
         )
         name = f"{row['Parameters (billion)']}B"
         found.append(Measurement(name, work, None, float(row["iteration time (ms)"]) / 1000))

@@ -1,8 +1,9 @@
 """The time of a step: computation, launches, what communication does not hide, the pipeline's bubble, the optimizer.
 
 A layer takes the larger of its work (matrix products, attention and elementwise kernels, each at its share of the
-hardware's peak, plus the collectives that it waits for) and of the time in which its kernels can be launched. A step is
-m · (slowest stage) + (all other stages once) / v, then gradients, then the optimizer.
+hardware's peak, plus the collectives that it waits for) and of the time in which its kernels can be launched. A stage
+is its layers, the head and the addition of gradients to their sums. A step is m · (slowest stage) + (all other stages
+once) / v, then gradients, then the optimizer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from .context_time import context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
 from .hardware import find_accelerator
 from .rates import time_values
-from .workload import Workload
+from .workload import FRAMEWORKS, Workload
 
 OPTIMIZER_BYTES = 28
 """Read and written for each element of Adam: gradient, master weight and two moments read, three of them written."""
-SOFTMAX_BYTES = 20
-"""Read and written for each logit by an fp32 softmax and its backward pass."""
+SOFTMAX_BYTES = 52
+"""Read and written for each logit by the loss, kernel by kernel: to fp32 (2 + 4), largest (4), less it (8), exponential
+(8), sum (4), share (8); backward times the gradient (8), back to 16 bits (4 + 2)."""
+SCORE_BYTES = 5
+"""Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
 LEAST_EXPOSED = 0.1
 """The share of gradient traffic that is never hidden: the last bucket starts when the backward pass has ended."""
 
@@ -44,6 +48,8 @@ class StepTerms:
     exchange_bytes: float
     gradient_bytes: float
     optimizer: float
+    sums: tuple[float, ...]
+    """Of each stage: adding the gradients of a micro-batch to their sums."""
     node_bytes_per_s: float
     network_bytes_per_s: float
     tp_calls: int
@@ -111,16 +117,25 @@ def step_terms(work: Workload) -> StepTerms:
     machine = work.machine
     peak = machine.matmul_flops_per_s(work.element_bytes)
     shape, tokens, stages = work.shape, work.local_tokens, work.stages
+    framework = FRAMEWORKS[work.framework]
     again = 4 / 3 if work.recompute == "full" else 1.0
+    attention_again = 4 / 3 if framework.recomputes_attention(work.recompute) else 1.0
     moe = shape.moe is not None
-    kept = layer_bytes(shape, tp=work.tp, sequence_parallel=True, element_bytes=work.element_bytes, moe=moe)
+    kept = layer_bytes(
+        shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
+    )
     flops = 6 * layer_matmul_parameters(shape, moe=moe) * tokens * again
-    attention = 3 * attention_flops_per_token(shape, work.sequence_length) * tokens * again
+    attention = 3 * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
+    passed = again * (kept.total - kept.gathered)
+    if framework.stores_scores:
+        scores = shape.num_attention_heads * work.sequence_length / work.tp
+        passed += attention_again * SCORE_BYTES * scores
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recompute == "full" else 4
     logits = work.padded_vocabulary / work.tp * tokens
     share = (work.shards - 1) / work.shards
-    numel = max(work.stage_parameters(stage) for stage in stages)
+    numels = [work.stage_parameters(stage) for stage in stages]
+    numel = max(numels)
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
     experts = shape.moe.num_experts_per_token if shape.moe else 0
@@ -128,7 +143,7 @@ def step_terms(work: Workload) -> StepTerms:
         work=work,
         matmul=flops / work.tp / peak,
         attention=attention / work.tp / peak,
-        elementwise=3 * again * tokens * (kept.total - kept.gathered) / machine.memory_bytes_per_s,
+        elementwise=3 * tokens * passed / machine.memory_bytes_per_s,
         tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * activation,
         ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
         head_matmul=6 * logits * shape.hidden_size / peak,
@@ -138,6 +153,7 @@ def step_terms(work: Workload) -> StepTerms:
         exchange_bytes=activation,
         gradient_bytes=(reduced + gathers) * numel * share,
         optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
+        sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),
         node_bytes_per_s=machine.node_link.bytes_per_s,
         network_bytes_per_s=machine.network_link.bytes_per_s,
         tp_calls=collectives * (2 if work.sequence_parallel else 1),
@@ -176,9 +192,10 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
     expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
-    head = terms.head_matmul * narrow + values["elementwise"] * terms.head_elementwise
+    head = terms.head_matmul * narrow + terms.head_elementwise
     stages = tuple(
-        count * layer + has_head * head for count, has_head in zip(terms.stage_layers, terms.stage_heads, strict=True)
+        count * layer + has_head * head + sums
+        for count, has_head, sums in zip(terms.stage_layers, terms.stage_heads, terms.sums, strict=True)
     )
     slowest = max(stages)
     index = stages.index(slowest)
@@ -194,7 +211,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         exchange = sends * (terms.exchange_bytes / speed + values["send_seconds"])
     gradients, hidden = _gradients(terms, values, slowest)
     return StepTime(
-        compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head),
+        compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head + terms.sums[index]),
         launch=passes * layers * (layer - busy),
         tensor=passes * layers * tensor,
         context=passes * layers * context,

@@ -24,20 +24,26 @@ from .parameters import rank_parameters
 class Framework:
     """What a training framework does beside the formulas.
 
-    `activations` names the set of activation coefficients; `gathered_inputs` says that the inputs which sequence
-    parallelism gathers are kept for the backward pass instead of being gathered again.
+    `activations` names the set of activation coefficients. `stores_scores`: attention scores go through memory, as
+    before fused attention. `keeps_attention`: attention's output is kept when a whole layer is recomputed.
     """
 
     name: str
     activations: str
-    gathered_inputs: bool
+    stores_scores: bool = False
+    keeps_attention: bool = False
+
+    def recomputes_attention(self, recompute: str) -> bool:
+        """Whether attention is computed again in backward; selective recomputation is that of scores."""
+        return (recompute == "full" and not self.keeps_attention) or (recompute == "selective" and self.stores_scores)
 
 
 FRAMEWORKS = MappingProxyType(
     {
-        "deepspeed": Framework("deepspeed", "eager", gathered_inputs=False),
-        "nanotron": Framework("nanotron", "eager", gathered_inputs=True),
-        "megatron": Framework("megatron", "fused", gathered_inputs=False),
+        "deepspeed": Framework("deepspeed", "eager", keeps_attention=True),
+        "nanotron": Framework("nanotron", "eager"),
+        "megatron": Framework("megatron", "fused"),
+        "megatron-2021": Framework("megatron-2021", "fused", stores_scores=True),
     }
 )
 

@@ -107,7 +107,7 @@ def megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, 
         dp=dp,
         pp=pp,
         zero_stage=0,
-        framework="megatron",
+        framework="megatron-2021",
         **settings,  # type: ignore[arg-type]
     )
 
@@ -118,17 +118,17 @@ def test_rates_of_megatron_up_to_a_trillion_parameters_are_near_the_published_on
         work = megatron(layers, hidden, heads, tp, pp, gpus, batch)
         flops = narayanan_flops(b=batch, s=2048, layers=layers, h=hidden, v=51200, recompute=True)
         errors.append(abs(flops / timing(work).step.seconds / gpus / 1e12 / published - 1))
-    assert max(errors) <= 0.15
-    assert sum(errors) / len(errors) <= 0.08
+    assert max(errors) <= 0.14
+    assert sum(errors) / len(errors) <= 0.075
 
 
 @pytest.mark.parametrize(
     ("work", "gpus", "batch", "virtual", "full", "selective", "tolerance"),
     [
         ((48, 6144, 64, 8, 1), 8, 4, 1, 1.42, 1.10, 0.05),
-        ((96, 12288, 96, 8, 8), 64, 64, 3, 18.13, 13.75, 0.15),
-        ((105, 20480, 128, 8, 35), 280, 280, 3, 49.05, 37.83, 0.32),
-        ((128, 25600, 160, 8, 64), 512, 512, 1, 94.42, 71.49, 0.26),
+        ((96, 12288, 96, 8, 8), 64, 64, 3, 18.13, 13.75, 0.12),
+        ((105, 20480, 128, 8, 35), 280, 280, 3, 49.05, 37.83, 0.25),
+        ((128, 25600, 160, 8, 64), 512, 512, 1, 94.42, 71.49, 0.18),
     ],
 )
 def test_steps_of_korthikanti_are_near_the_published_ones_and_save_as_much(
@@ -155,4 +155,4 @@ def test_steps_of_korthikanti_are_near_the_published_ones_and_save_as_much(
         )
     )
     assert slow.step.seconds == pytest.approx(full, rel=tolerance)
-    assert fast.step.seconds / slow.step.seconds == pytest.approx(selective / full, abs=0.03)
+    assert fast.step.seconds / slow.step.seconds == pytest.approx(selective / full, abs=0.04)
