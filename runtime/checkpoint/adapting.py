@@ -45,6 +45,11 @@ def adapt(engine: Any, saved: SavedRun) -> None:
     _settings(engine, saved)
 
 
+def group_sizes(optimizer: Any) -> list[int]:
+    """How many parameters the groups of ZeRO's optimizer have."""
+    return [len(parameters) for parameters in getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups]
+
+
 def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
     piece = slice_of(slices, name, tuple(whole.shape))
     if piece.ranges is None or piece.dim is None:
@@ -90,5 +95,6 @@ def _settings(engine: Any, saved: SavedRun) -> None:
     if len(live) == len(saved.optimizer_groups):
         for group, settings in zip(live, saved.optimizer_groups, strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
-    if saved.loss_scaler is not None and getattr(engine.optimizer, "dynamic_loss_scale", False):
+    # A run that changes to fp16 brings no moving scale of its own: the engine's stays.
+    if type(saved.loss_scaler) is type(getattr(engine.optimizer, "loss_scaler", None)):
         engine.optimizer.loss_scaler = saved.loss_scaler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Note:
     files: Mapping[str, tuple[int, str]]
     adapters: Mapping[str, Any] | None = None
     """Configuration of peft, and rank and scale by linear."""
+    groups: Sequence[int] | None = None
+    """How many parameters the optimizer's groups have."""
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
@@ -42,6 +44,7 @@ class Note:
             "layout": dict(self.layout),
             "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
             **({"adapters": dict(self.adapters)} if self.adapters else {}),
+            **({"groups": list(self.groups)} if self.groups else {}),
             "plan": self.plan.to_json(),
         }
 
@@ -79,7 +82,7 @@ def read_note(folder: Path) -> Note:
         spec = spec_from_tree(tree["plan"])
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
         plan, layout = Plan(spec, tree["plan"]["spec_hash"]), dict(tree["layout"])
-        return Note(place, int(tree["step"]), plan, layout, files, tree.get("adapters"))
+        return Note(place, int(tree["step"]), plan, layout, files, tree.get("adapters"), tree.get("groups"))
     except OSError as error:
         raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -90,6 +90,15 @@ class SavedRun:
         return self._shards[0][0].settings
 
     @property
+    def groups(self) -> list[list[str]]:
+        """The names in each of the optimizer's parameter groups, in order."""
+        found: list[dict[str, None]] = [{} for _ in self.optimizer_groups]
+        for shard in self._shards[0]:
+            for name, group in shard.groups.items():
+                found[group][plain_name(name)] = None
+        return [list(names) for names in found]
+
+    @property
     def loss_scaler(self) -> Any:
         """The loss scaler at the time."""
         return self._shards[0][0].loss_scaler
@@ -177,6 +186,11 @@ class _Shard:
     @property
     def moments(self) -> list[str]:
         return [kind for kind in self._flat[0] if kind != MASTER]
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The group of each parameter that lies here, in order."""
+        return {name: group for name, (group, _, _) in self._places.items()}
 
     def piece(self, name: str, kind: str) -> Tensor | None:
         """This shard's part of a tp rank's parameter, flat."""

@@ -17,7 +17,7 @@ from parcompile.checkpoints import ADAPTABLE, file_layout
 
 from ..errors import RunError
 from ..lora import describe_adapters
-from .adapting import adapt
+from .adapting import adapt, group_sizes
 from .manifest import (
     LATEST,
     NOTE,
@@ -57,7 +57,7 @@ def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None)
     files = _hashes(unfinished, mesh.rank)
     if mesh.rank == 0:
         adapters = describe_adapters(engine.module)
-        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, adapters)
+        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, adapters, group_sizes(engine.optimizer))
         write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
@@ -105,7 +105,7 @@ def load(engine: Any, folder: str | Path) -> int:
         raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
     _compare_adapters(note, describe_adapters(engine.module))
     _agree_that_it_is_whole(note)
-    if different:
+    if different or note.groups not in (None, group_sizes(engine.optimizer)):
         adapt(engine, SavedRun(note))
         return note.step
     path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from parcompile.checkpoints import file_layout
 from parcompile.layout.optimizer import padded_shard
+from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision
 from parcompile.targets.deepspeed import ds_config
@@ -29,8 +31,37 @@ from .reading import MASTER, SavedRun
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
-Source = Callable[[str, str], Tensor | None]
+Whole = Callable[[str, str], Tensor | None]
 """From a parameter's name and a kind (fp32, exp_avg, …) to the whole tensor; None stands for zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of the optimizer: names in order, settings, and what is kept for the group as one."""
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is written: whole tensors for a plan. Parameters in no group are frozen."""
+
+    plan: Plan
+    layouts: Mapping[str, TensorLayout]
+    whole: Whole
+    groups: Sequence[Group]
+    buffers: Mapping[str, Tensor]
+    loss_scaler: Any = None
+
+    def local(self, name: str, kind: str, tp_rank: int) -> Tensor | None:
+        """A tensor as a tp rank holds it."""
+        whole, layout = self.whole(name, kind), self.layouts[name]
+        if whole is None or layout.ranges is None or layout.dim is None:
+            return whole
+        size = layout.full_shape[layout.dim]
+        return take_ranges(whole, layout.dim, layout.ranges[tp_rank], padded_size=size)
 
 
 def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
@@ -50,11 +81,14 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
     counters = {key: saved.counters.get(key) for key in ("global_steps", "skipped_steps", "lr_scheduler")}
-    samples = saved.note.step * plan.spec.training.global_batch_size
-    settings = saved.optimizer_groups if len(saved.optimizer_groups) == 1 else None
-    counters["global_samples"] = samples
+    counters["global_samples"] = saved.note.step * plan.spec.training.global_batch_size
     buffers = {name: saved.counters["module"][name] for name in saved.counters.get("buffer_names") or ()}
-    return _write(plan, saved.whole, buffers, Path(output), saved.note.step, counters, settings)
+    groups = [
+        Group(names, settings, scalars)
+        for names, settings, scalars in zip(saved.groups, saved.optimizer_groups, saved.scalars, strict=True)
+    ]
+    source = Source(plan, _layouts(plan), saved.whole, groups, buffers, saved.loss_scaler)
+    return _write(source, Path(output), saved.note.step, counters)
 
 
 def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Path:
@@ -73,18 +107,18 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     def weights(name: str, kind: str) -> Tensor | None:
         return source.whole(name) if kind == MASTER else None
 
-    return _write(plan, weights, buffers, Path(output), 0, counters, None)
+    names = [name for name, _ in plan.parameters.expanded()]
+    group = Group(names, _settings(plan), {"step": torch.tensor(0.0)})
+    return _write(Source(plan, _layouts(plan), weights, [group], buffers), Path(output), 0, counters)
 
 
-def _write(
-    plan: Plan,
-    source: Source,
-    buffers: Mapping[str, Tensor],
-    output: Path,
-    step: int,
-    counters: dict[str, Any],
-    settings: list[dict[str, Any]] | None,
-) -> Path:
+def _layouts(plan: Plan) -> dict[str, TensorLayout]:
+    rows = plan.tensors()
+    return {name: rows[parameter.name][1] for name, parameter in plan.parameters.expanded()}
+
+
+def _write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> Path:
+    plan = source.plan
     training = plan.spec.training
     if training.precision is Precision.BF16 and training.gradient_accumulation_dtype is Precision.FP32:
         raise RunError(
@@ -102,54 +136,39 @@ def _write(
         raise RunError(f"{place} exists already: choose another folder")
     unfinished = output / f"unfinished-step-{step}"
     unfinished.mkdir(parents=True, exist_ok=True)
-    names = [name for name, _ in plan.parameters.expanded()]
     for tp_rank in range(plan.spec.parallelism.tp):
-        _write_rank(plan, source, buffers, unfinished, names, tp_rank, {**counters, "step": step}, settings)
+        _write_rank(source, unfinished, tp_rank, {**counters, "step": step})
     files = {file.name: digest_of(file) for file in sorted(unfinished.iterdir())}
-    note = Note(unfinished, step, plan, file_layout(plan), files)
+    sizes = [len(group.names) for group in source.groups]
+    note = Note(unfinished, step, plan, file_layout(plan), files, groups=sizes)
     write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
     unfinished.rename(place)
     write_atomically(output / LATEST, place.name)
     return place
 
 
-def _write_rank(
-    plan: Plan,
-    source: Source,
-    buffers: Mapping[str, Tensor],
-    folder: Path,
-    names: list[str],
-    tp_rank: int,
-    counters: dict[str, Any],
-    settings: list[dict[str, Any]] | None,
-) -> None:
-    rows, parameters = plan.tensors(), dict(plan.parameters.expanded())
-    parallelism, dtype = plan.spec.parallelism, _DTYPES[plan.spec.training.precision]
-
-    def local(name: str, kind: str) -> Tensor | None:
-        whole, tensor_layout = source(name, kind), rows[parameters[name].name][1]
-        if whole is None or tensor_layout.ranges is None or tensor_layout.dim is None:
-            return whole
-        dim = tensor_layout.dim
-        return take_ranges(whole, dim, tensor_layout.ranges[tp_rank], padded_size=tensor_layout.full_shape[dim])
-
+def _write_rank(source: Source, folder: Path, tp_rank: int, counters: dict[str, Any]) -> None:
+    plan = source.plan
+    parallelism, precision = plan.spec.parallelism, plan.spec.training.precision
+    names = [name for name, _ in plan.parameters.expanded()]
     module: OrderedDict[str, Tensor] = OrderedDict()
     for name in names:
-        weight = local(name, MASTER)
+        weight = source.local(name, MASTER, tp_rank)
         assert weight is not None
-        module[name] = weight.to(dtype)
+        module[name] = weight.to(_DTYPES[precision])
     if plan.spec.model.shape.tie_word_embeddings:
         module["lm_head.weight"] = module[names[0]]
-    module.update(buffers)
-    shapes = OrderedDict((name, module[name].shape) for name in names)
+    module.update(source.buffers)
+    trained = {name for group in source.groups for name in group.names}
+    frozen = OrderedDict((name, module[name]) for name in names if name not in trained)
     states = {
         "module": module,
-        "buffer_names": list(buffers),
+        "buffer_names": list(source.buffers),
         "optimizer": None,
-        "param_shapes": [shapes],
-        "frozen_param_shapes": None,
+        "param_shapes": [OrderedDict((name, module[name].shape) for name in group.names) for group in source.groups],
+        "frozen_param_shapes": OrderedDict((name, one.shape) for name, one in frozen.items()) or None,
         "shared_params": {},
-        "frozen_param_fragments": None,
+        "frozen_param_fragments": frozen or None,
         "data_sampler": None,
         "random_ltd": None,
         "dp_world_size": parallelism.zero_shards,
@@ -158,11 +177,10 @@ def _write_rank(
         **counters,
     }
     torch.save(states, folder / f"mp_rank_{tp_rank:02d}_model_states.pt")
-    prefix = "bf16_" if plan.spec.training.precision is Precision.BF16 else ""
+    prefix = "bf16_" if precision is Precision.BF16 else ""
     for shard in range(parallelism.zero_shards):
-        content = _shard(plan, local, shapes, shard, counters["step"], settings)
         file = folder / f"{prefix}zero_pp_rank_{shard}_mp_rank_{tp_rank:02d}_optim_states.pt"
-        torch.save({"optimizer_state_dict": content, **_versions(plan)}, file)
+        torch.save({"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}, file)
 
 
 def _versions(plan: Plan) -> dict[str, Any]:
@@ -171,53 +189,80 @@ def _versions(plan: Plan) -> dict[str, Any]:
     return {"ds_config": ds_config(plan), "ds_version": deepspeed.__version__}
 
 
-def _shard(
-    plan: Plan,
-    local: Source,
-    shapes: OrderedDict[str, torch.Size],
-    shard: int,
-    step: int,
-    settings: list[dict[str, Any]] | None,
-) -> dict[str, Any]:
-    """One rank's optimizer states, by DeepSpeed's rule: flattened in order, padded, cut evenly."""
+def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: int) -> dict[str, Any]:
+    """One rank's optimizer states."""
     import deepspeed
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    plan, groups = source.plan, source.groups
+    runs = [_run(source, group, module, shard, tp_rank) for group in groups]
+    scaler, dynamic = _scaler(source)
+    return {
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": dynamic,
+        "overflow": False,
+        "clip_grad": plan.spec.training.gradient_clipping,
+        "base_optimizer_state": {
+            "state": {
+                number: {**group.scalars, **{kind: run.flat[kind] for kind in _MOMENTS}}
+                for number, (group, run) in enumerate(zip(groups, runs, strict=True))
+            },
+            "param_groups": [{**group.settings, "params": [number]} for number, group in enumerate(groups)],
+        },
+        "single_partition_of_fp32_groups": [run.flat[MASTER] for run in runs],
+        "zero_stage": ZeroStageEnum.optimizer_states,
+        "group_paddings": [run.padding for run in runs],
+        "param_alignment_paddings": [[0] * len(group.names) for group in groups],
+        "partition_count": [plan.spec.parallelism.zero_shards] * len(groups),
+        "ds_version": deepspeed.__version__,
+        "param_slice_mappings": [run.places for run in runs],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What of a group lies in one shard: flat tensors by kind, and where parameters are in them."""
+
+    flat: dict[str, Tensor]
+    places: OrderedDict[str, Any]
+    padding: int
+
+
+def _run(source: Source, group: Group, module: Mapping[str, Tensor], shard: int, tp_rank: int) -> _Run:
+    """By DeepSpeed's rule: flattened in order, padded, cut evenly."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    shards = plan.spec.parallelism.zero_shards
-    total = sum(shape.numel() for shape in shapes.values())
-    place = padded_shard(total, shards, shard)
+    shards = source.plan.spec.parallelism.zero_shards
+    place = padded_shard(sum(module[name].numel() for name in group.names), shards, shard)
     flat = {kind: torch.zeros(place.numel) for kind in (MASTER, *_MOMENTS)}
     places: OrderedDict[str, Any] = OrderedDict()
     offset = 0
-    for name, shape in shapes.items():
-        begin, end = offset, offset + shape.numel()
+    for name in group.names:
+        begin, end = offset, offset + module[name].numel()
         offset = end
         start, stop = max(begin, place.start), min(end, place.stop)
         if start >= stop:
             continue
         places[name] = fragment_address(numel=stop - start, start=start - place.start)
         for kind, run in flat.items():
-            tensor = local(name, kind)
+            tensor = source.local(name, kind, tp_rank)
             if tensor is not None:
                 run[start - place.start : stop - place.start] = tensor.reshape(-1)[start - begin : stop - begin]
-    state = {"step": torch.tensor(float(step)), **{kind: flat[kind] for kind in _MOMENTS}}
-    padding = place.padding if shard == shards - 1 else 0
-    return {
-        "loss_scaler": LossScaler(scale=max(1.0, plan.spec.training.loss_scale)),
-        "dynamic_loss_scale": False,
-        "overflow": False,
-        "clip_grad": plan.spec.training.gradient_clipping,
-        "base_optimizer_state": {"state": {0: state}, "param_groups": settings or [_settings(plan)]},
-        "single_partition_of_fp32_groups": [flat[MASTER]],
-        "zero_stage": ZeroStageEnum.optimizer_states,
-        "group_paddings": [padding],
-        "param_alignment_paddings": [[0] * len(shapes)],
-        "partition_count": [shards],
-        "ds_version": deepspeed.__version__,
-        "param_slice_mappings": [places],
-    }
+    return _Run(flat, places, place.padding if shard == shards - 1 else 0)
+
+
+def _scaler(source: Source) -> tuple[Any, bool]:
+    """The loss scaler that goes on with the run, and whether it moves."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    training = source.plan.spec.training
+    dynamic = training.precision is Precision.FP16 and training.loss_scale == 0
+    if dynamic and isinstance(source.loss_scaler, DynamicLossScaler):
+        return source.loss_scaler, True
+    options = DeepSpeedFP16Config(**ds_config(source.plan)["fp16"]).dynamic_loss_scale_args()
+    dtype = _DTYPES[training.precision]
+    return CreateLossScaler(dtype, training.loss_scale, dynamic, options), dynamic
 
 
 def _settings(plan: Plan) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def test_adapters_train_as_in_one_process(tmp_path: Path) -> None:
 def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layout_to_the_export(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    from parcompile.runtime import RunError
     from parcompile.runtime.checkpoint import export, export_adapter
+    from parcompile.runtime.checkpoint.writing import convert
 
     plan, folder = make_plan(2, {"tp": 2}), str(tmp_path)
     expected = train_plain(plan)
@@ -108,6 +110,8 @@ def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layou
     assert_same(run_ranks(2, train, make_plan(2, {"cp": 2}), folder, True, False), expected, 1)
     assert_same(run_ranks(2, train, plan, folder, True, True), expected, 1)
 
+    with pytest.raises(RunError, match="has adapters, which convert leaves alone"):
+        convert(tmp_path / "end", plan, tmp_path / "converted")
     ids = samples(plan)[0]["input_ids"][None]
     logits = expected["model"](ids).logits
     export(tmp_path / "end", tmp_path / "merged")

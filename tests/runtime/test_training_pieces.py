@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from test_checkpoint import TOLERANCE
+from test_checkpoint import TOLERANCE, assert_same_to_the_bit
 from training_runs import initial_model, make_plan, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError, decay_groups
+from parcompile.runtime.checkpoint.writing import convert
 
 pytestmark = pytest.mark.ranks
 
@@ -33,7 +35,7 @@ HELD_OUT = 3
 """Sequences of the evaluation: dp 2 has them as 2 and 1."""
 
 
-def train(rank: int, plan: Plan, folder: str, until: int, resume: bool) -> dict[str, Any]:
+def train(rank: int, plan: Plan, folder: str, until: int, resume: str | None) -> dict[str, Any]:
     from parcompile.runtime import evaluate, initialize, reduce_loss
     from parcompile.runtime.checkpoint import load, save
 
@@ -45,7 +47,7 @@ def train(rank: int, plan: Plan, folder: str, until: int, resume: bool) -> dict[
         model_parameters=lambda model: decay_groups(model, WEIGHT_DECAY),
         lr_scheduler=schedule,
     )
-    loader.step = load(engine, folder) if resume else 0
+    loader.step = load(engine, resume) if resume else 0
     batches, losses, norms = iter(loader), [], []
     for _ in range(loader.step, until):
         loss = engine(**next(batches)).loss
@@ -84,15 +86,20 @@ def train_plain(plan: Plan, steps: int) -> dict[str, Any]:
         return {"losses": losses, "norms": norms, "evaluation": float(loss_of(data[steps * 4 :][:HELD_OUT]))}
 
 
-def test_groups_frozen_parameters_and_schedule_survive_a_change_of_layout(tmp_path: Any) -> None:
+def test_groups_frozen_parameters_and_schedule_survive_a_change_of_layout(tmp_path: Path) -> None:
+    """Cut anew while it is loaded, and converted before."""
     one, other = make_plan(2, {"tp": 2}), make_plan(4, {"cp": 2}, training={"eval_micro_batch_size": 2})
-    first = run_ranks(2, train, one, str(tmp_path), 2, False)[0]
-    second = run_ranks(4, train, other, str(tmp_path), 4, True)[0]
+    saved, converted, unused = str(tmp_path / "saved"), str(tmp_path / "converted"), str(tmp_path / "unused")
+    first = run_ranks(2, train, one, saved, 2, None)[0]
+    convert(saved, other, converted)
+    assert_same_to_the_bit(tmp_path / "converted", tmp_path / "saved")
     expected = train_plain(one, 4)
-    for key in ("losses", "norms"):
-        assert [*first[key], *second[key]] == pytest.approx(expected[key], rel=TOLERANCE)
-    assert second["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
-    assert second["lr"] == [1e-3 / 5] * 2
+    for ranks, plan, resume in ((4, other, converted), (1, make_plan(1, {}), saved)):
+        second = run_ranks(ranks, train, plan, unused, 4, resume)[0]
+        for key in ("losses", "norms"):
+            assert [*first[key], *second[key]] == pytest.approx(expected[key], rel=TOLERANCE)
+        assert second["evaluation"] == pytest.approx(expected["evaluation"], rel=TOLERANCE)
+        assert second["lr"] == [1e-3 / 5] * 2
 
 
 def parameters_from_before(rank: int, plan: Plan) -> str:
