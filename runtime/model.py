@@ -71,7 +71,9 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
         if empty not in filled:
             plain = plain_name(name)
             piece = slices.of(plain)
-            data = source.take(plain, piece.dim, piece.ranges, empty.shape).to(dtype)
+            # A copy: what is read is a window on the file, and of a row-parallel weight one with holes.
+            read = source.take(plain, piece.dim, piece.ranges, empty.shape)
+            data = read.to(dtype, copy=True, memory_format=torch.contiguous_format)
             filled[empty] = nn.Parameter(data, requires_grad=empty.requires_grad)
             vars(filled[empty]).update(vars(empty))
         owner, _, kind = name.rpartition(".")

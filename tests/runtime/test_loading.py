@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from training_runs import whole_parameters
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint.pretrained import PretrainedFolder
+from parcompile.runtime.checkpoint.writing import import_pretrained
 
 FAMILIES = (
     *("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2"),
@@ -75,10 +77,31 @@ def test_slices_read_from_files_are_the_weights_and_train_as_they_do(tmp_path: P
             assert float((merged[name] - parameter.grad).norm()) <= 1e-5 * float(parameter.grad.norm()) + 1e-7, name
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is no file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+class PeakMemory:
+    """The most memory of this process that is no file's, above what it had at the beginning."""
+
+    def __enter__(self) -> PeakMemory:
+        self.before = self.peak_bytes = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def above_bytes(self) -> int:
+        return self.peak_bytes - self.before
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.peak_bytes = max(self.peak_bytes, self._now())
+
+    def _now(self) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
@@ -87,20 +110,31 @@ def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
     join(plan)
     import transformers.models.llama.modeling_llama  # noqa: F401 -- its memory is not the weights'
 
-    before = resident_bytes()
-    model = load_pretrained(folder, plan)
+    with PeakMemory() as peak:
+        model = load_pretrained(folder, plan)
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
-    return resident_bytes() - before
+    return peak.above_bytes
+
+
+def export_and_measure(rank: int, folder: str, output: str) -> int:
+    from parcompile.runtime.checkpoint import export
+
+    with PeakMemory() as peak:
+        export(folder, output, shard_bytes=4_000_000)
+    return peak.above_bytes
 
 
 @pytest.mark.ranks
-def test_a_rank_holds_its_share_of_the_weights_only(tmp_path: Path) -> None:
-    size = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 3}
+def test_loading_takes_a_rank_its_share_and_exporting_takes_a_file(tmp_path: Path) -> None:
+    size = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024, "num_hidden_layers": 16}
     plan = family_plan("llama", 2, {"tp": 2}, **size)
-    stored(plan, tmp_path, "10MB")
+    stored(plan, tmp_path / "hf", "10MB")
     whole = 4 * plan.parameters.numel
-    for held in run_ranks(2, load_and_measure, plan, str(tmp_path)):
-        assert held < 0.6 * whole
+    for peak in run_ranks(2, load_and_measure, plan, str(tmp_path / "hf")):
+        assert 0.45 * whole < peak < 0.6 * whole
+    import_pretrained(tmp_path / "hf", plan, tmp_path / "start")
+    (peak,) = run_ranks(1, export_and_measure, str(tmp_path / "start"), str(tmp_path / "exported"))
+    assert peak < 0.25 * whole
 
 
 class TestFolders:
