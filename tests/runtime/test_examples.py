@@ -1,4 +1,4 @@
-"""`examples/finetune.py` on two nodes, each with a launcher of its own; and what a killed rank does to a run."""
+"""`examples/documents.py` on one node and on two, each with a launcher; and what a killed rank does to a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from ranks import free_port
 
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
-from parcompile.runtime import build_model
 from parcompile.targets.files import artefacts, to_text, write
 
 pytestmark = pytest.mark.ranks
@@ -53,52 +53,52 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def on_two_nodes(folder: Path, *arguments: str) -> str:
-    """The output of both launchers, which share nothing but the address of the first node."""
-    hosts = folder / "hosts"
+def on_nodes(plan: Plan, folder: Path, *arguments: str) -> list[float]:
+    """The held-out losses that `examples/documents.py` prints; launchers share nothing but the first one's address."""
+    hosts, count = folder / "hosts", plan.spec.cluster.nodes
     hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    port, logs = str(free_port()), [folder / "node-0.log", folder / "node-1.log"]
-    nodes = [
-        start(
-            [
-                "-H",
-                str(hosts),
-                "--no_ssh",
-                "--node_rank",
-                str(rank),
-                "--master_addr",
-                "127.0.0.1",
-                "--master_port",
-                port,
-                str(EXAMPLES / "finetune.py"),
-                *arguments,
-            ],
-            logs[rank],
-        )
-        for rank in range(2)
-    ]
+    port, logs = str(free_port()), [folder / f"node-{rank}.log" for rank in range(count)]
+    nodes = []
+    for rank, log in enumerate(logs):
+        where = ["-H", str(hosts), "--no_ssh", "--node_rank", str(rank), "--master_addr", "127.0.0.1"]
+        if count == 1:
+            where = ["--num_gpus", str(plan.world_size)]
+        script = [str(EXAMPLES / "documents.py"), "--plan", str(folder / "plan"), "--output", str(folder)]
+        nodes.append(start([*where, "--master_port", port, *script, *arguments], log))
     try:
         codes = [node.wait(timeout=200) for node in nodes]
     finally:
         end(nodes)
     output = "".join(log.read_text() for log in logs)
-    assert codes == [0, 0], output
-    return output
+    assert codes == [0] * count, output
+    return [float(line.split()[4]) for line in output.splitlines() if line.startswith("step ")]
 
 
-def test_a_model_is_fine_tuned_on_two_nodes_and_exported(tmp_path: Path) -> None:
+def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Path) -> None:
+    """Each from its spec to an exported model, with which the next one starts."""
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    plan = compiled("byte_finetune.json", tmp_path / "plan")
-    build_model(plan).save_pretrained(tmp_path / "model")
-    common = ("--plan", str(tmp_path / "plan"), "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"))
-    output = on_two_nodes(tmp_path, *common, "--steps", "12", "--checkpoint-every", "6")
-    losses = [float(line.split()[4]) for line in output.splitlines() if line.startswith("step ")]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0] - 1
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "exported", dtype=torch.float32)
+    def exported(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / name / "exported", dtype=torch.float32).eval()
+
     sample = torch.tensor([list(b"def __init__(self, name):\n        self.name = name\n")])
-    assert float(model(input_ids=sample, labels=sample).loss.detach()) < losses[0] - 1
+    known, losses = 0.0, {}
+    for name, spec, model, options in (
+        ("first", "byte_llama.json", "", ["--steps", "12"]),
+        ("longer", "byte_finetune.json", "first", ["--steps", "8"]),
+        ("adapted", "byte_finetune.json", "longer", ["--steps", "4", "--lora", "4"]),
+    ):
+        plan = compiled(spec, tmp_path / name / "plan")
+        start_from = ["--model", str(tmp_path / model / "exported")] if model else []
+        losses[name] = on_nodes(plan, tmp_path / name, *start_from, *options)
+        before, known = known, float(exported(name)(input_ids=sample, labels=sample).loss.detach())
+        assert losses[name][-1] < losses[name][0]
+        assert not model or known < before
+    assert losses["first"][-1] < losses["first"][0] - 1
+    assert losses["longer"][0] == pytest.approx(losses["first"][-1], abs=0.5)
+    adapted = PeftModel.from_pretrained(exported("longer"), str(tmp_path / "adapted" / "adapter")).eval()
+    torch.testing.assert_close(adapted(sample).logits, exported("adapted")(sample).logits, rtol=1e-4, atol=1e-5)
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
