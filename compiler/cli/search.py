@@ -33,7 +33,7 @@ from .estimate import checked_spec
 def command(
     spec: str, top: int, form: str, coefficients: Path | None, output: Path | None, *, losers: bool, any_target: bool
 ) -> None:
-    """Search the layouts of SPEC: what it leaves out of tp, cp, pp, ep, the micro-batch, recomputation.
+    """Search the layouts of SPEC: what it leaves out of tp, cp, pp, ep, micro-batch, recomputation, order, cp's way.
 
     Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among
     those enumerated; how far predictions err stands in docs/accuracy.md.
@@ -88,6 +88,7 @@ def _text(found: Outcome, top: int, *, losers: bool) -> str:
         lines += ["", *columns(rows)]
         lines += ["", "why the next ones lost"]
         lines += [f"{rank + 2:>3}  {one.reason}" for rank, one in enumerate(found.fitting[1:top])]
+        lines += _ways(found, top, losers=losers)
         lines += ["", "time against memory: no layout beats these in both"]
         lines += columns([_HEAD, *(_row("", one) for one in found.front[:top])])
     elif found.too_large:
@@ -100,6 +101,16 @@ def _text(found: Outcome, top: int, *, losers: bool) -> str:
     if losers:
         lines += ["", *_losers(found)]
     return "\n".join(lines) + "\n"
+
+
+def _ways(found: Outcome, top: int, *, losers: bool) -> list[str]:
+    """The chosen layout in other orders, and with other implementations of cp."""
+    shown = found.other_ways if losers else found.other_ways[:top]
+    if not shown:
+        return []
+    more = len(found.other_ways) - len(shown)
+    rows = [("the same layout as", "why it lost"), *((way.name, reason) for way, reason in shown)]
+    return ["", *columns(rows), *([f"and {more} more (--losers)"] if more else [])]
 
 
 def _row(rank: str, one: Ranked) -> tuple[str, ...]:
@@ -143,6 +154,16 @@ def _json(found: Outcome, chosen: Any) -> dict[str, Any]:
         "best": None if found.best is None else one(found.best),
         "spec": chosen,
         "fitting": [one(each) for each in found.fitting],
+        "other_ways": [
+            {
+                "order": "-".join(way.work.order),
+                "cp_implementation": way.work.cp_implementation if way.work.cp > 1 else None,
+                "hierarchical_cp_sizes": way.work.cp_sizes,
+                "step_seconds": way.step.seconds,
+                "reason": reason,
+            }
+            for way, reason in found.other_ways
+        ],
         "pareto_front": [one(each) for each in found.front],
         "too_large": [one(each) for each in found.too_large],
         "refused": [

@@ -147,26 +147,32 @@ def context_fault(context: ContextParallel, heads: int, kv_heads: int, layout: C
     return heads_fault(heads, kv_heads, context.head_ranks) if context.head_ranks > 1 else None
 
 
-def costs(work: Workload, among: list[ContextParallel]) -> list[ContextCost]:
-    """The costs of some implementations, the fastest first; of equal ones the one that fills a node best."""
+def costs(work: Workload, among: list[ContextParallel], values: Mapping[str, float] | None = None) -> list[ContextCost]:
+    """The costs of some implementations, the fastest first; of equal ones the one that fills a node best.
+
+    `values` are coefficients of time to use instead of those of the package.
+    """
 
     def place(one: ContextCost) -> tuple[float, bool, int]:
         inner = (one.context.sizes or (1, 1))[0]
         return one.seconds, inner * work.stride("cp") > work.gpus_per_node, -inner
 
-    values = time_values(work)
-    found = (context_cost(work, one, values) for one in among)
+    used = time_values(work) if values is None else values
+    found = (context_cost(work, one, used) for one in among)
     return sorted(found, key=place)
 
 
 def cheapest(work: Workload, among: list[ContextParallel]) -> ContextCost:
-    """What to choose: of those whose attention takes at most `EQUAL` times the shortest, the simplest.
+    """What to choose of some implementations."""
+    return simplest(costs(work, among), attention_seconds(work, time_values(work)))
+
+
+def simplest(ranked: list[ContextCost], attention: float) -> ContextCost:
+    """Of those whose attention takes at most `EQUAL` times the shortest, the simplest; `ranked` as `costs` gives them.
 
     The order of `CpImplementation` is that of simplicity and of memory.
     """
-    found = costs(work, among)
-    attention = attention_seconds(work, time_values(work))
-    close = [one for one in found if attention + one.seconds <= EQUAL * (attention + found[0].seconds)]
+    close = [one for one in ranked if attention + one.seconds <= EQUAL * (attention + ranked[0].seconds)]
     order = list(CpImplementation)
     return min(close, key=lambda one: (order.index(one.context.implementation), close.index(one)))
 

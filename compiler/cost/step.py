@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .activations import layer_bytes
 from .coefficients import Fit, default_time
-from .context_time import context_cost
+from .context_time import ContextCost, context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
 from .hardware import find_accelerator
 from .rates import time_values
@@ -176,8 +176,8 @@ def bandwidth(terms: StepTerms, stride: int, ranks: int, values: Mapping[str, fl
     return min(inside, float(speed / max(nodes / 2, 1.0) ** values["network_scale"]))
 
 
-def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
-    """The step by its parts."""
+def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None = None) -> StepTime:
+    """The step by its parts; `shared` is what context parallelism costs, where that is known already."""
     work = terms.work
     narrow = (1 + values["narrow"] * work.tp / work.shape.hidden_size) / values["matmul"]
     work_layer = terms.matmul * narrow + values["elementwise"] * terms.elementwise
@@ -187,7 +187,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float]) -> StepTime:
         tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
         far = work.stride("tp") * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
-    shared = context_cost(work, work.context, values)
+    shared = shared or context_cost(work, work.context, values)
     context = shared.seconds
     expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
@@ -262,13 +262,20 @@ def timing(work: Workload, fit: Fit | None = None) -> Timing:
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
+    return timing_of(work, step_time(step_terms(work), values_of(work, fit)), fit)
+
+
+def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:
+    """The coefficients of time: one's own were fitted to this machine's rates, those of the package to peaks."""
+    return fit.values if fit else time_values(work)
+
+
+def timing_of(work: Workload, step: StepTime, fit: Fit | None = None) -> Timing:
+    """What follows from a predicted step."""
     machine, fitted = work.machine, fit or default_time(work.accelerator)
     # Utilisation is that of the hardware's peak, which nobody publishes for a rank on a CPU.
     known = work.accelerator != "cpu"
     peak = find_accelerator(work.accelerator).flops_per_s if known else machine.matmul_flops_per_s(work.element_bytes)
-    # Coefficients of one's own were fitted to this machine's rates; those of the package to peaks.
-    values = fit.values if fit else time_values(work)
-    step = step_time(step_terms(work), values)
     low, _, high = fitted.spread["all"]
     rate = work.tokens_per_step / step.seconds / work.world_size
     return Timing(

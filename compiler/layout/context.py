@@ -15,6 +15,7 @@ section 3.3.2; Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -86,8 +87,13 @@ class ContextParallel:
 
     def balance(self, layout: CpLayout) -> Fraction:
         """Mean work of a rank divided by the work of the busiest one: 1 is perfect."""
-        ends = self.work(layout, 0), self.work(layout, self.cp - 1)
-        return sum(ends, Fraction(0)) / 2 / max(ends)
+        return _balance(self, layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _balance(context: ContextParallel, layout: CpLayout) -> Fraction:
+    ends = context.work(layout, 0), context.work(layout, context.cp - 1)
+    return sum(ends, Fraction(0)) / 2 / max(ends)
 
 
 def ring_source(step: int, place: int, size: int, inner: int) -> int:

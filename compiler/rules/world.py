@@ -89,7 +89,8 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"{named}: only one axis can follow from the world size",
             ("parallelism", second),
-            help=f"write a number for all but one of {', '.join(spec.auto_axes)}",
+            help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
+            "CHOSEN` choose",
             fixes=tuple(
                 Fix(f"set {axis} to 1", layout_change(spec), (Edit(("parallelism", axis), 1),))
                 for axis in spec.auto_axes

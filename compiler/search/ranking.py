@@ -1,20 +1,21 @@
 """Ranks candidates by predicted time under the memory limit, and says of every other one why it lost.
 
-The best is exact among those enumerated: every candidate is predicted. Only its prediction is uncertain, which is why
-layouts within `TIE` of the fastest count as equal and the simplest of them is chosen.
+The best is exact among those enumerated: every candidate is predicted, in the fastest of its `ways`. Only predictions
+are uncertain, which is why layouts within `TIE` of the fastest count as equal and the simplest of them is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parcompile.cost.calibration import SAFE, TIE, simplicity
-from parcompile.cost.coefficients import CoefficientSet
+from parcompile.cost.coefficients import CoefficientSet, Fit
 from parcompile.cost.footprint import Footprint, footprint
-from parcompile.cost.step import Timing, timing
+from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 
 from .space import Candidate, Refused, Space, expand
+from .ways import Open, Way, all_ways, fastest, settings
 
 GIB = 1024**3
 
@@ -53,6 +54,8 @@ class Outcome:
     fitting: tuple[Ranked, ...]
     too_large: tuple[Ranked, ...]
     refused: tuple[Refused, ...]
+    other_ways: tuple[tuple[Way, str], ...] = ()
+    """The other orders of the chosen layout, and the other implementations of cp, with why each lost."""
 
     @property
     def best(self) -> Ranked | None:
@@ -88,8 +91,25 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
         if isinstance(found, Refused):
             refused.append(found)
         else:
-            ranked += [Ranked(one, timing(one.work, time), footprint(one.work, memory)) for one in found]
-    return outcome(ranked, refused)
+            ranked += [_predicted(one, space.ways, memory, time) for one in found]
+    sorted_out = outcome(ranked, refused)
+    if sorted_out.best is None:
+        return sorted_out
+    return replace(sorted_out, other_ways=_other_ways(sorted_out.best, space.ways, time))
+
+
+def _predicted(one: Candidate, opened: Open, memory: Fit | None, time: Fit | None) -> Ranked:
+    """A layout run in its fastest way."""
+    way = fastest(one.work, opened, values_of(one.work, time))
+    chosen = Candidate({**one.changes, **settings(way.work, opened)}, way.work)
+    return Ranked(chosen, timing_of(way.work, way.step, time), footprint(way.work, memory))
+
+
+def _other_ways(best: Ranked, opened: Open, time: Fit | None) -> tuple[tuple[Way, str], ...]:
+    work, ours = best.candidate.work, best.time.step
+    here = (work.order, work.context)
+    others = all_ways(work, opened, values_of(work, time))
+    return tuple((one, _slower(one.step, ours)) for one in others if (one.work.order, one.work.context) != here)
 
 
 def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> Outcome:
@@ -104,16 +124,19 @@ def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> Outcome:
 
 
 def _lost(one: Ranked, best: Ranked) -> Ranked:
-    ratio = one.seconds / best.seconds
+    return replace(one, reason=_slower(one.time.step, best.time.step))
+
+
+def _slower(step: StepTime, best: StepTime) -> str:
+    """Why a layout with this step loses to the best one: by how much it is slower, and through which component."""
+    ratio = step.seconds / best.seconds
     if ratio < 1.0005:
         shown = "as fast" if ratio > 0.9995 else f"{1 - ratio:.1%} faster, within the {TIE - 1:.0%} that count as equal"
-        reason = f"{shown}; less simple, or more memory"
-        return Ranked(one.candidate, one.time, one.memory, reason)
-    theirs, ours = one.time.step.parts, best.time.step.parts
+        return f"{shown}; less simple, or more memory"
+    theirs, ours = step.parts, best.parts
     part = max(theirs, key=lambda name: theirs[name] - ours[name])
     difference = theirs[part] - ours[part]
-    reason = f"{ratio - 1:.1%} slower, most of it through {part} (+{difference:.3f} s)"
-    return Ranked(one.candidate, one.time, one.memory, reason)
+    return f"{ratio - 1:.1%} slower, most of it through {part} (+{difference:.3f} s)"
 
 
 def _unsafe(one: Ranked) -> Ranked:
@@ -123,4 +146,4 @@ def _unsafe(one: Ranked) -> Ranked:
         f"memory: {peak.total_bytes / GIB:.1f} of {limit / GIB:.1f} usable GiB on rank {peak.rank}, mostly "
         f"{peak.largest}; fits with probability {chance:.0%} < {SAFE:.0%}"
     )
-    return Ranked(one.candidate, one.time, one.memory, reason)
+    return replace(one, reason=reason)

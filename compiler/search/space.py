@@ -1,7 +1,8 @@
 """The layouts of a spec whose axes are open, and which of them the rules allow.
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp, ep (of models with experts), the micro-batch,
-recomputation, sequence parallelism and the order of the axes. dp follows from the world. What the spec gives stays.
+recomputation and sequence parallelism; and of each layout its `ways`, the order of the axes and the implementation of
+cp. dp follows from the world. What the spec gives stays.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.cost.workload import Workload
+from parcompile.layout.context import CpImplementation
+from parcompile.layout.grid import AXES
 
 from .variant import Variant, variant
+from .ways import Open
 
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
 LARGEST_MICRO_BATCH = 64
-ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""dp outside or inside of pp: what crosses nodes is then gradients or stages. tp and cp always come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,14 @@ class Candidate:
         work = self.work
         axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
         marks = ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
-        marks += ["dp-inside"] * (work.order.index("pp") < work.order.index("dp") and work.pp > 1)
+        marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
+        marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
         return " ".join([axes, f"mb{work.micro_batch}", *marks])
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """The axes whose order matters."""
+        return tuple(axis for axis in AXES if axis != "ep" and getattr(self.work, axis) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class Space:
     sequence_parallel: tuple[bool, ...]
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...]
-    orders: tuple[str | None, ...]
+    ways: Open
     executable: bool
     sums_are_open: bool
 
@@ -73,13 +81,12 @@ class Space:
             if self.world % (named["tp"] * named["cp"] * named["pp"]):
                 continue
             shares = self.sequence_parallel if named["tp"] > 1 else self.sequence_parallel[:1]
-            orders = self.orders if named["pp"] > 1 else self.orders[:1]
-            for split, order in itertools.product(shares, orders):
+            for split in shares:
                 changes: dict[str, object] = {**named, "sequence_parallel": split and named["tp"] > 1}
                 if named["pp"] > 1 and self.sums_are_open:
                     # DeepSpeed pipelines bf16 only with fp32 sums of gradients.
                     changes["gradient_accumulation_dtype"] = "fp32"
-                found.append(changes if order is None else {**changes, "order": order})
+                found.append(changes)
         return found
 
 
@@ -122,10 +129,19 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         sequence_parallel=(True, False) if split is None else (split,),
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if recompute is None else (recompute,),
-        orders=ORDERS if parallelism.get("order") is None else (None,),
+        ways=Open(
+            orders=parallelism.get("order") is None,
+            implementations=parallelism.get("cp_implementation", "auto") == "auto",
+            sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),
+        ),
         executable=executable,
         sums_are_open=training.get("gradient_accumulation_dtype") is None,
     )
+
+
+def sizes_of_levels(given: list[int] | None) -> tuple[int, int] | None:
+    """The ranks of the inner and of the outer level of cp as a spec gives them."""
+    return None if given is None else (given[0], given[1])
 
 
 def _powers() -> Iterator[int]:

@@ -14,8 +14,17 @@ from layout_cases import spec_tree
 
 from parcompile.cli import main
 from parcompile.cost.calibration import SAFE, TIE
+from parcompile.cost.context_time import EQUAL
+from parcompile.cost.footprint import footprint
+from parcompile.cost.step import timing, values_of
+from parcompile.cost.workload import Workload
+from parcompile.layout.context import ContextParallel, CpImplementation, level_sizes
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.presets import presets
 from parcompile.search.ranking import Outcome, search
 from parcompile.search.space import Space, open_space
+from parcompile.search.variant import variant
+from parcompile.search.ways import Open, all_ways, fastest, orders
 
 FOLDER = Path()
 
@@ -103,6 +112,82 @@ def test_thousands_of_gpus_are_searched_in_seconds() -> None:
     outcome = search(space(tree, executable=False))
     assert outcome.enumerated > 500
     assert time.perf_counter() - start < 20
+
+
+def long_context(**more: object) -> Workload:
+    settings: dict[str, Any] = {"tp": 2, "cp": 8, "pp": 2, "dp": 2, "sequence_parallel": True, **more}
+    return Workload(
+        shape=shape_from_config(presets()["llama-3-8b"].config),
+        nodes=8,
+        gpus_per_node=8,
+        accelerator="h100-sxm",
+        sequence_length=131072,
+        micro_batch=1,
+        micro_batches=8,
+        **settings,
+    )
+
+
+FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
+EVERYTHING = Open(orders=True, implementations=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 8, "cp": 4, "dp": 1}, {"cp": 32, "dp": 1, "pp": 1}, {"cp": 1, "dp": 8, "pp": 4}]
+)
+def test_the_way_of_a_layout_is_the_fastest_of_all_and_memory_is_that_of_each(sizes: dict[str, int]) -> None:
+    work = long_context(**sizes)
+    values = values_of(work)
+    ways = all_ways(work, EVERYTHING, values)
+    assert len({(one.work.order, one.work.context) for one in ways}) == len(ways)
+    assert fastest(work, EVERYTHING, values).step.seconds <= EQUAL**2 * min(one.step.seconds for one in ways)
+    assert all(one.step.seconds == timing(one.work).step.seconds for one in ways)
+    assert {footprint(one.work).peak.total_bytes for one in ways} == {footprint(work).peak.total_bytes}
+
+
+def test_an_implementation_is_searched_when_and_only_when_the_rules_allow_it() -> None:
+    work = long_context(pp=1, dp=4)
+    searched = {one.work.context for one in all_ways(work, EVERYTHING, values_of(work))}
+    for kind in CpImplementation:
+        for sizes in level_sizes(work.cp) if kind.has_levels else [None]:
+            axes = {"tp": 2, "cp": 8, "pp": 1, "cp_implementation": kind.value}
+            changes = axes if sizes is None else {**axes, "hierarchical_cp_sizes": list(sizes)}
+            legal = variant(llama(nodes=8), changes, FOLDER, executable=False).work is not None
+            assert legal == (ContextParallel(kind, work.cp, sizes) in searched), (kind, sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2, "cp": 2, "pp": 2}, {"tp": 4, "cp": 4, "pp": 1}, {"tp": 2, "cp": 1, "pp": 3}]
+)
+def test_no_rule_decides_by_the_order(sizes: dict[str, int]) -> None:
+    found = {
+        variant(llama(nodes=8), {**sizes, **FP32_SUMS, "order": "-".join(order)}, FOLDER, executable=False).code
+        for order in orders(long_context(**sizes))
+    }
+    assert found == {"L001" if sizes["pp"] == 3 else None}
+
+
+def test_the_other_ways_of_the_chosen_layout_say_why_they_lost() -> None:
+    tree = llama(nodes=8, batch=8, tp=2, cp=8, sequence_parallel=True)
+    tree["training"]["sequence_length"] = 131072
+    outcome = search(space(tree))
+    assert outcome.best is not None
+    names = {one.work.cp_implementation for one, _ in outcome.other_ways}
+    assert names == {one.value for one in CpImplementation}
+    assert {one.work.order for one, _ in outcome.other_ways} == set(orders(outcome.best.candidate.work))
+    assert any("slower, most of it through cp, exposed" in reason for _, reason in outcome.other_ways)
+    chosen = variant(tree, outcome.best.candidate.changes, FOLDER, executable=True).work
+    assert chosen is not None
+    assert timing(chosen).step.seconds == pytest.approx(outcome.best.seconds)
+
+
+def test_an_order_and_an_implementation_that_are_given_stay() -> None:
+    tree = llama(nodes=8, batch=8, tp=2, cp=8, order="tp-dp-cp-pp", cp_implementation="all_gather")
+    outcome = search(space(tree))
+    assert outcome.best is not None
+    assert outcome.best.candidate.work.order[:2] == ("tp", "dp")
+    assert outcome.best.candidate.work.cp_implementation == "all_gather"
+    assert not outcome.other_ways
 
 
 Run = Callable[..., tuple[int, str, str]]

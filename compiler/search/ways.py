@@ -1,0 +1,116 @@
+"""Ways to run a layout: the order of its axes on the machines, and the implementation of context parallelism.
+
+Memory is the same for all ways of a layout, and no rule refuses an order that names every axis. So the fastest way
+stands for the layout in a search, and the choice stays exact; the other ways of the chosen layout are listed with what
+they cost. tp is always innermost: its groups wait for each other in every layer, and nothing hides that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parcompile.cost.context_time import EQUAL, ContextCost, attention_seconds, candidates, costs, simplest
+from parcompile.cost.step import StepTerms, StepTime, step_terms, step_time
+from parcompile.cost.workload import Workload
+from parcompile.layout.context import ContextParallel
+from parcompile.layout.grid import AXES
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """What a spec leaves open of the ways; `sizes` are those of the two levels of cp where they are given."""
+
+    orders: bool
+    implementations: bool
+    sizes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One order with one implementation, and the step that follows."""
+
+    work: Workload
+    step: StepTime
+
+    @property
+    def name(self) -> str:
+        """The axes that are larger than 1, from the innermost to the outermost, and how cp runs."""
+        sizes = {axis: getattr(self.work, axis) for axis in AXES if axis != "ep"}
+        order = "-".join(axis for axis in self.work.order if sizes.get(axis, 1) > 1) or "one rank"
+        return f"{order}, {self.work.context.name}" if self.work.cp > 1 else order
+
+
+def orders(work: Workload) -> list[tuple[str, ...]]:
+    """The orders of a layout that put ranks elsewhere, the default first: on one node no order does."""
+    if work.nodes == 1:
+        return [AXES]
+    large = [axis for axis in ("cp", "dp", "pp") if getattr(work, axis) > 1]
+    found = []
+    for permuted in itertools.permutations(large):
+        placed = iter(permuted)
+        # Axes of size 1, and that of the experts, stay where they are.
+        found.append(tuple(next(placed) if axis in large else axis for axis in AXES))
+    return found
+
+
+def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
+    """The fastest way of a layout; of those within `EQUAL` of it the first order, and the simplest implementation.
+
+    Raises:
+        ValueError: the layout cannot be cut.
+    """
+    terms = step_terms(work)
+    chosen: dict[int, ContextCost] = {}
+    found = []
+    for order in orders(work) if opened.orders else [work.order]:
+        placed = replace(work, order=order)
+        stride = placed.stride("cp")
+        if opened.implementations and work.cp > 1:
+            if stride not in chosen:
+                ranked = costs(placed, _possible(placed, opened), values)
+                chosen[stride] = simplest(ranked, attention_seconds(placed, values))
+            placed = _with(placed, chosen[stride].context)
+        found.append(_timed(placed, terms, values, chosen.get(stride)))
+    least = min(one.step.seconds for one in found)
+    return next(one for one in found if one.step.seconds <= EQUAL * least)
+
+
+def all_ways(work: Workload, opened: Open, values: Mapping[str, float]) -> list[Way]:
+    """Every way of a layout, the fastest first."""
+    terms = step_terms(work)
+    found = []
+    for order in orders(work) if opened.orders else [work.order]:
+        placed = replace(work, order=order)
+        if opened.implementations and work.cp > 1:
+            ranked: Sequence[ContextCost | None] = costs(placed, _possible(placed, opened), values)
+        else:
+            ranked = [None]
+        found += [_timed(placed if one is None else _with(placed, one.context), terms, values, one) for one in ranked]
+    return sorted(found, key=lambda one: one.step.seconds)
+
+
+def _possible(work: Workload, opened: Open) -> list[ContextParallel]:
+    possible, _ = candidates(work)
+    return [one for one in possible if opened.sizes is None or one.sizes in (None, opened.sizes)]
+
+
+def _with(work: Workload, context: ContextParallel) -> Workload:
+    return replace(work, cp_implementation=context.implementation.value, cp_sizes=context.sizes)
+
+
+def _timed(work: Workload, terms: StepTerms, values: Mapping[str, float], cost: ContextCost | None) -> Way:
+    return Way(work, step_time(replace(terms, work=work), values, cost))
+
+
+def settings(work: Workload, opened: Open) -> dict[str, object]:
+    """What a spec says to run a layout this way, of what it left open."""
+    found: dict[str, object] = {}
+    if opened.orders and work.order != AXES:
+        found["order"] = "-".join(work.order)
+    if opened.implementations and work.cp > 1:
+        found["cp_implementation"] = work.cp_implementation
+        if work.cp_sizes is not None:
+            found["hierarchical_cp_sizes"] = list(work.cp_sizes)
+    return found
