@@ -68,10 +68,13 @@ def _layout(subject: Subject) -> dict[str, object]:
     """What a search may set, as this plan has it."""
     spec = subject.plan.spec
     axes = {axis: getattr(spec.parallelism, axis) for axis in (*DENSE_AXES, "ep")}
+    sizes = spec.parallelism.hierarchical_cp_sizes
     return {
         **axes,
         "sequence_parallel": spec.parallelism.sequence_parallel,
         "order": "-".join(spec.parallelism.order),
+        "cp_implementation": spec.parallelism.cp_implementation.value,
+        "hierarchical_cp_sizes": sizes and list(sizes),
         "micro_batch_size": spec.training.micro_batch_size,
         "activation_checkpointing": spec.training.activation_checkpointing,
         "gradient_accumulation_dtype": spec.training.gradient_accumulation_dtype.value,
