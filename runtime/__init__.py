@@ -18,6 +18,7 @@ from .inject import adapter_state, describe
 from .loss import ParallelCausalLoss, reduce_loss
 from .model import build_model, load_pretrained
 from .packed_loader import PackedPlanLoader
+from .preflight.live import live_check
 
 __all__ = [
     "Mesh",
@@ -35,6 +36,7 @@ __all__ = [
     "initialize",
     "join",
     "leave",
+    "live_check",
     "load_pretrained",
     "reduce_loss",
     "report_errors",

@@ -115,8 +115,13 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
         store = dist.distributed_c10d._get_default_store()
         agree(store, environment.rank, environment.world_size, mine, HANDSHAKE_TIMEOUT)
         return
-    store = _store(environment)
+    store = launcher_store(environment)
     agree(store, environment.rank, environment.world_size, mine, HANDSHAKE_TIMEOUT)
+    start_world(store, environment, device)
+
+
+def start_world(store: Store, environment: Environment, device: torch.device) -> None:
+    """The default process group, of all ranks around the launcher's store."""
     dist.init_process_group(
         backend_of(device),
         store=dist.PrefixStore("parcompile/world", store),  # type: ignore[attr-defined]
@@ -126,8 +131,12 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
     )
 
 
-def _store(environment: Environment) -> Store:
-    """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing."""
+def launcher_store(environment: Environment, timeout: timedelta = HANDSHAKE_TIMEOUT) -> Store:
+    """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing.
+
+    Raises:
+        RunError: rank 0, which keeps it, cannot be reached within the time-out.
+    """
     if not environment.launched:
         # DeepSpeed insists on this variable, which a launcher would have set.
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -141,7 +150,7 @@ def _store(environment: Environment) -> Store:
             port,
             environment.world_size,
             is_master=environment.rank == 0 and not agent,
-            timeout=HANDSHAKE_TIMEOUT,
+            timeout=timeout,
             wait_for_workers=False,
         )
     except (RuntimeError, dist.DistError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from parcompile.spec import Precision
 
 from .checkpoint.pretrained import PretrainedFolder
 from .errors import RunError
-from .groups import join
-from .inject import Slices, inject, sum_partial_gradients
+from .groups import Mesh, join
+from .inject import Slice, Slices, inject, sum_partial_gradients
 from .inject.adapters import add_adapter
 from .lora import plain_name
 
@@ -64,22 +65,57 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
     for name, buffer in buffers.items():
         if name in source:
             buffer.copy_(source.whole(name))
+
+    def stored(name: str, piece: Slice, shape: torch.Size) -> Tensor:
+        # A copy: what is read is a window on the file, and of a row-parallel weight one with holes.
+        read = source.take(name, piece.dim, piece.ranges, shape)
+        return read.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    _fill(model, mesh, stored)
+    return model
+
+
+def random_model(plan: Plan) -> nn.Module:
+    """The plan's model with weights drawn anew, injected: each rank draws its own slices only, on its device.
+
+    For trials of any size: no rank ever holds the whole model. Matrices are normal, norms one and biases zero; what
+    several ranks hold is the same on them. Joins the other ranks; hand the model to `initialize`.
+
+    Raises:
+        RunError: as for `build_model`.
+    """
+    mesh, dtype = join(plan), DTYPES[plan.spec.training.precision]
+    with _parameters_without_memory():
+        model = instantiate(plan, dtype)
+    inject(model, mesh)
+    deviation = float(plan.spec.model.hf_config.get("initializer_range") or 0.02)
+    generator = torch.Generator(mesh.device)
+
+    def drawn(name: str, piece: Slice, shape: torch.Size) -> Tensor:
+        data = torch.empty(shape, dtype=dtype, device=mesh.device)
+        if len(shape) < 2:
+            return data.fill_(0.0 if name.endswith("bias") else 1.0)
+        generator.manual_seed(zlib.crc32(f"{plan.spec.training.seed} {name} {piece.ranges}".encode()))
+        return data.normal_(std=deviation, generator=generator)
+
+    _fill(model, mesh, drawn)
+    return model
+
+
+def _fill(model: nn.Module, mesh: Mesh, data_of: Callable[[str, Slice, torch.Size], Tensor]) -> None:
+    """Gives memory to the parameters of an injected model, one after the other."""
     slices, filled = Slices(mesh), {}
     for name, empty in list(model.named_parameters(remove_duplicate=False)):
         if not empty.is_meta:
             continue
         if empty not in filled:
             plain = plain_name(name)
-            piece = slices.of(plain)
-            # A copy: what is read is a window on the file, and of a row-parallel weight one with holes.
-            read = source.take(plain, piece.dim, piece.ranges, empty.shape)
-            data = read.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            data = data_of(plain, slices.of(plain), empty.shape)
             filled[empty] = nn.Parameter(data, requires_grad=empty.requires_grad)
             vars(filled[empty]).update(vars(empty))
         owner, _, kind = name.rpartition(".")
         setattr(model.get_submodule(owner), kind, filled[empty])
     sum_partial_gradients(model, mesh)
-    return model
 
 
 def persistent_buffers(plan: Plan) -> dict[str, Tensor]:

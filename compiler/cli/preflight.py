@@ -10,18 +10,46 @@ import click
 from parcompile.plan import Plan, PlanError
 from parcompile.targets.files import to_text
 
+from .preflight_live import check_job
+
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
 
 @click.command("preflight")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--ranks", help="Ranks to look at, as in 0,8,15; by default those that differ.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--live", "is_live", is_flag=True, help="Check the launched job of which this process is a rank.")
+@click.option("--checkpoints", type=click.Path(path_type=Path), help="Live: where they will go (default: the plan's).")
+@click.option("--wait", type=_SECONDS, help="Live: seconds for all ranks to arrive (default: 120).")
+@click.option("--limit", type=_SECONDS, help="Live: seconds for everything after that (default: 900).")
+@click.option("--seconds", type=_SECONDS, help="Live: seconds to spend on measuring (default: 10).")
 @click.pass_context
-def command(context: click.Context, plan: Path, ranks: str | None, form: str) -> None:
+def command(
+    context: click.Context,
+    /,
+    plan: Path,
+    ranks: str | None,
+    form: str,
+    is_live: bool,
+    checkpoints: Path | None,
+    **times: float | None,
+) -> None:
     """Build the sharded model of chosen ranks without memory, run a step, and compare with the plan.
 
     PLAN is a plan.json, or the folder that holds it; its world may have any size. Needs the extras [runtime] and [hf].
     Exit code 1 when something differs.
+
+    With --live, under a launcher with as many ranks as the plan has (plan/launch/torchrun.sh -m parcompile preflight
+    plan --live): the ranks compare what they run, measure their links, look for room and run two steps.
     """
+    if is_live:
+        if ranks is not None:
+            raise click.UsageError("--ranks are looked at without a launcher: --live checks all ranks of its job")
+        check_job(plan, form, checkpoints, times)
+        return
+    if checkpoints is not None or any(times.values()):
+        raise click.UsageError("--checkpoints, --wait, --limit and --seconds are for --live")
     try:
         loaded = Plan.load(plan)
     except PlanError as error:

@@ -3,6 +3,6 @@
 from .adapters import adapter_state
 from .model import inject, sum_partial_gradients
 from .own import describe
-from .slices import Slices
+from .slices import Slice, Slices
 
-__all__ = ["Slices", "adapter_state", "describe", "inject", "sum_partial_gradients"]
+__all__ = ["Slice", "Slices", "adapter_state", "describe", "inject", "sum_partial_gradients"]

@@ -17,6 +17,8 @@ class Verdict(enum.Enum):
 
     AGREES = "agrees"
     DIFFERS = "DIFFERS"
+    ODD = "odd"
+    """Worth a look; nothing has to be changed for it."""
     NOT_RUN = "not run"
 
 
@@ -31,6 +33,16 @@ class Finding:
     verdict: Verdict
     detail: str = ""
     """Why, where they differ or nothing was run."""
+
+    def to_wire(self) -> list[Any]:
+        """For the way to another rank, as JSON."""
+        return [self.rank, self.subject, self.planned, self.found, self.verdict.value, self.detail]
+
+    @classmethod
+    def from_wire(cls, fields: Sequence[Any]) -> Finding:
+        """What `to_wire` gave."""
+        rank, subject, planned, found, verdict, detail = fields
+        return cls(rank, subject, planned, found, Verdict(verdict), detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +75,7 @@ class Report:
             "ranks": list(self.ranks),
             "agrees": self.agrees,
             "notes": list(self.notes),
-            "findings": [
-                {
-                    "ranks": list(ranks),
-                    "subject": one.subject,
-                    "planned": one.planned,
-                    "found": one.found,
-                    "verdict": one.verdict.value.lower(),
-                    "detail": one.detail,
-                }
-                for one, ranks in merged(self.findings)
-            ],
+            "findings": [finding_tree(one, ranks) for one, ranks in merged(self.findings)],
         }
 
     def text(self) -> str:
@@ -81,9 +83,9 @@ class Report:
         rows: list[tuple[str, ...]] = [("rank", "compared", "planned", "found", "verdict")]
         details = []
         for one, ranks in merged(self.findings):
-            rows.append((_shown(ranks), one.subject, one.planned, one.found, one.verdict.value))
+            rows.append((shown_ranks(ranks), one.subject, one.planned, one.found, one.verdict.value))
             if one.detail:
-                details.append(f"{one.verdict.value}: rank {_shown(ranks)}, {one.subject}: {one.detail}")
+                details.append(f"{one.verdict.value}: rank {shown_ranks(ranks)}, {one.subject}: {one.detail}")
         lines = [f"preflight of {self.plan}: {len(self.ranks)} of {self.world_size:,} ranks", *self.notes, ""]
         lines += columns(rows)
         lines += ["", *details] if details else []
@@ -102,7 +104,25 @@ def merged(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]
     return [(ones[0], tuple(one.rank for one in ones)) for ones in found.values()]
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def finding_tree(finding: Finding, ranks: Sequence[int]) -> dict[str, Any]:
+    """A finding with the ranks that share it, for machines."""
+    return {
+        "ranks": list(ranks),
+        "subject": finding.subject,
+        "planned": finding.planned,
+        "found": finding.found,
+        "verdict": finding.verdict.value.lower(),
+        "detail": finding.detail,
+    }
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for people: all of a few, the ends of many."""
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
+
+
+def in_units(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from .compute import synchronize
 NODE, NETWORK = "node", "network"
 CPU_BYTES = (2**10, 2**15, 2**20, 2**24)
 DEVICE_BYTES = (2**10, 2**15, 2**20, 2**24, 2**28)
+PAIR_BYTES = 2**22
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "ring exchange")
 MOST_CALLS = 200
 
 
@@ -34,6 +37,16 @@ class LinkRate:
     def bytes_per_s(self) -> float:
         """What a rank puts on the wire."""
         return self.wire_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PairRate:
+    """What two ranks sent each other at a time, each way, over a class of links."""
+
+    link: str
+    rank: int
+    peer: int
+    bytes_per_s: float
 
 
 def link_classes(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -56,25 +69,91 @@ def link_classes(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
 
 
 def link_rates(device: torch.device, nodes: Sequence[str], seconds: float) -> list[LinkRate]:
-    """Every collective of every class of links, in about that many seconds. All ranks call it together."""
-    rank, classes = dist.get_rank(), link_classes(nodes)
+    """Every collective of every class of links, in about that many seconds, as the slowest rank saw it.
+
+    All ranks call it together.
+    """
+    found = own_link_rates(device, nodes, seconds)
+    slowest = torch.tensor([one.seconds for one in found], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [replace(one, seconds=float(most)) for one, most in zip(found, slowest, strict=True)]
+
+
+def own_link_rates(
+    device: torch.device, nodes: Sequence[str], seconds: float, collectives: Collection[str] = COLLECTIVES
+) -> list[LinkRate]:
+    """These collectives as this rank sees them in its own group of each class; the same list on every rank.
+
+    All ranks call it together.
+    """
+    classes = link_classes(nodes)
     sizes = CPU_BYTES if device.type == "cpu" else DEVICE_BYTES
-    share = seconds / max(1, len(classes) * 4 * len(sizes))
+    share = seconds / max(1, len(classes) * len(collectives) * len(sizes))
     found = []
     for name, groups in classes.items():
-        mine: dist.ProcessGroup | None = None
-        for ranks in groups:
-            created = dist.new_group(ranks)
-            if rank in ranks:
-                mine = created
-        assert mine is not None
-        count = dist.get_world_size(mine)
-        for size in sizes:
-            for collective, (call, factor) in _collectives(device, size, mine).items():
-                once = _seconds(call, device, share)
-                found.append(LinkRate(name, collective, count, size, factor * size, once))
-        dist.destroy_process_group(mine)
+        with _own_group(groups) as mine:
+            count = dist.get_world_size(mine)
+            for size in sizes:
+                for collective, (call, factor) in _collectives(device, size, mine).items():
+                    if collective in collectives:
+                        once = _seconds(call, device, share)
+                        found.append(LinkRate(name, collective, count, size, factor * size, once))
     return found
+
+
+def pair_rates(device: torch.device, nodes: Sequence[str], seconds: float) -> list[PairRate]:
+    """Neighbours in a node, and the same places of neighbouring nodes: both send at a time, pair by pair.
+
+    A rank is in one pair at a time; three rounds reach every pair around a ring. Returns those pairs in which this rank
+    comes first. All ranks call it together.
+    """
+    rank, classes = dist.get_rank(), link_classes(nodes)
+    message = torch.zeros(PAIR_BYTES // 4, device=device)
+    received, found = torch.empty_like(message), []
+    for name, groups in classes.items():
+        with _own_group(groups) as mine:
+            # NCCL opens a group's connections with its first collective, in which all have to take part.
+            dist.all_reduce(message, group=mine)
+            ring = dist.get_process_group_ranks(mine)
+            for pairs in rounds(ring):
+                peer = next((other for pair in pairs if rank in pair for other in pair if other != rank), None)
+
+                def exchange(peer: int | None = peer, mine: dist.ProcessGroup = mine) -> None:
+                    if peer is not None:
+                        sends = [
+                            dist.P2POp(dist.isend, message, peer, mine),
+                            dist.P2POp(dist.irecv, received, peer, mine),
+                        ]
+                        for work in dist.batch_isend_irecv(sends):
+                            work.wait()
+
+                once = _seconds(exchange, device, seconds / 3 / len(classes))
+                if peer is not None and (rank, peer) in pairs:
+                    found.append(PairRate(name, rank, peer, message.nbytes / once))
+    return found
+
+
+def rounds(ring: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The pairs of neighbours around a ring, in rounds in which each is in one pair at most; three rounds always."""
+    count = len(ring)
+    pairs = [(ring[index], ring[(index + 1) % count]) for index in range(count if count > 2 else count - 1)]
+    last = [pairs.pop()] if len(pairs) > 1 and len(pairs) % 2 else []
+    return [pairs[0::2], pairs[1::2], last]
+
+
+@contextlib.contextmanager
+def _own_group(groups: Sequence[list[int]]) -> Iterator[dist.ProcessGroup]:
+    """This rank's group of those, for a while."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in groups:
+        created = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = created
+    assert mine is not None
+    try:
+        yield mine
+    finally:
+        dist.destroy_process_group(mine)
 
 
 def _collectives(
@@ -103,10 +182,10 @@ def _collectives(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, share: float) -> float:
-    """The slowest rank's mean over calls: as many as fit into `share`, the same number on every rank."""
+    """This rank's mean over calls: as many as fit into `share`, the same number on every rank."""
     call()
     calls = int(min(MOST_CALLS, max(2.0, share / _slowest(_timed(call, device, 1), device))))
-    return _slowest(_timed(call, device, calls), device)
+    return _timed(call, device, calls)
 
 
 def _timed(call: Callable[[], object], device: torch.device, calls: int) -> float:

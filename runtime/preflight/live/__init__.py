@@ -1,0 +1,9 @@
+"""Checks a launched job before its first step: who is there, what they run, their links, and two steps."""
+
+from __future__ import annotations
+
+from .check import check_job, live_check
+from .report import LiveReport, Node
+from .session import Limits, Outcome
+
+__all__ = ["Limits", "LiveReport", "Node", "Outcome", "check_job", "live_check"]

@@ -1,0 +1,191 @@
+"""What a rank knows of itself before it speaks to the others: its node, device, versions, and what is free there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcompile import __version__
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+from parcompile.targets.environment import variables
+
+from ...environment import Environment, device_of
+from ...model import DTYPES
+from .disk import disk_of, free_bytes
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- it is looked at, nothing is written
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One rank, as it reports to rank 0. None stands for what cannot be known on this system."""
+
+    rank: int
+    world_size: int
+    node: str
+    plan: str
+    """The plan's hash, or why it cannot be read."""
+    versions: dict[str, str]
+    dtypes: list[str]
+    """Precisions in which a product on the device was finite."""
+    device: str
+    device_free_bytes: int | None
+    """None on a CPU, whose memory is the host's."""
+    host_free_bytes: int | None
+    shared_free_bytes: int | None
+    disk_folder: str
+    """The folder of checkpoints, or the nearest one above it that exists."""
+    disk_free_bytes: int | None
+    disk_failure: str
+    """Why nothing can be written there; empty when it can."""
+    variables: dict[str, str | None]
+    """What the plan's environment variables are set to here."""
+    failure: str = ""
+    """Why this rank cannot take part."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the way to rank 0."""
+        return asdict(self)
+
+    def of_another(self, tree: Mapping[str, Any]) -> Facts:
+        """What another rank sent; a version of this program that reports other fields is still told by its number."""
+        return replace(self, **{name: tree[name] for name in self.to_json() if name in tree})
+
+
+def own_facts(environment: Environment, plan: Plan | None, unread: str, checkpoints: Path) -> Facts:
+    """What this process finds out about itself. It never raises: what goes wrong is a fact."""
+    failure, device, name, free, dtypes = "", None, "none", None, []
+    try:
+        device = device_of(environment)
+        name, free, dtypes = device_name(device), device_memory(device), usable_dtypes(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        failure = f"its device cannot be used: {str(error).splitlines()[0]}"
+    folder, disk, refused = disk_of(checkpoints)
+    return Facts(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        node=node_name(),
+        plan=unread or (plan.plan_hash if plan is not None else ""),
+        versions=versions(device),
+        dtypes=dtypes,
+        device=name,
+        device_free_bytes=free,
+        host_free_bytes=host_memory(),
+        shared_free_bytes=shared_memory(),
+        disk_folder=folder,
+        disk_free_bytes=disk,
+        disk_failure=refused,
+        variables={one.name: os.environ.get(one.name) for one in (() if plan is None else variables(plan))},
+        failure=failure,
+    )
+
+
+def node_name() -> str:
+    """By which ranks know that they share a node."""
+    return socket.gethostname()
+
+
+def versions(device: torch.device | None) -> dict[str, str]:
+    """Of everything that has to be the same on all ranks."""
+    import deepspeed
+
+    found = {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "parcompile": __version__,
+    }
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        found["transformers"] = transformers.__version__
+    if device is not None and device.type == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
+
+
+def usable_dtypes(device: torch.device) -> list[str]:
+    """The precisions that DeepSpeed's accelerator allows and in which a small product comes out right."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    allowed = {
+        Precision.FP32: True,
+        Precision.BF16: accelerator.is_bf16_supported(),
+        Precision.FP16: accelerator.is_fp16_supported(),
+    }
+    found = []
+    for precision, may in allowed.items():
+        if may:
+            x = torch.full((16, 16), 0.5, dtype=DTYPES[precision], device=device)
+            with contextlib.suppress(RuntimeError):
+                if bool((x @ x == 4.0).all()):
+                    found.append(precision.value)
+    return found
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Free bytes of an accelerator."""
+    return None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this node can still give: what Linux calls available, or less where a cgroup ends before."""
+    found = _available()
+    for folder in _cgroups():
+        with contextlib.suppress(OSError, ValueError):
+            limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
+            if limit != "max":
+                used = int((folder / "memory.current").read_text(encoding="utf-8"))
+                # Pages of files are given back when they are needed.
+                used -= _statistic(folder / "memory.stat", "inactive_file")
+                left = max(0, int(limit) - used)
+                found = left if found is None else min(found, left)
+    return found
+
+
+def _available() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroups() -> list[Path]:
+    """This process's cgroup (version 2) and those above it."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    names = [line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")]
+    own = root / names[0] if names else root
+    return [own, *(one for one in own.parents if one.is_relative_to(root))]
+
+
+def _statistic(file: Path, name: str) -> int:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def shared_memory() -> int | None:
+    """Free bytes of /dev/shm; None where there is none."""
+    return free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None

@@ -1,0 +1,168 @@
+"""Each class of links, measured: collectives against the preset, nodes against each other, neighbours in pairs.
+
+A collective takes as long as its slowest rank, on all ranks: it says that something is slow, not who. So neighbours
+exchange a message in pairs too; whoever is slow with both neighbours is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from parcompile.cost.hardware import Link
+from parcompile.cost.rates import time_values
+from parcompile.cost.workload import workload_of
+from parcompile.plan import Plan
+
+from ...model import DTYPES
+from ...profiling.compute import matmul_rates
+from ...profiling.links import NETWORK, NODE, LinkRate, PairRate, link_classes, own_link_rates, pair_rates
+from ..findings import Finding, Verdict
+from .agreement import JOB, Arrived
+
+SLOW_AGAINST_PRESET = 0.5
+"""Share of the rate that the estimate counts on, below which a link is called slow. Estimates err by about 10 %."""
+SLOW_AGAINST_OTHERS = 0.7
+"""Share of the others' median below which a node, a rank or a pair is called slow."""
+COLLECTIVES = ("all-reduce",)
+"""What presets are made of: `parcompile profile`."""
+TITLES = {NODE: "in a node", NETWORK: "between nodes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank measured."""
+
+    links: list[LinkRate]
+    pairs: list[PairRate]
+    flops_per_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """For the way to rank 0."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Measured:
+        """What the rank sent as the fields of this class."""
+        links = [LinkRate(**one) for one in tree["links"]]
+        return cls(links, [PairRate(**one) for one in tree["pairs"]], tree["flops_per_s"])
+
+
+def measure(plan: Plan, device: torch.device, nodes: Sequence[str], seconds: float) -> Measured:
+    """All ranks call it together; about `seconds` are spent.
+
+    Raises:
+        ValueError: the nodes have different numbers of ranks.
+    """
+    products = matmul_rates(device, DTYPES[plan.spec.training.precision], seconds / 4)
+    links = own_link_rates(device, nodes, seconds / 2, COLLECTIVES)
+    pairs = pair_rates(device, nodes, seconds / 4)
+    return Measured(links, pairs, max(one.per_second for one in products))
+
+
+def compare_links(arrived: Arrived, measured: Sequence[Measured]) -> Iterator[Finding]:
+    """Rate and latency of each class of links against what the plan's estimate counts on."""
+    plan = arrived.plan
+    work = workload_of(plan.spec)
+    values, machine = time_values(work), work.machine
+    classes = link_classes([one.node for one in arrived.facts])
+    for name, link in ((NODE, machine.node_link), (NETWORK, machine.network_link)):
+        if name not in classes:
+            continue
+        slowest = [_slowest([one.links[index] for one in measured]) for index in _indices(measured[0].links, name)]
+        rate = max(one.bytes_per_s for one in slowest)
+        counted_on = link.bytes_per_s * values[f"{name}_link"]
+        yield _rate(f"rate {TITLES[name]}", counted_on, rate, link, plan.spec.cluster.accelerator)
+        least = min(slowest, key=lambda one: one.size)
+        yield _latency(f"latency {TITLES[name]}", link, least)
+    best = min(one.flops_per_s for one in measured)
+    counted_on = machine.matmul_flops_per_s(work.element_bytes) * values["matmul"]
+    wrong = best < SLOW_AGAINST_PRESET * counted_on
+    detail = f"{best / counted_on:.0%} of what the estimate counts on, on the slowest rank" if wrong else ""
+    planned, found = (f"{one / 1e12:.3g} TFLOP/s" for one in (counted_on, best))
+    yield Finding(JOB, "matrix products", planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
+
+
+def remarks(arrived: Arrived, measured: Sequence[Measured]) -> dict[str, list[str]]:
+    """What is slower than elsewhere, by node."""
+    found: dict[str, list[str]] = {name: [] for name in arrived.nodes}
+    nodes = [one.node for one in arrived.facts]
+    usual = statistics.median(one.flops_per_s for one in measured)
+    for facts, one in zip(arrived.facts, measured, strict=True):
+        if one.flops_per_s < SLOW_AGAINST_OTHERS * usual:
+            found[facts.node].append(
+                f"rank {facts.rank}: matrix products at {one.flops_per_s / usual:.0%} of the others' rate"
+            )
+    for node, share in _slow_nodes(nodes, measured).items():
+        found[node].append(f"links in the node at {share:.0%} of the other nodes' rate")
+    for link in (NODE, NETWORK):
+        pairs = [pair for one in measured for pair in one.pairs if pair.link == link]
+        for rank, text in slow_pairs(pairs).items():
+            found[nodes[rank]].append(f"rank {rank}: {text} ({TITLES[link]})")
+    return found
+
+
+def slow_pairs(pairs: Sequence[PairRate]) -> dict[int, str]:
+    """Ranks that are slow with every neighbour that is not slow with all others too; a single slow pair names both.
+
+    `pairs` holds each of them once. With fewer than three there is nothing to compare with.
+    """
+    if len(pairs) < 3:
+        return {}
+    usual = statistics.median(pair.bytes_per_s for pair in pairs)
+    slow = [pair for pair in pairs if pair.bytes_per_s < SLOW_AGAINST_OTHERS * usual]
+    count: dict[int, int] = {}
+    for pair in slow:
+        for rank in (pair.rank, pair.peer):
+            count[rank] = count.get(rank, 0) + 1
+    found: dict[int, str] = {}
+    for pair in slow:
+        share = f"{pair.bytes_per_s / usual:.0%} of the usual rate"
+        most = max(count[pair.rank], count[pair.peer])
+        for rank, peer in ((pair.rank, pair.peer), (pair.peer, pair.rank)):
+            if count[rank] == most:
+                found[rank] = f"{found[rank]}, {peer}" if rank in found else f"{share} with rank {peer}"
+    return found
+
+
+def _slow_nodes(nodes: Sequence[str], measured: Sequence[Measured]) -> Mapping[str, float]:
+    """Nodes whose own links are slow, with their share of the median."""
+    by_node: dict[str, list[float]] = {}
+    for node, one in zip(nodes, measured, strict=True):
+        inside = [link.bytes_per_s for link in one.links if link.link == NODE]
+        if inside:
+            by_node.setdefault(node, []).append(max(inside))
+    if len(by_node) < 2:
+        return {}
+    rates = {node: min(ranks) for node, ranks in by_node.items()}
+    usual = statistics.median(rates.values())
+    return {node: rate / usual for node, rate in rates.items() if rate < SLOW_AGAINST_OTHERS * usual}
+
+
+def _indices(links: Sequence[LinkRate], name: str) -> list[int]:
+    return [index for index, one in enumerate(links) if one.link == name]
+
+
+def _slowest(rates: Sequence[LinkRate]) -> LinkRate:
+    return max(rates, key=lambda one: one.seconds)
+
+
+def _rate(subject: str, counted_on: float, rate: float, link: Link, preset: str) -> Finding:
+    wrong = rate < SLOW_AGAINST_PRESET * counted_on
+    detail = f"{rate / counted_on:.0%} of what the estimate counts on; preset {preset}: {link.title}" if wrong else ""
+    planned, found = (f"{one / 1e9:.3g} GB/s" for one in (counted_on, rate))
+    return Finding(JOB, subject, planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
+
+
+def _latency(subject: str, link: Link, found: LinkRate) -> Finding:
+    seconds, expected = found.seconds, link.latency_seconds
+    shown = f"{seconds * 1e6:,.0f} µs"
+    if not expected:
+        return Finding(JOB, subject, "not in the preset", shown, Verdict.AGREES)
+    wrong = seconds > expected / SLOW_AGAINST_PRESET
+    detail = f"{seconds / expected:.1f} times the preset's, for {found.size} bytes" if wrong else ""
+    return Finding(JOB, subject, f"{expected * 1e6:,.0f} µs", shown, Verdict.ODD if wrong else Verdict.AGREES, detail)

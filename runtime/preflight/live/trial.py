@@ -1,0 +1,147 @@
+"""Two steps of the real model on random data: the engine that training uses, every layer, every message.
+
+All sequences are the same, so every replica of the model computes the same loss: what one of them computes differently
+is seen, and not only what breaks.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+
+from ...engine import initialize
+from ...groups import Mesh
+from ...measurements import peak_bytes
+from ...model import random_model
+from ...profiling.compute import synchronize
+from ..findings import Finding, Verdict
+from .agreement import Arrived
+
+STEPS = 2
+LOSSES = f"losses of {STEPS} steps"
+TOLERANCES = {Precision.FP32: 1e-5, Precision.BF16: 1e-3, Precision.FP16: 1e-3}
+"""Relative, between replicas with the same weights and data: kernels may add in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one rank saw of the steps. `losses` are its own, as `parcompile.runtime.loss` divides them."""
+
+    losses: list[float]
+    norms: list[float]
+    """Of the gradients; of all ranks together."""
+    seconds: list[float]
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For the way to rank 0."""
+        return asdict(self)
+
+
+def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:
+    """`STEPS` optimizer steps with all their micro-batches. All ranks call it together.
+
+    Raises:
+        RunError: the model cannot be built, injected or run.
+    """
+    plan = mesh.plan
+    training = plan.spec.training
+    generator = torch.Generator().manual_seed(training.seed)
+    tokens = torch.randint(plan.spec.model.shape.vocab_size, (training.sequence_length,), generator=generator)
+    model = random_model(plan) if build is None else build()
+    engine, _, loader, _ = initialize(plan=plan, model=model, training_data=[tokens], measurements=False)
+    assert loader is not None
+    losses, norms, seconds, batches = [], [], [], iter(loader)
+    for _ in range(STEPS):
+        synchronize(mesh.device)
+        started, total = time.perf_counter(), 0.0
+        for _ in range(training.gradient_accumulation_steps):
+            output = engine(**next(batches))
+            loss = output if isinstance(output, Tensor) else output.loss
+            engine.backward(loss)
+            total += float(loss.detach())
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        losses.append(total / training.gradient_accumulation_steps)
+        synchronize(mesh.device)
+        seconds.append(time.perf_counter() - started)
+    peak = peak_bytes(mesh.device)
+    engine.destroy()
+    del engine, loader, batches, model, output, loss
+    gc.collect()
+    if mesh.device.type != "cpu":
+        torch.cuda.empty_cache()
+    return Trial(losses, norms, seconds, peak)
+
+
+def compare_trials(arrived: Arrived, trials: Sequence[Trial]) -> Iterator[Finding]:
+    """Losses and gradient norms are finite on every rank, and equal wherever they have to be."""
+    finite = [all(map(math.isfinite, [*one.losses, *one.norms])) for one in trials]
+    own = [all(map(math.isfinite, one.losses)) for one in trials]
+    for facts, one, good, mine in zip(arrived.facts, trials, finite, own, strict=True):
+        # Norms are of all ranks together: those of others show a loss that broke elsewhere.
+        if not good and (not mine or all(own)):
+            what = "loss" if not mine else "gradient norm"
+            broken = _listed(one.norms if mine else one.losses)
+            detail = f"{what} of each step, node {facts.node}"
+            yield Finding(facts.rank, LOSSES, "finite", broken, Verdict.DIFFERS, detail)
+    if not all(finite):
+        return
+    tolerance = TOLERANCES[arrived.plan.spec.training.precision]
+    replicas = _replicas(arrived.plan, trials)
+    usual = [statistics.median(values[step] for values in replicas.values()) for step in range(STEPS)]
+    norm = [statistics.median(one.norms[step] for one in trials) for step in range(STEPS)]
+    for ranks, values in replicas.items():
+        for rank in ranks:
+            same = _near(values, usual, tolerance) and _near(trials[rank].norms, norm, tolerance)
+            detail = ""
+            if not same:
+                detail = (
+                    f"node {arrived.facts[rank].node}, with the same weights and data as the others; gradient norms "
+                    f"{_listed(trials[rank].norms)}, elsewhere {_listed(norm)}"
+                )
+            verdict = Verdict.AGREES if same else Verdict.DIFFERS
+            yield Finding(rank, LOSSES, _listed(usual), _listed(values), verdict, detail)
+
+
+def _replicas(plan: Plan, trials: Sequence[Trial]) -> dict[tuple[int, ...], list[float]]:
+    """The loss of each step by the ranks that compute it together: a cp group. Its parts are added.
+
+    With dropout, replicas draw different masks: only the tp ranks of one replica are comparable then, so that every
+    value is divided by its replica's.
+    """
+    groups = plan.groups
+    found: dict[tuple[int, ...], list[float]] = {}
+    for rank in range(len(trials)):
+        ranks = tuple(groups.of_rank("cp", rank))
+        found[ranks] = [math.fsum(trials[one].losses[step] for one in ranks) for step in range(STEPS)]
+    if not _drops(plan):
+        return found
+    firsts = {ranks: tuple(groups.of_rank("cp", groups.of_rank("tp", ranks[0])[0])) for ranks in found}
+    return {
+        ranks: [value / first for value, first in zip(values, found[firsts[ranks]], strict=True)]
+        for ranks, values in found.items()
+    }
+
+
+def _drops(plan: Plan) -> bool:
+    return any("drop" in key and isinstance(value, float) and value for key, value in plan.spec.model.hf_config.items())
+
+
+def _near(values: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
+    return all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(values, others, strict=True))
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.7g}" for value in values)
