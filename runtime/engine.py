@@ -19,6 +19,7 @@ from .groups import Mesh, join
 from .inject import inject
 from .inject.own import adopt, recompute_layers
 from .inject.selfcheck import SMALL_NUMEL, SelfCheck
+from .inject.shared_rows import count_once
 from .lora import without_peft
 from .measurements import FILE, Recorder
 from .model import build_model
@@ -111,6 +112,7 @@ def initialize(
         dist_init_required=False,
     )
     _check_engine(engine, mesh)
+    count_once(engine)
     engine.mesh = mesh
     if file is not None:
         Recorder(engine, mesh, file)

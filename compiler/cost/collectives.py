@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import tensor_layout
+from parcompile.layout.tensor import repeated_ranges, tensor_layout
 from parcompile.model.families import FAMILIES, Family, QkNorm
 from parcompile.model.parameters import Parameter, parameter_table
 
@@ -103,7 +103,10 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
             send("tp", "all-reduce", count * times, size, tp)
         elif layout.ranges is not None and layout.replicas > 1:
-            send(KV_REPLICA, "all-reduce", count * times, size, layout.replicas)
+            assert layout.dim is not None
+            repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
+            share = repeated * size // layout.local_shape[layout.dim]
+            send(KV_REPLICA, "all-reduce", count * times, share, layout.replicas)
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * layers * times * (3 if work.recompute == "full" else 2)

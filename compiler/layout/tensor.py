@@ -92,6 +92,23 @@ def tensor_layout(parameter: Parameter, tp: int, *, vocab_divisible_by: int = 1)
     return TensorLayout(shape, split.dim, tuple(ranges), max(part_replicas(part, tp) for part in split.parts))
 
 
+def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[int, int], ...]:
+    """What of its slice a rank shares with the ranks that hold the same unit: ranges `[start, stop)` within the slice.
+
+    All of it for keys and values with fewer heads than ranks; a part of it where they are fused with queries.
+    """
+    if parameter.split is None or layout.ranges is None or layout.replicas == 1:
+        return ()
+    found: list[tuple[int, int]] = []
+    offset, tp = 0, len(layout.ranges)
+    for part, (start, stop) in zip(parameter.split.parts, layout.ranges[0], strict=True):
+        end = offset + stop - start
+        if part_replicas(part, tp) > 1:
+            found.append((found.pop()[0] if found and found[-1][1] == offset else offset, end))
+        offset = end
+    return tuple(found)
+
+
 def local_numel(table: ParameterTable, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:
     """Parameters on one rank that holds every layer (pp 1)."""
     return sum(

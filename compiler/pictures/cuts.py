@@ -82,10 +82,12 @@ def _matrix(
     if layout.ranges is None:
         sketch.add(Box(x, y, width, height, "hidden", f"{parameter.name}: whole on every rank"))
     else:
+        drawn: set[tuple[int, int]] = set()
         for rank, pieces in enumerate(layout.ranges):
-            if rank % layout.replicas:
-                continue
             for start, stop in pieces:
+                if (start, stop) in drawn:
+                    continue  # a kv head that the rank before has too
+                drawn.add((start, stop))
                 role, title = shade("tp", rank, tp), f"{parameter.name}: tp {rank} holds [{start}, {stop})"
                 if layout.dim == 0:
                     first, last = height * start / rows, height * stop / rows

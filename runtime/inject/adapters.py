@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..errors import RunError
 from ..groups import Mesh
 from ..lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, merge_ranges, take_ranges
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, merge_ranges, take_ranges
 from .regions import BLOCK_TAKES_INPUT, Region, sum_gradient
+from .shared_rows import mark, sum_repeated_gradient
 from .slices import Slice, Slices
 
 
@@ -97,10 +98,10 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
         assert piece.ranges is not None
         up.weight = nn.Parameter(take_ranges(up.weight.detach(), 0, piece.ranges), up.weight.requires_grad)
         up.out_features = up.weight.shape[0]
-        mark_shard(up.weight, piece.replica_group)
+        mark(up.weight, piece)
         sum_gradient(down.weight, region.group)
         if piece.replica_group is not None:
-            sum_gradient(up.weight, piece.replica_group)
+            sum_repeated_gradient(up.weight, piece)
     elif isinstance(base, RowParallelLinear):
         layer.lora_A[adapter] = RowParallelLinear.from_linear(
             down, ranges=piece.ranges, pad_sequence=True, **region.options

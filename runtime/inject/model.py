@@ -15,7 +15,7 @@ from ..errors import RunError
 from ..groups import Mesh
 from ..lora import matrix_of, plain_name, without_peft
 from ..loss import ParallelCausalLoss
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, mark_shard, take_ranges
+from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_ranges
 from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
@@ -25,6 +25,7 @@ from .heads import localise_heads
 from .norms import SpreadRMSNorm
 from .own import adopt, inject_own
 from .regions import Region, sum_gradient
+from .shared_rows import mark, sum_repeated_gradient
 from .slices import Slice, Slices
 from .vocabulary import cut_vocabulary
 
@@ -112,22 +113,18 @@ class _Injection:
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
 
     def _parallel(self, linear: nn.Linear, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
-        if piece.replica_group is not None and piece.parameter.split and len(piece.parameter.split.parts) > 1:
-            shape, tp = self.spec.model.shape, self.mesh.size("tp")
-            raise RunError(
-                f"{shape.model_type} keeps queries, keys and values in one weight, and tp {tp} > num_key_value_heads "
-                f"{shape.num_key_value_heads} would replicate a part of it: use tp {shape.num_key_value_heads} or less",
-                everywhere=True,
-            )
         if piece.dim == 0:
-            return ColumnParallelLinear.from_linear(
+            layer = ColumnParallelLinear.from_linear(
                 # Kept whole, as the estimate has it: one all-gather less in backward.
                 linear,
                 ranges=piece.ranges,
-                replica_group=piece.replica_group,
+                replica_group=None if piece.is_partly_repeated else piece.replica_group,
                 keep_gathered=True,
                 **region.options,
             )
+            for parameter in layer.parameters():
+                mark(parameter, piece)
+            return layer
         return RowParallelLinear.from_linear(
             linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options
         )
@@ -161,8 +158,8 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
         of_tokens = sequence_parallel and piece.parameter.sequence_parallel
         if piece.parameter.partial or (of_tokens and not isinstance(owner, RowParallelLinear)):
             sum_gradient(parameter, group)
-        elif piece.replica_group is not None and not isinstance(owner, ColumnParallelLinear | SpreadRMSNorm):
-            sum_gradient(parameter, piece.replica_group)
+        elif piece.replica_group is not None and getattr(owner, "replica_group", None) is None:
+            sum_repeated_gradient(parameter, piece)
 
 
 _MARK = "tensor_model_parallel"
@@ -175,5 +172,5 @@ def _sliced(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:
     local = nn.Parameter(
         take_ranges(parameter.detach(), piece.dim, piece.ranges), requires_grad=parameter.requires_grad
     )
-    mark_shard(local, piece.replica_group)
+    mark(local, piece)
     return local

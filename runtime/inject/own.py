@@ -28,6 +28,7 @@ from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabPara
 from .attention import RING, RingPlace, take_documents
 from .heads import localise_heads
 from .regions import Region
+from .shared_rows import mark
 from .slices import Slice, Slices
 
 _CALL = "parcompile_call"
@@ -207,10 +208,11 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
         return ColumnParallelLinear.from_linear(owner, padded_out_features=piece.padded_size, **options)
     if kind == "row":
         return RowParallelLinear.from_linear(owner, ranges=piece.ranges, pad_sequence=True, **options)
-    assert piece.parameter.split is not None
-    if piece.replica_group is not None and len(piece.parameter.split.parts) > 1:
-        raise RunError(f"{name} is fused, and tp would replicate its kv heads: use a smaller tp", everywhere=True)
-    return ColumnParallelLinear.from_linear(owner, ranges=piece.ranges, replica_group=piece.replica_group, **options)
+    replicas = None if piece.is_partly_repeated else piece.replica_group
+    layer = ColumnParallelLinear.from_linear(owner, ranges=piece.ranges, replica_group=replicas, **options)
+    for parameter in layer.parameters():
+        mark(parameter, piece)
+    return layer
 
 
 def _loss(module: nn.Module, mesh: Mesh, vocabulary_is_cut: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.parameters import Parameter
 
 from ..errors import RunError
@@ -23,6 +23,16 @@ class Slice:
     ranges: tuple[tuple[int, int], ...] | None
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same slice, when there are several."""
+
+    repeated: tuple[tuple[int, int], ...] = ()
+    """Which rows of this slice they hold."""
+
+    @property
+    def is_partly_repeated(self) -> bool:
+        """Whether some rows of this slice are this rank's alone and others are not."""
+        if self.replica_group is None or self.dim is None:
+            return False
+        return sum(stop - start for start, stop in self.repeated) < self.layout.local_shape[self.dim]
 
     @property
     def dim(self) -> int | None:
@@ -49,7 +59,8 @@ class Slices:
         if layout.ranges is None:
             return Slice(parameter, layout, None, None)
         replicas = self._mesh.kv_replica_group if layout.replicas > 1 else None
-        return Slice(parameter, layout, layout.ranges[self._mesh.index("tp")], replicas)
+        ranges = layout.ranges[self._mesh.index("tp")]
+        return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout))
 
     def compare(self, model: nn.Module) -> None:
         """Every parameter of the whole model is in the plan with its shape, and the other way round.

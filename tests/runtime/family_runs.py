@@ -118,12 +118,14 @@ def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
 
 def _clip(model: nn.Module, mesh: Any) -> float:
     """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once."""
+    from parcompile.runtime.inject.shared_rows import counted
+
     square = torch.zeros(())
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))
         if getattr(parameter, "tensor_model_parallel", mesh.index("tp") == 0):
-            square += parameter.grad.square().sum()
+            square += counted(parameter, parameter.grad).square().sum()
     dist.all_reduce(square, group=mesh.group("tp"))
     norm = float(square.sqrt())
     for parameter in model.parameters():

@@ -70,6 +70,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
         {},
     ),
+    "kv replicas in a fused weight (phi3), over two optimizer shards": (
+        4,
+        {"tp": 2, "cp": 2, "sequence_parallel": True},
+        {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": None},
+        {},
+    ),
     "biases (qwen2), full recomputation": (
         4,
         {"tp": 2, "cp": 2},

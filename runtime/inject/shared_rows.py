@@ -1,0 +1,95 @@
+"""Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
+
+Their gradients are summed over the ranks that hold them, and count once in the gradient norm. A weight of keys, or of
+values, is held alike from end to end, which the layers know how to handle. One that fuses queries, keys and values is
+so in some of its rows: those are summed here, and left out of the norm of every rank but the first that holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..tensor_parallel import mark_shard
+from .slices import Slice
+
+_ROWS = "parcompile_repeated_rows"
+
+
+def mark(parameter: nn.Parameter, piece: Slice) -> None:
+    """Marks a slice so that each of its elements counts once in the gradient norm."""
+    if piece.is_partly_repeated:
+        mark_shard(parameter)
+        if dist.get_rank(piece.replica_group) > 0:
+            setattr(parameter, _ROWS, piece.repeated)
+    else:
+        mark_shard(parameter, piece.replica_group)
+
+
+def sum_repeated_gradient(parameter: nn.Parameter, piece: Slice) -> None:
+    """Adds up what several ranks hold of a slice's gradient over those ranks, in one message."""
+    group, rows = piece.replica_group, piece.repeated
+
+    def add_up(gradient: Tensor) -> Tensor:
+        whole = gradient.contiguous().clone()
+        shared = torch.cat([whole[start:stop] for start, stop in rows])
+        dist.all_reduce(shared, group=group)
+        offset = 0
+        for start, stop in rows:
+            whole[start:stop] = shared[offset : offset + stop - start]
+            offset += stop - start
+        return whole
+
+    if parameter.requires_grad:
+        parameter.register_hook(add_up)  # type: ignore[no-untyped-call]
+
+
+def count_once(engine: Any) -> None:
+    """Leaves repeated rows out of DeepSpeed's gradient norm, which takes a parameter wholly or not at all.
+
+    Raises:
+        RunError: there are such rows, and DeepSpeed computes the norm with another optimizer.
+    """
+    parameters = [one for one in engine.module.parameters() if hasattr(one, _ROWS) and one.requires_grad]
+    if not parameters:
+        return
+    optimizer = engine.optimizer
+    norm = getattr(optimizer, "get_grad_norm_direct", None)
+    if norm is None:
+        raise RunError(
+            "a fused query-key-value weight with more tp ranks than kv heads needs DeepSpeed's ZeRO-1 optimizer: "
+            "leave gradient_accumulation_dtype to the precision"
+        )
+
+    def norm_of(gradients: Sequence[Tensor], trained: Sequence[nn.Parameter], *args: Any, **options: Any) -> Any:
+        return norm(list(_without_repeated(gradients, trained)), trained, *args, **options)
+
+    optimizer.get_grad_norm_direct = norm_of
+
+
+def _without_repeated(gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+    """Gradients of this rank's optimizer shard, zero where another rank's count."""
+    owners = iter(parameters)
+    for gradient in gradients:
+        owner = None if getattr(gradient, "_zero_padding", False) else next(owners, None)
+        if owner is None or not hasattr(owner, _ROWS):
+            yield gradient
+            continue
+        # The first and the last parameter of a shard may lie in it in part.
+        yield counted(owner, gradient, owner._hp_mapping.lp_fragment_address.start)  # type: ignore[attr-defined]
+
+
+def counted(parameter: nn.Parameter, gradient: Tensor, first: int = 0) -> Tensor:
+    """A gradient from the element `first` on, flat, and zero where another rank's counts in the norm."""
+    flat, width = gradient.detach().reshape(-1), parameter.numel() // parameter.shape[0]
+    rows: tuple[tuple[int, int], ...] = getattr(parameter, _ROWS, ())
+    if rows:
+        flat = flat.clone()
+    for start, stop in rows:
+        flat[max(start * width - first, 0) : max(stop * width - first, 0)] = 0
+    return flat
