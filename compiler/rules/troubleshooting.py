@@ -77,6 +77,21 @@ RUN: tuple[Trouble, ...] = (
         "Check MASTER_ADDR and MASTER_PORT, and that nodes reach each other there.",
     ),
     Trouble(
+        "its process has ended or is stopped",
+        "A rank fell silent during the live check: it was killed, or it is stopped.",
+        "Look at what it wrote last, and at its node's log: killed for memory, errors of the device.",
+    ),
+    Trouble(
+        "what rank 0 writes to",
+        "The folder of checkpoints is another one on the node that is named.",
+        "Name one with `--checkpoints` that all nodes share.",
+    ),
+    Trouble(
+        "of what the estimate counts on",
+        "A link or matrix products reach less than half of what the accelerator's preset leads one to expect.",
+        "Look for a slow node in the report's list; when all are alike, measure a preset with `parcompile profile`.",
+    ),
+    Trouble(
         "lost its connection to a rank that ended",
         "Another rank failed first.",
         "Its message is the one that counts: search all logs for `parcompile: error`, then for tracebacks.",

@@ -69,7 +69,8 @@ class LiveReport:
             rows.append((who, one.subject, one.planned, one.found, one.verdict.value))
             if one.detail:
                 details.append(f"{one.verdict.value}: {_speaker(who)}{one.subject}: {one.detail}")
-        lines = [f"live preflight of {self.plan}: {self.world_size:,} ranks on {len(self.nodes)} node(s)", *self.notes]
+        world = f"{self.world_size:,} rank{'s' if self.world_size > 1 else ''}"
+        lines = [f"live preflight of {self.plan}: {world} on {len(self.nodes)} node(s)", *self.notes]
         lines += ["", *columns(rows)]
         lines += ["", *details] if details else []
         lines += ["", *_table_of(self.nodes)] if self.nodes else []
