@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .cost.communication import tensor_parallel_traffic
-from .cost.context import AttentionSizes, exchanges
-from .layout.context import ContextParallel
+from .cost.collectives import collectives
+from .cost.context import context_exchanges
+from .cost.traffic import boundary_bytes
+from .cost.workload import Workload
 from .layout.families import Slice
 from .layout.grid import AXES, Grid
-from .layout.groups import GROUP_AXES
+from .layout.groups import GROUP_AXES, KV_REPLICA
+from .layout.stages import Stage
 from .layout.topology import Reach, reach
-from .model.shape import ModelShape
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 
@@ -39,47 +40,24 @@ class Traffic:
         return {"tp": self.tp, "cp": self.cp, "dp-cp": self.dp_cp, "pp": self.pp}
 
 
-def step_traffic(
-    shape: ModelShape,
-    sizes: Mapping[str, int],
-    *,
-    num_layers: int,
-    virtual_stages: int = 1,
-    rank_numel: int,
-    sequence_length: int,
-    micro_batch_size: int,
-    micro_batches: int,
-    element_bytes: int,
-    gradient_bytes: int,
-    context: ContextParallel,
-    on_gpu: bool = True,
-    recomputed: bool = False,
-) -> Traffic:
-    """What a rank sends in a step.
+def step_traffic(work: Workload, stage: Stage) -> Traffic:
+    """What a rank of a stage sends in a step; what replicated kv heads exchange counts to tp, whose ranks they are.
 
-    It holds `num_layers` layers in `virtual_stages` stages and `rank_numel` parameters; `element_bytes` are those of
-    weights and activations, `gradient_bytes` those of a reduced gradient. Over dp · cp DeepSpeed's ZeRO stage 1
-    all-reduces gradients, 2 (N − 1) / N of them, and gathers weights. What layers and loss send beside their
-    activations is too little to decide an order: `cost.collectives` counts it. `context`, `on_gpu` and `recomputed` are
-    as in `cost.context.exchanges`.
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
     """
-    tp, cp, dp, pp = (sizes.get(axis, 1) for axis in DENSE_AXES)
-    local_length = sequence_length // cp
-    common = {"num_layers": num_layers, "micro_batch_size": micro_batch_size, "element_bytes": element_bytes}
-    tensor = tensor_parallel_traffic(sequence_length=local_length, hidden_size=shape.hidden_size, tp=tp, **common)
-    attention = AttentionSizes.of(shape, tp, local_length * micro_batch_size, element_bytes)
-    passes = num_layers * micro_batches
-    levels = tuple(
-        (one.ranks, one.stride, int(one.wire_bytes) * passes)
-        for one in exchanges(attention, context, on_gpu=on_gpu, recomputed=recomputed)
-    )
-    shards = dp * cp
-    boundary = local_length * micro_batch_size * shape.hidden_size * element_bytes
+    sent = collectives(work, stage)
+
+    def over(*groups: str) -> int:
+        return int(sum(one.wire_bytes for (group, _), one in sent.items() if group in groups))
+
+    passes = len(stage.layers) * work.micro_batches
+    levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
     return Traffic(
-        tp=tensor.wire_bytes * micro_batches,
+        tp=over("tp", KV_REPLICA),
         cp=sum(size for _, _, size in levels),
-        dp_cp=int(rank_numel * (2 * gradient_bytes + element_bytes) * Fraction(shards - 1, shards)),
-        pp=boundary * micro_batches * virtual_stages if pp > 1 else 0,
+        dp_cp=over("dp-cp"),
+        pp=int(boundary_bytes(work)),
         cp_levels=levels,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .cost.collectives import GRADIENT_SUM_BYTES
 from .cost.context_time import choices
 from .cost.memory import rank_numel, static_memory
 from .cost.parameters import stage_numel
@@ -79,23 +78,7 @@ def topology(plan: Plan) -> dict[str, Any]:
             "rails_per_group": list(far.rails),
             "slowest_link": far.slowest_link,
         }
-    training, parallelism, first = spec.training, spec.parallelism, spec.stages[0]
-    traffic = step_traffic(
-        spec.model.shape,
-        {axis: getattr(parallelism, axis) for axis in DENSE_AXES},
-        num_layers=len(first.layers),
-        virtual_stages=parallelism.num_virtual_stages_per_pipeline_rank,
-        rank_numel=rank_numel(spec, first),
-        sequence_length=training.sequence_length,
-        micro_batch_size=training.micro_batch_size,
-        micro_batches=training.gradient_accumulation_steps,
-        element_bytes=training.precision.bytes,
-        # DeepSpeed reduces in fp32 where sequences are split.
-        gradient_bytes=GRADIENT_SUM_BYTES if parallelism.cp > 1 else training.precision.bytes,
-        context=parallelism.context,
-        on_gpu=spec.cluster.accelerator != "cpu",
-        recomputed=training.activation_checkpointing == "full",
-    )
+    traffic = step_traffic(workload_of(spec), spec.stages[0])
     here = placement(groups.grid, per_node, traffic)
     others = alternatives(groups.grid, per_node, traffic) if spec.cluster.nodes > 1 else []
     return {

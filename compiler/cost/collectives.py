@@ -1,7 +1,8 @@
 """What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
 
 Ring collectives: of n bytes over N ranks an all-reduce sends 2 (N − 1) / N · n, an all-gather or reduce-scatter half of
-that. Symbols: A the bytes of one activation [b, S/c, h], T its tokens, L the layers of the stage.
+that. Symbols: A the bytes of one activation [b, S/c, h], with sequence parallelism continued to a multiple of t, T its
+tokens, L the layers of the stage.
 
 | group | forward | backward |
 |---|---|---|
@@ -81,7 +82,7 @@ def collectives(work: Workload, stage: Stage) -> Collectives:
 
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     tp, times, layers = work.tp, work.micro_batches, len(stage.layers)
-    activation = work.local_tokens * work.shape.hidden_size * work.element_bytes
+    activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
     forward = 2 * layers + stage.has_embedding
     again = 2 * layers if work.recompute == "full" else 0
     backward = 2 * layers + stage.has_head

@@ -133,6 +133,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
             for part in ("stream", "attention", "mlp", "gathered")
         }
+        kept["stream"] *= work.split_tokens / tokens
         if work.recompute == "full":
             # Each layer's input is kept; one layer at a time is recomputed whole.
             one = sparse if moe_layers else dense
@@ -140,7 +141,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             kept = {part: getattr(one, part) * tokens * layers for part in kept}
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.hidden_size * work.element_bytes / share
-            kept["stream"] += len(stage.layers) * inputs * tokens * held
+            kept["stream"] += len(stage.layers) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += len(stage.layers) * _kept_attention(work) * tokens * held
                 kept["mlp"] += _recomputed_in_flight_bytes(work)

@@ -144,7 +144,7 @@ def step_terms(work: Workload) -> StepTerms:
         matmul=flops / work.tp / peak,
         attention=attention / work.tp / peak,
         elementwise=3 * tokens * passed / machine.memory_bytes_per_s,
-        tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * activation,
+        tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes,
         ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
         head_matmul=6 * logits * shape.hidden_size / peak,
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,

@@ -60,10 +60,20 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
         size = calls * activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
         found.append(_group(work, "ep", "all-to-all", calls, size, work.ep, stride=work.tp))
     if work.pp > 1:
-        sends = 2 * work.micro_batches * work.virtual_stages
-        size = sends * activation / (work.tp if work.sequence_parallel else 1)
+        sends, size = boundary_sends(work), boundary_bytes(work)
         found.append(_group(work, "pp", "send to the next and the last stage", sends, size, 2))
     return tuple(sorted(found, key=lambda one: _ORDER.index(one.group)))
+
+
+def boundary_sends(work: Workload) -> int:
+    """Messages of a stage between two others in a step: activations to the next, gradients to the last."""
+    return 2 * work.micro_batches * work.virtual_stages if work.pp > 1 else 0
+
+
+def boundary_bytes(work: Workload) -> float:
+    """The bytes of these messages."""
+    activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
+    return boundary_sends(work) * activation / (work.tp if work.sequence_parallel else 1)
 
 
 _ORDER = ("tp", KV_REPLICA, "cp", "cp-inner", "cp-outer", "ep", "dp-cp", "pp")

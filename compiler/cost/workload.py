@@ -109,6 +109,12 @@ class Workload:
         return self.micro_batch * self.sequence_length // self.cp
 
     @property
+    def split_tokens(self) -> int:
+        """The same, each sequence continued to a multiple of tp where sequence parallelism splits it."""
+        local, share = self.sequence_length // self.cp, self.tp if self.sequence_parallel else 1
+        return self.micro_batch * -(-local // share) * share
+
+    @property
     def context(self) -> ContextParallel:
         """How attention runs over the cp ranks."""
         return ContextParallel(CpImplementation(self.cp_implementation), self.cp, self.cp_sizes)

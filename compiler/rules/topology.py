@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.cost.parameters import stage_numel
+from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import Grid
-from parcompile.layout.stages import merged, rank_stages
 from parcompile.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.resolve import Resolution, Unavailable
 
@@ -24,28 +23,11 @@ def _grid(spec: Resolution) -> Grid:
 
 
 def _traffic(spec: Resolution) -> Traffic:
-    sizes, moe = {axis: spec.axis(axis) for axis in ("tp", "cp", "dp", "pp")}, spec.shape.moe
     try:
-        layers = spec.shape.num_hidden_layers
-        first = merged(rank_stages(layers, spec.slots)[0], layers if moe is None else moe.first_moe_layer)
-        numel = stage_numel(spec.parameters, first, sizes["tp"], ep=spec.axis("ep"))
+        whole = spec.spec()
+        return step_traffic(workload_of(whole), whole.stages[0])
     except ValueError:
         raise Unavailable("model") from None
-    return step_traffic(
-        spec.shape,
-        sizes,
-        num_layers=len(first.layers),
-        virtual_stages=spec.virtual_stages,
-        rank_numel=numel,
-        sequence_length=spec.sequence_length,
-        micro_batch_size=spec.micro_batch_size,
-        micro_batches=spec.gradient_accumulation_steps,
-        element_bytes=spec.precision.bytes,
-        gradient_bytes=spec.precision.bytes,
-        context=spec.context_parallel,
-        on_gpu=spec.cluster.accelerator != "cpu",
-        recomputed=spec.activation_checkpointing == "full",
-    )
 
 
 def _leaving(spec: Resolution) -> Iterator[tuple[str, Placement, Placement | None]]:

@@ -66,7 +66,8 @@ def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
     found = []
     for order in orders(work) if opened.orders else [work.order]:
         placed = replace(work, order=order)
-        stride = placed.stride("cp")
+        # Farther than a node apart is as far as another node.
+        stride = min(placed.stride("cp"), work.gpus_per_node)
         if opened.implementations and work.cp > 1:
             if stride not in chosen:
                 ranked = costs(placed, _possible(placed, opened), values)

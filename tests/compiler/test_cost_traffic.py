@@ -63,6 +63,17 @@ def test_the_ring_sends_keys_values_and_their_gradients() -> None:
     assert only(work, "cp") == 4 * 8 * 3 * hop * (2 + 2)
 
 
+def test_the_published_figures_of_a_350m_model_in_fp32_are_kept() -> None:
+    """Entrenar's: 4 MiB · 2 · 24 all-reduced in forward, and 2 MiB of keys and values sent in each of 24 layers."""
+    shape = llama_shape(layers=24, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
+    settings = {"shape": shape, "nodes": 1, "micro_batch": 1, "micro_batches": 1, "dp": 1, "element_bytes": 4}
+    tensor = replace(WORK, **settings, tp=2, sequence_length=1024)
+    ends = 2 * 4 * 1024**2 + 3 * 4 * 1024
+    assert only(tensor, "tp") == 2 * 201_326_592 + ends
+    # Backward sends keys and values once more, and their gradients with them.
+    assert only(replace(WORK, **settings, cp=2, sequence_length=2048), "cp") == 3 * 24 * 2_097_152
+
+
 def test_stages_exchange_activations_both_ways() -> None:
     assert only(replace(WORK, pp=2, dp=8), "pp") == 2 * 4 * 2 * 2048 * 1024 * 2
 

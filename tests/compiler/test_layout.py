@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from layout_cases import SMALL_MODEL
 
-from parcompile.cost.communication import ring_traffic, tensor_parallel_traffic
 from parcompile.layout.sequence import (
     CpLayout,
     Mask,
@@ -197,16 +196,3 @@ class TestRing:
     @pytest.mark.parametrize("layout", CpLayout)
     def test_all_work_is_half_the_square(self, layout) -> None:
         assert sum(work(layout, 6, rank) for rank in range(6)) == Fraction(1, 2)
-
-
-class TestTraffic:
-    def test_all_reduces_of_a_350m_model(self) -> None:
-        cost = tensor_parallel_traffic(sequence_length=1024, hidden_size=1024, num_layers=24, tp=2)
-        assert cost.message_bytes == 4 * 1024**2
-        assert cost.forward_message_bytes == 201_326_592
-        # Forward and backward, 2 (t − 1) / t each.
-        assert cost.wire_bytes == 2 * 201_326_592
-
-    def test_keys_and_values_around_a_ring_of_two(self) -> None:
-        cost = ring_traffic(local_sequence_length=1024, head_dim=64, num_key_value_heads=4, cp=2, num_layers=24)
-        assert (cost.kv_bytes_per_hop, cost.hops, cost.forward_bytes) == (2_097_152, 1, 2_097_152 * 24)

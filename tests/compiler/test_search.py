@@ -108,10 +108,10 @@ def test_layouts_without_a_common_batch_are_not_compared() -> None:
 
 def test_thousands_of_gpus_are_searched_in_seconds() -> None:
     tree = llama(nodes=512, batch=4096)
-    start = time.perf_counter()
+    start = time.process_time()
     outcome = search(space(tree, executable=False))
     assert outcome.enumerated > 500
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def long_context(**more: object) -> Workload:

@@ -82,6 +82,16 @@ def test_preflight_counts_what_live_ranks_send_and_the_estimate_says_the_same(na
         }
 
 
+def test_a_sequence_that_tp_does_not_divide_is_sent_with_its_padding() -> None:
+    odd, even = (
+        make_plan(2, {"tp": 2, "sequence_parallel": True}, training={"sequence_length": length}) for length in (15, 16)
+    )
+    report = preflight(odd, [0])
+    assert report.agrees, report.text()
+    padded, whole = (estimated.collectives(workload_of(one.spec), one.spec.stages[0]) for one in (odd, even))
+    assert padded["tp", "reduce-scatter"] == whole["tp", "reduce-scatter"]
+
+
 def test_a_slice_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from parcompile.runtime.tensor_parallel import weights
 
