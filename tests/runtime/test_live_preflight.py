@@ -443,3 +443,10 @@ def test_a_replica_that_computes_otherwise_is_named() -> None:
         one.rank for one in faulty(make_plan(3, {}, training={"global_batch_size": 3}), trials([3.0, 3.0, 3.1]))
     ] == [2]
     assert [one.rank for one in faulty(plan, trials([1.0, 2.0, 1.5, 1.5], [1.0, 1.0, 1.0, 1.2]))] == [3]
+
+
+def test_a_loss_scale_that_is_still_too_high_is_no_fault() -> None:
+    training = {"precision": "fp16", "global_batch_size": 2}
+    infinite = trials([3.0, 3.0], [float("inf")] * 2)
+    assert not faulty(make_plan(2, {}, training=training), infinite)
+    assert [one.rank for one in faulty(make_plan(2, {}), infinite)] == [0, 1]
