@@ -73,6 +73,30 @@ def initialize(
     file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     mesh = join(plan)
+    model = prepare(plan, mesh, model, self_check)
+    if callable(model_parameters):
+        model_parameters = model_parameters(model)
+    if model_parameters is None:
+        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _check_parameters(model_parameters, model)
+    engine, optimizer, _, lr_scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        mpu=Mpu(mesh),
+        config=ds_config(plan),
+        dist_init_required=False,
+    )
+    take_over(engine, mesh)
+    if file is not None:
+        Recorder(engine, mesh, file)
+    loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
+    return engine, optimizer, loader, lr_scheduler
+
+
+def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
+    """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     model = build_model(plan) if model is None else model
     own, check = plan.spec.model.shape.own, None
     if own is not None and getattr(model, "parcompile_mesh", None) is None:
@@ -91,33 +115,28 @@ def initialize(
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})  # type: ignore[operator]
     model.to(mesh.device)
     model.train()
-    if mesh.size("tp") > 1:
-        # The ranks of a tensor-parallel group work on the same tokens: what they draw at random has to be the same.
-        torch.manual_seed(plan.spec.training.seed + mesh.index("dp-cp"))
+    seed_ranks(mesh)
     _make_replicated_parameters_equal(model, mesh)
     if check is not None:
         check.compare(without_peft(model))
-    if callable(model_parameters):
-        model_parameters = model_parameters(model)
-    if model_parameters is None:
-        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    _check_parameters(model_parameters, model)
-    engine, optimizer, _, lr_scheduler = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        mpu=Mpu(mesh),
-        config=ds_config(plan),
-        dist_init_required=False,
-    )
+    return model
+
+
+def seed_ranks(mesh: Mesh) -> None:
+    """The ranks of a tensor-parallel group work on the same tokens: what they draw at random has to be the same."""
+    if mesh.size("tp") > 1:
+        torch.manual_seed(mesh.plan.spec.training.seed + mesh.index("dp-cp"))
+
+
+def take_over(engine: Any, mesh: Mesh) -> None:
+    """Checks that an engine is the plan's, and gives it its mesh.
+
+    Raises:
+        RunError: DeepSpeed made something else of the configuration.
+    """
     _check_engine(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
-    if file is not None:
-        Recorder(engine, mesh, file)
-    loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
-    return engine, optimizer, loader, lr_scheduler
 
 
 def _measurements_file(plan: Plan | str, wanted: Path | str | bool) -> Path | None:

@@ -21,11 +21,10 @@ from parcompile.targets.deepspeed import ds_config
 
 from .batches import PlanLoader
 from .checkpoint import load, save
+from .engine import prepare, seed_ranks, take_over
 from .errors import RunError
 from .evaluation import evaluate
 from .groups import Mesh, join
-from .inject import inject
-from .model import build_model
 from .mpu import Mpu
 
 __all__ = ["PlanTrainer", "training_arguments"]
@@ -34,6 +33,7 @@ _DECIDED = (
     "deepspeed",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
+    "gradient_checkpointing",
     "max_grad_norm",
     "bf16",
     "fp16",
@@ -106,11 +106,10 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         self.mesh: Mesh = join(plan)
-        model = build_model(plan) if model is None else model
-        if getattr(model, "parcompile_mesh", None) is not self.mesh:
-            model = inject(model, self.mesh)
         self._batches = PlanLoader(train_dataset, self.mesh)
+        model = prepare(plan, self.mesh, model)
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **others)
+        seed_ranks(self.mesh)  # Trainer has seeded all ranks alike
         # The divisor of the loss counts accumulation steps already; Trainer is to divide by them, as DeepSpeed would.
         self.model_accepts_loss_kwargs = False
 
@@ -198,7 +197,7 @@ def _engines_of(mesh: Mesh) -> Iterator[None]:
 
     def initialize(*args: Any, **options: Any) -> Any:
         made = make(*args, **options, mpu=Mpu(mesh))
-        made[0].mesh = mesh  # what `save`, `load` and `evaluate` look for
+        take_over(made[0], mesh)
         return made
 
     with mock.patch.object(deepspeed, "initialize", initialize):

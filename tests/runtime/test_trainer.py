@@ -37,6 +37,7 @@ def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
     next_batch = data[STEPS * plan.spec.training.global_batch_size :][: plan.spec.training.global_batch_size]
 
     trainer = PlanTrainer(plan=plan, args=args, train_dataset=data, eval_dataset=next_batch, model=initial_model(plan))
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoints/step-2" if resume else None)
     said = []
     for refused in (trainer.save_model, lambda: training_arguments(plan, folder, max_steps=1, bf16=1)):
@@ -51,8 +52,15 @@ def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
 
 
 def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(tmp_path: Path) -> None:
-    training = {"micro_batch_size": 1, "eval_micro_batch_size": 2, "eval_global_batch_size": 2}
-    plan = make_plan(4, {"tp": 2, "cp": 2}, training=training)
+    """With kv heads that both tp ranks hold in a part of a weight, and layers that are recomputed."""
+    training = {
+        "activation_checkpointing": "full",
+        "micro_batch_size": 1,
+        "eval_micro_batch_size": 2,
+        "eval_global_batch_size": 2,
+    }
+    model = {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": None}
+    plan = make_plan(4, {"tp": 2, "cp": 2}, model=model, training=training)
     expected = train_in_one_process(plan, steps=STEPS + 1)
     ranks = run_ranks(4, train, plan, str(tmp_path), False)
     for rank in ranks:
