@@ -1,7 +1,7 @@
 """Ring attention, forward and backward, on two ranks of one thread against one rank of one thread, beside its peers.
 
     python benchmarks/ring_attention.py [--lengths 4096 8192] [--dtypes bfloat16 float32] [--rounds 7]
-                                        [--memory-lengths 4096] [--json FILE]
+                                        [--memory-lengths 8192] [--json FILE]
 
 Times are of one run in which the methods take turns, round by round; given are medians, with quartiles.
 
@@ -20,6 +20,7 @@ At the end stands each goal with what was measured. Peers that cannot be importe
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -173,9 +174,9 @@ def time_methods(length: int, dtype: torch.dtype, backward: bool, rounds: int) -
     steps: dict[str, Callable[[], object]] = {"one rank": one_rank}
     pairs = {}
     for name, (layout, method) in methods().items():
-        steps[name] = lambda method=method, part=local(layout, whole): run(method, part, backward)
+        steps[name] = functools.partial(run, method, local(layout, whole), backward)
     for name, (method, part, count) in packed(SMALL, length, dtype).items():
-        steps[name] = lambda method=method, part=part: run(method, part, backward)
+        steps[name] = functools.partial(run, method, part, backward)
         pairs[name] = count
     for step in steps.values():
         step()
@@ -207,8 +208,7 @@ def peaks(shape: Shape, length: int, dtype: torch.dtype) -> dict[str, int]:
     whole = draw(shape, length, dtype)
     found = {}
     for name, (layout, method) in methods().items():
-        part = local(layout, whole)
-        found[name] = peak_bytes(lambda method=method, part=part: run(method, part, backward=True))
+        found[name] = peak_bytes(functools.partial(run, method, local(layout, whole), backward=True))
         dist.barrier()
     if dist.get_rank() == 0:
         alone = leaves(whole)
@@ -302,7 +302,7 @@ def report(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192])
-    parser.add_argument("--memory-lengths", type=int, nargs="*", default=[4096])
+    parser.add_argument("--memory-lengths", type=int, nargs="*", default=[8192])
     parser.add_argument("--error-length", type=int, default=16_384, help="the longest sequence computed in float64 too")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)

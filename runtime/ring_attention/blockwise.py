@@ -226,12 +226,15 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         job: Job = ctx.job
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        lse = unseen_rows_to_infinity(lse)
         bring_home = None
         ahead = gathered(job, key, value)
         for one in job.passes:
             queries = Queries(
-                one.of_queries(query), one.of_queries(grad_out), one.of_queries(out), one.of_queries(lse), job.scale
+                one.of_queries(query),
+                one.of_queries(grad_out),
+                one.of_queries(out),
+                unseen_rows_to_infinity(one.of_queries(lse)),
+                job.scale,
             )
             targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
             # The last gradients of this pass travel while the next one computes.

@@ -39,6 +39,10 @@ def around(
         if exchange is not None:
             at_hand, spare = exchange.wait(), at_hand
             keys, values = at_hand.first, at_hand.second
+            del exchange
+            if step is steps[-2]:
+                # The last keys stay: nothing is received in exchange for them.
+                spare = None
 
 
 def ring_backward(
@@ -53,8 +57,12 @@ def ring_backward(
     """One pass of the backward ring; returns what is left to do once the last gradients have arrived.
 
     The gradients of a rank's own keys stay with it. Those of others are summed while they travel behind the keys: they
-    start in step 1 and are home after P − 1 hops. `bring_home` is what the pass before left; it is called after step 0.
+    start in step 1 and are home after P − 1 hops. `bring_home` is what the pass before left; it is called after step 0,
+    or on CPUs before: messages take their time from the computation there, and their memory is free.
     """
+    if bring_home is not None and key.device.type == "cpu":
+        bring_home()
+        bring_home = None
     grad_query, grad_key, grad_value = map(zeroed_sum_for, (targets.query, targets.key, targets.value))
     exchange: Exchange | None = None
     spare: Pair | None = None
@@ -83,14 +91,14 @@ def ring_backward(
     keep(grad_query, targets.query)
 
     def finish() -> None:
-        nonlocal exchange
+        nonlocal exchange, grad_key, grad_value
         if exchange is not None:
             arrived = exchange.wait()
             grad_key.add_(arrived.first)
             grad_value.add_(arrived.second)
-            # Its buffers are free before the next pass needs as many.
-            exchange = None
         keep(grad_key, targets.key)
         keep(grad_value, targets.value)
+        # The next pass needs as much memory.
+        del exchange, grad_key, grad_value
 
     return finish
