@@ -1,4 +1,4 @@
-"""A decoder that is no Hugging Face model: its own names, a fused gate, a norm of queries and keys, tied or not."""
+"""A decoder that is no Hugging Face model: its own names, fused weights, a norm of queries and keys, tied or not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, VOCABULARY, LAYERS = 32, 4, 2, 8, 48, 61, 
 INJECTION = {
     "tokens": "vocab",
     "blocks.*.mix": "attention",
-    "blocks.*.mix.wq": "column",
-    "blocks.*.mix.wkv": {"rule": "column", "units": [KV_HEADS, KV_HEADS]},
+    "blocks.*.mix.wqkv": {"rule": "column", "units": [HEADS, KV_HEADS, KV_HEADS]},
     "blocks.*.mix.key_norm": "partial",
     "blocks.*.mix.wo": "row",
     "blocks.*.up": {"rule": "column", "units": [HIDDEN, HIDDEN]},
@@ -25,15 +24,15 @@ class Mix(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads = HEADS, KV_HEADS
-        self.wq = nn.Linear(WIDTH, HEADS * HEAD, bias=False)
-        self.wkv = nn.Linear(WIDTH, 2 * KV_HEADS * HEAD)
+        self.wqkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD)
         self.key_norm = nn.RMSNorm(HEAD)
         self.wo = nn.Linear(HEADS * HEAD, WIDTH)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        key, value = self.wkv(x).chunk(2, dim=-1)
-        query = self.wq(x).view(batch, length, self.n_heads, HEAD)
+        sizes = [count * HEAD for count in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+        query, key, value = self.wqkv(x).split(sizes, dim=-1)
+        query = query.reshape(batch, length, self.n_heads, HEAD)
         key = self.key_norm(key.reshape(batch, length, self.n_kv_heads, HEAD))
         value = value.reshape(batch, length, self.n_kv_heads, HEAD)
         query, key = (rotate(one, angles).transpose(1, 2) for one in (query, key))
@@ -87,7 +86,7 @@ class HandMade(Mix):
     """Computes attention itself, which no ring can see."""
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        mixed: Tensor = self.wo(self.wq(x))
+        mixed: Tensor = self.wo(self.wqkv(x)[..., : self.n_heads * HEAD])
         return mixed
 
 

@@ -82,6 +82,7 @@ def train_plain(plan: Plan, tied: bool) -> dict[str, Any]:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}, False, {}),
+    "tp4, two ranks hold each kv head": (4, {"tp": 4}, False, {}),
     "cp2": (2, {"cp": 2}, False, {}),
     "tp2 × cp2": (4, {"tp": 2, "cp": 2}, False, {}),
     "tp2 × cp2, 9 tokens on a rank, sequence parallel, tied, recomputed": (
@@ -139,7 +140,7 @@ def test_a_module_that_does_not_keep_to_the_rules_is_refused() -> None:
         "the module registers blocks.0.before_up.weight where model.parameters has blocks.0.before_mix.weight" in order
     )
     assert "blocks.1.mix does not call torch.nn.functional.scaled_dot_product_attention" in attention
-    assert "the model has blocks.1.mixed.wq.weight [32, 32], which the plan does not know" in names
+    assert "the model has blocks.1.mixed.wqkv.weight [64, 32], which the plan does not know" in names
     assert "the injected module cannot be called" in counts
     assert "under the name" in counts
 
