@@ -1,4 +1,4 @@
-"""Layouts per second and wall time of the search, for 8 to 16,384 GPUs.
+"""Layouts per second and seconds of the search, for 8 to 16,384 GPUs.
 
     python benchmarks/search.py
 
@@ -33,12 +33,13 @@ def spec(model: str, world: int) -> dict[str, Any]:
 
 
 def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
-    seconds, layouts = [], 0
+    seconds, busy, layouts = [], [], 0
     for _ in range(rounds):
         space = open_space(spec(model, world), Path(), executable=False, layers=LAYERS[model], experts=0)
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         found = search(space)
         seconds.append(time.perf_counter() - start)
+        busy.append(time.process_time() - worked)
         layouts = found.enumerated
     median = statistics.median(seconds)
     return {
@@ -47,6 +48,7 @@ def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
         "layouts": layouts,
         "seconds_median": round(median, 3),
         "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
+        "processor_seconds_median": round(statistics.median(busy), 3),
         "layouts_per_second": round(layouts / median),
     }
 
@@ -62,7 +64,8 @@ def main() -> None:
         low, high = row["seconds_range"]
         print(
             f"{row['model']:<12} {row['gpus']:>6} GPUs  {row['layouts']:>6} layouts  {row['seconds_median']:>7.2f} s "
-            f"({low:.2f} to {high:.2f})  {row['layouts_per_second']:>6} layouts/s"
+            f"({low:.2f} to {high:.2f})  {row['layouts_per_second']:>6} layouts/s  "
+            f"{row['processor_seconds_median']:>6.2f} s of processor"
         )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

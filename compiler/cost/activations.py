@@ -13,6 +13,8 @@ from parcompile.model.families import FAMILIES, Family, Norm
 from parcompile.model.shape import ModelShape
 
 KORTHIKANTI_RECOMPUTE = ("none", "selective", "full")
+SCORE_BYTES = 5
+"""Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
 
 
 def korthikanti(
@@ -27,10 +29,15 @@ def korthikanti(
         raise ValueError(f"recompute {recompute!r} is not one of: {', '.join(KORTHIKANTI_RECOMPUTE)}")
     if recompute == "full":
         return 2.0 * s * b * h
-    scores = 5 * a * s / h if recompute == "none" else 0.0
+    scores = SCORE_BYTES * a * s / h if recompute == "none" else 0.0
     if sequence_parallel:
         return s * b * h / t * (34 + scores)
     return s * b * h * (10 + 24 / t + scores / t)
+
+
+def score_bytes(shape: ModelShape, *, tp: int, sequence_length: int) -> float:
+    """Bytes of one layer's scores for one token, of a rank's heads."""
+    return SCORE_BYTES * shape.num_attention_heads * sequence_length / tp
 
 
 @dataclass(frozen=True, slots=True)

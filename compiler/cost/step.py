@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .activations import layer_bytes
+from .activations import layer_bytes, score_bytes
 from .coefficients import Fit, default_time
 from .context_time import ContextCost, context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
@@ -25,8 +25,6 @@ OPTIMIZER_BYTES = 28
 SOFTMAX_BYTES = 52
 """Read and written for each logit by the loss, kernel by kernel: to fp32 (2 + 4), largest (4), less it (8), exponential
 (8), sum (4), share (8); backward times the gradient (8), back to 16 bits (4 + 2)."""
-SCORE_BYTES = 5
-"""Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
 LEAST_EXPOSED = 0.1
 """The share of gradient traffic that is never hidden: the last bucket starts when the backward pass has ended."""
 
@@ -128,8 +126,7 @@ def step_terms(work: Workload) -> StepTerms:
     attention = 3 * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
     passed = again * (kept.total - kept.gathered)
     if framework.stores_scores:
-        scores = shape.num_attention_heads * work.sequence_length / work.tp
-        passed += attention_again * SCORE_BYTES * scores
+        passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recompute == "full" else 4
     logits = work.padded_vocabulary / work.tp * tokens

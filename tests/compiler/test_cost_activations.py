@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from parcompile.cost.activations import korthikanti, layer_bytes
-from parcompile.cost.footprint import GIB, LOSS_CHUNK_ELEMENTS, fit_probability, footprint
+from parcompile.cost.footprint import GIB, fit_probability, footprint
 from parcompile.cost.measurements import gpt_shape, llama_shape
+from parcompile.cost.memory_terms import LOSS_CHUNK_ELEMENTS, memory_terms
 from parcompile.cost.workload import Workload
 
 GIB_22B = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}
@@ -38,6 +39,26 @@ def test_a_gpt_layer_with_fused_attention_keeps_what_the_selective_form_keeps() 
     found = layer_bytes(gpt_shape(24, 2304, 24), tp=1, sequence_parallel=False)
     assert found.total == 2 * 2304 * (4 + 4 + 8)
     assert found.total <= korthikanti(s=1, b=1, h=2304, a=24, recompute="selective")
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("none", 24 * 2), ("selective", 1), ("full", 1)])
+def test_stored_scores_are_kept_of_all_layers_or_recomputed_of_one(recompute: str, layers: int) -> None:
+    """5 a s² b / t for each layer: arXiv 2205.05198, table 2."""
+    fused = Workload(
+        shape=gpt_shape(48, 2304, 24),
+        nodes=1,
+        gpus_per_node=8,
+        accelerator="a100-80gb",
+        sequence_length=1024,
+        micro_batch=2,
+        micro_batches=4,
+        tp=4,
+        pp=2,
+        recompute=recompute,
+        framework="megatron",
+    )
+    first, stored = memory_terms(fused)[0], memory_terms(replace(fused, framework="megatron-2021"))[0]
+    assert stored.attention - first.attention == layers * 5 * 24 * 1024**2 * 2 / 4
 
 
 def test_grouped_heads_and_gated_mlp_follow_the_component_form() -> None:

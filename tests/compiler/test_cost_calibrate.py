@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from parcompile.cli import main
-from parcompile.cost.calibration import crashed_of_memory, quantiles, usable
+from parcompile.cost.calibration import quantiles, usable
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
-from parcompile.cost.footprint import memory_terms, peak_bytes
+from parcompile.cost.crashes import crashed_of_memory
+from parcompile.cost.footprint import peak_bytes
 from parcompile.cost.measurements import Measurement, balanced_stages, nanotron_models, read_plain
+from parcompile.cost.memory_terms import memory_terms
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
 
