@@ -193,7 +193,13 @@ def fails_on_one(rank: int, plan: Plan, file: str) -> None:
 
     if rank == 1:
         stages.compare_live_groups = lambda mesh: {}["x"]
-    check_job(plan, speak=lambda report: Path(file).write_text(json.dumps(report.to_json())), limits=LIMITS)
+    report = Path(file)
+    check_job(
+        plan,
+        speak=lambda found: report.write_text(json.dumps(found.to_json())),
+        checkpoints=report.parent,
+        limits=LIMITS,
+    )
 
 
 @pytest.mark.ranks
@@ -204,6 +210,7 @@ def test_an_error_on_one_rank_is_reported_by_a_rank_that_waits_for_it_and_ends(t
     found = of_verdict(tree, "differs")["process groups"]
     assert found["ranks"] == [1]
     assert "KeyError: 'x' (test_live_preflight.py:" in found["detail"]
+    assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
 
 
 @pytest.mark.ranks

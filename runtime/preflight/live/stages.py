@@ -27,8 +27,8 @@ from .links import Measured, compare_links, measure, remarks
 from .session import Answer, Session
 from .trial import LOSSES, STEPS, Trial, compare_trials, run_trial
 
-ARRIVAL, GROUPS, LINKS, TRIAL = "arrival", "process groups", "links", f"{STEPS} steps"
-STAGES = (ARRIVAL, GROUPS, LINKS, TRIAL)
+ARRIVAL, DISK, GROUPS, LINKS, TRIAL = "arrival", "disk", "process groups", "links", f"{STEPS} steps"
+STAGES = (ARRIVAL, DISK, GROUPS, LINKS, TRIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,24 @@ def go_through(job: Job, session: Session) -> None:
         )
         if not answer["go"]:
             return
-        joined: list[Mesh] = []
-        groups = session.stage(
-            GROUPS, lambda: _join(job, answer["marker"], joined), lambda heard: _groups(session, heard)
-        )
-        if not groups["go"]:
-            return
+        # Before any collective: whoever waits in one may be ended there, and the marker would stay.
+        seen = not answer["marker"] or Path(answer["marker"]).exists()
+        session.stage(DISK, lambda: seen, lambda heard: _disk(session, heard))
+    joined: list[Mesh] = []
+    if not session.stage(GROUPS, lambda: _join(job, joined), lambda heard: _groups(session, heard))["go"]:
+        return
     mesh, nodes, seconds = joined[0], answer["nodes"], session.limits.measure_seconds
     links = session.stage(LINKS, lambda: _measure(mesh, nodes, seconds), lambda heard: _links(job, session, heard))
     if links["go"]:
         session.stage(TRIAL, lambda: run_trial(mesh, job.model).to_json(), lambda heard: _trial(session, heard))
 
 
-def _join(job: Job, marker: str, joined: list[Mesh]) -> Answer:
+def _join(job: Job, joined: list[Mesh]) -> list[Any]:
     assert job.plan is not None
     if not dist.is_initialized():
         start_world(job.store, job.environment, device_of(job.environment))
     joined.append(join(job.plan))
-    groups = [one.to_wire() for one in compare_live_groups(joined[0])]
-    return {"groups": groups, "sees": not marker or Path(marker).exists()}
+    return [one.to_wire() for one in compare_live_groups(joined[0])]
 
 
 def _measure(mesh: Mesh, nodes: list[str], seconds: float) -> Answer:
@@ -96,12 +95,18 @@ def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     return {"go": go, "nodes": [one.node for one in facts], "marker": heard[0]["marker"]}
 
 
+def _disk(session: Session, heard: Sequence[Any]) -> Answer:
+    found = session.found
+    assert found.arrived is not None
+    found.findings += compare_disk(found.arrived, heard)
+    return {}
+
+
 def _groups(session: Session, heard: Sequence[Any]) -> Answer:
     found = session.found
     assert found.arrived is not None
-    groups = [Finding.from_wire(one) for said in heard for one in said["groups"]]
+    groups = [Finding.from_wire(one) for said in heard for one in said]
     found.findings += groups
-    found.findings += compare_disk(found.arrived, [said["sees"] for said in heard])
     return {"go": not _differing(groups)}
 
 
