@@ -196,7 +196,7 @@ def test_fused_kernel_serves_equal_head_dims_and_the_plain_one_the_rest() -> Non
     query, _, value, _ = _inputs(10)
     assert select_kernel(query, value).name == "cpu-flash"
     assert select_kernel(query, value).backward_rows is None
-    assert select_kernel(query.bfloat16(), value.bfloat16()).backward_rows == 1024
+    assert select_kernel(query.bfloat16(), value.bfloat16()).backward_rows == 1536
     assert select_kernel(query, _inputs(10, value_dim=8)[2]).name == "plain"
     # Where nothing is computed, shapes are those of a fused kernel.
     assert select_kernel(query.to("meta"), value.to("meta")).name == "cpu-flash"
