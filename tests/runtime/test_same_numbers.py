@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from training_runs import make_plan, train_in_one_process, train_with_engine, whole_parameters
+from training_runs import make_plan, static_bytes, train_in_one_process, train_with_engine, whole_parameters
 
 TOLERANCE = 1e-5
 
@@ -125,22 +125,23 @@ def test_a_plan_gives_the_numbers_of_one_process(name: str, masked: bool) -> Non
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "parallelism"),
-    [(2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (3, {"dp": 3})],
-    ids=["tp2", "cp2", "tp2cp2", "dp3"],
+    [(2, {"tp": 2, "sequence_parallel": True}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (3, {"dp": 3})],
+    ids=["tp2 sp", "cp2", "tp2cp2", "dp3"],
 )
-def test_the_live_optimizer_shard_is_the_planned_one_to_the_byte(world_size: int, parallelism: dict[str, int]) -> None:
-    training = {"global_batch_size": 6} if world_size == 3 else {}
+def test_what_a_live_engine_holds_is_planned_to_the_byte(world_size: int, parallelism: dict[str, int]) -> None:
+    training = {"micro_batch_size": 1, "global_batch_size": 6 if world_size == 3 else 4}
     plan = make_plan(world_size, parallelism, training=training)
     planned = plan.to_json()
     memory, shards = planned["static_memory"], planned["optimizer_shards"]
-    for found in run_ranks(world_size, train_with_engine, plan, False, 1):
-        live = found["optimizer"]
+    for live in run_ranks(world_size, static_bytes, plan):
         assert live["shard_numel"] == shards["shard_numel"] == memory["shard_numel"]
         assert live["master_bytes"] == memory["master_bytes"]
         assert live["moments"] * 4 == memory["optimizer_bytes"]
         assert live["flat_numel"] == shards["padded_numel"]
         assert live["flat_bytes"] == memory["weight_bytes"]
-        assert sum(parameter.numel() for parameter in found["parameters"].values()) == shards["numel"]
+        assert live["parameters"] == shards["numel"]
+        assert live["gradient_bytes"] == memory["gradient_bytes"]
+        assert live["bucket_bytes"] == memory["bucket_bytes"]
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -121,7 +122,31 @@ def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = 
         losses.append(total / plan.spec.training.gradient_accumulation_steps)
         norms.append(float(engine.get_global_grad_norm()))
     parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-    return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters, "optimizer": _shard(engine)}
+    return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters}
+
+
+def static_bytes(rank: int, plan: Plan) -> dict[str, int]:
+    """What a live engine holds after a step, and behind the first of its micro-batches: gradients, and the bucket."""
+    from parcompile.runtime import initialize
+
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    weights = list(engine.module.parameters())
+    (bucket,) = engine.optimizer.ipg_buckets.values()
+    buckets: list[int] = []
+    hook = weights[0].register_post_accumulate_grad_hook(lambda _: buckets.append(_bytes(bucket.buffer)))
+    batches = iter(loader)
+    gradients = []
+    for _ in range(plan.spec.training.gradient_accumulation_steps):
+        engine.backward(engine(**next(batches)).loss)
+        gradients.append(_bytes(weight.grad for weight in weights if weight.grad is not None))
+        engine.step()
+    hook.remove()
+    parameters = sum(weight.numel() for weight in weights)
+    return {**_shard(engine), "gradient_bytes": gradients[0], "bucket_bytes": max(buckets), "parameters": parameters}
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _shard(engine: Any) -> dict[str, int]:
@@ -132,10 +157,10 @@ def _shard(engine: Any) -> dict[str, int]:
     flat = sum(tensor.numel() for tensor in engine.optimizer.bit16_groups_flat)
     return {
         "shard_numel": sum(tensor.numel() for tensor in masters),
-        "master_bytes": sum(tensor.numel() * tensor.element_size() for tensor in masters),
+        "master_bytes": _bytes(masters),
         "moments": moments,
         "flat_numel": flat,
-        "flat_bytes": sum(tensor.numel() * tensor.element_size() for tensor in engine.optimizer.bit16_groups_flat),
+        "flat_bytes": _bytes(engine.optimizer.bit16_groups_flat),
     }
 
 
