@@ -211,8 +211,12 @@ def _start_swap(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) ->
     )
 
 
+EXCHANGING = {"cpu"}
+"""Types of devices on which gloo carries messages."""
+
+
 def _exchanges(device: torch.device) -> bool:
-    return device.type == "cpu" and _asynchronous()
+    return device.type in EXCHANGING and _asynchronous()
 
 
 def _asynchronous() -> bool:

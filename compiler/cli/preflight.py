@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import click
 
@@ -18,6 +22,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.command("preflight")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--ranks", help="Ranks to look at, as in 0,8,15; by default those that differ.")
+@click.option("--model", metavar="FILE.py:FUNCTION", help="What builds a module of your own, called without arguments.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--live", "is_live", is_flag=True, help="Check the launched job of which this process is a rank.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), help="Live: where they will go (default: the plan's).")
@@ -30,6 +35,7 @@ def command(
     /,
     plan: Path,
     ranks: str | None,
+    model: str | None,
     form: str,
     is_live: bool,
     checkpoints: Path | None,
@@ -46,6 +52,8 @@ def command(
     if is_live:
         if ranks is not None:
             raise click.UsageError("--ranks are looked at without a launcher: --live checks all ranks of its job")
+        if model is not None:
+            raise click.UsageError("--model is built without a launcher: --live takes the plan's own model")
         check_job(plan, form, checkpoints, times)
         return
     if checkpoints is not None or any(times.values()):
@@ -64,12 +72,35 @@ def command(
     except ImportError as error:
         raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
     try:
-        found = preflight(loaded, chosen)
+        found = preflight(loaded, chosen, None if model is None else _builder(model))
     except RunError as error:
         raise click.ClickException(str(error)) from None
     click.echo(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.agrees:
         context.exit(1)
+
+
+def _builder(where: str) -> Callable[[], Any]:
+    """The function, or class, of a Python file or module."""
+    name, _, attribute = where.rpartition(":")
+    sys.path.insert(0, "")
+    try:
+        if name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[Path(name).stem] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(name)
+        found = getattr(module, attribute)
+    except (ImportError, OSError, ValueError, AttributeError) as error:
+        raise click.BadParameter(
+            f"{where}: {error}; write FILE.py:FUNCTION or package.module:FUNCTION", param_hint="--model"
+        ) from None
+    if not callable(found):
+        raise click.BadParameter(f"{where} is {type(found).__name__}, nothing that can be called", param_hint="--model")
+    return cast("Callable[[], Any]", found)
 
 
 def _numbers(text: str) -> list[int]:

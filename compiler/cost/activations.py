@@ -89,15 +89,16 @@ def eager_layer_bytes(
 ) -> LayerBytes:
     """What one layer of the runtime keeps for each token: transformers' own modules around the parallel layers.
 
-    An RMSNorm keeps its input in fp32 and, in the type of the weights, the normalised input; a LayerNorm keeps its
-    input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
+    An RMSNorm keeps its input in fp32 and, mostly in the type of the weights, the normalised input; a LayerNorm keeps
+    its input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
     projections, the activation's output and the product. The inputs of the two blocks are kept whole, gathered under
     sequence parallelism. `parcompile preflight` compares this with what is really kept.
     """
     width, h = float(element_bytes), shape.hidden_size
     family = FAMILIES.get(shape.model_type, Family())
     rms = family.norm is Norm.WEIGHT
-    stream = shape.norms_per_layer * h * (4 + width if rms else width)
+    normed = 4 if shape.model_type in FP32_NORMS else width
+    stream = shape.norms_per_layer * h * (4 + normed if rms else width)
     heads, kv_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1.0)
     if shape.mla is not None:
         mla = shape.mla
@@ -108,10 +109,18 @@ def eager_layer_bytes(
     if shape.qk_norm:
         attention += (4 + width) * (heads + kv_heads) * shape.head_dim
     attention += 4 * heads
-    fused = layer_bytes(shape, tp=tp, sequence_parallel=sequence_parallel, element_bytes=element_bytes, moe=moe)
-    mlp = fused.mlp * (4 / 3 if shape.gated_mlp else 1.0)
+    kept = 4 if shape.gated_mlp else 2
+    if moe and shape.moe is not None:
+        experts, chosen = shape.moe, shape.moe.num_experts_per_token
+        # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
+        mlp = width * (kept * chosen * experts.intermediate_size / tp + 2.0 * chosen * h) + 4.0 * experts.num_experts
+        mlp += width * kept * experts.shared_intermediate_size / tp
+    else:
+        mlp = width * kept * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * BLOCKS * h)
 
 
+FP32_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3")
+"""Model types whose RMSNorm multiplies by its weight in fp32."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

@@ -31,8 +31,11 @@ from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
 from parcompile.model.families import FAMILIES, Family, QkNorm
+from parcompile.model.own import LAYER, OwnModule
 from parcompile.model.parameters import Parameter, parameter_table
+from parcompile.model.shape import ModelShape
 
+from .activations import BLOCKS
 from .context import context_exchanges
 from .workload import Workload
 
@@ -66,6 +69,8 @@ def collectives(work: Workload, stage: Stage) -> Collectives:
     def send(group: str, kind: str, messages: float, whole_bytes: float, ranks: int) -> None:
         """So many messages of so many bytes each, over so many ranks."""
         factor = (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
+        if not messages:
+            return
         before = found.get((group, kind), Sent(0, 0.0))
         found[group, kind] = Sent(before.messages + int(messages), before.wire_bytes + messages * factor * whole_bytes)
 
@@ -86,15 +91,19 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     forward = 2 * layers + stage.has_embedding
     again = 2 * layers if work.recompute == "full" else 0
     backward = 2 * layers + stage.has_head
+    # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it.
+    unrepeated = routed_layers(work.shape, stage) if work.recompute == "full" else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         entries, exits = 2 * layers + stage.has_head, forward
-        for kind in ("all-gather", "reduce-scatter"):
-            send("tp", kind, (entries + exits + again) * times, activation, tp)
+        send("tp", "all-gather", (entries + exits + again) * times, activation, tp)
+        send("tp", "reduce-scatter", (entries + exits + again - unrepeated) * times, activation, tp)
         # The head does not keep its gathered input, but gathers it again in backward.
         send("tp", "all-gather", stage.has_head * times, activation, tp)
     else:
-        send("tp", "all-reduce", (forward + again + backward) * times, activation, tp)
+        send("tp", "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
+    if work.shape.own is not None:
+        _own_columns(work, work.shape.own, layers * times, activation, send)
     if stage.has_head:
         send("tp", "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
     for parameter in parameter_table(work.shape):
@@ -112,6 +121,27 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * layers * times * (3 if work.recompute == "full" else 2)
         send("tp", "all-reduce", sums, 4 * work.local_tokens, tp)
+
+
+def _own_columns(work: Workload, own: OwnModule, passes: int, activation: float, send: _Send) -> None:
+    """What column-parallel linears in a layer of a module of one's own send beyond one exchange for each block.
+
+    Each further one sums its input's gradient by itself. With sequence parallelism attention gathers its input once,
+    while those outside it gather theirs again in backward.
+    """
+    weights = [name for name, size in own.parameters if LAYER in name and len(size) == 2]
+    columns = [name for name in weights if (rule := own.rule_of(name)) is not None and rule.kind == "column"]
+    if work.sequence_parallel:
+        outside = [name for name in columns if not name.startswith(tuple(f"{one}." for one in own.attentions))]
+        send("tp", "all-gather", len(outside) * passes, activation, work.tp)
+    else:
+        send("tp", "all-reduce", max(0, len(columns) - BLOCKS) * passes, activation, work.tp)
+
+
+def routed_layers(shape: ModelShape, stage: Stage) -> int:
+    """Layers of a stage that have experts."""
+    first = shape.num_hidden_layers if shape.moe is None else shape.moe.first_moe_layer
+    return len(range(max(first, stage.layers.start), stage.layers.stop))
 
 
 def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:

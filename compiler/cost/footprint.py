@@ -81,14 +81,18 @@ def stage_components(work: Workload, terms: StageTerms, values: Mapping[str, flo
     kept = values["gathered"] if work.pp == 1 else values["gathered_pipeline"]
     repeated = values["logits_kept"] if work.micro_batches > 1 else 0.0
     activations = terms.stream + values["attention"] * terms.attention + values["mlp"] * terms.mlp
+    activations += kept * terms.gathered
+    logits = (values["logits"] + repeated) * terms.logit_elements + terms.waiting_logits
     return {
         "weights": terms.weights,
         "gradients": terms.gradients,
         "master weights": terms.master,
         "optimizer state": terms.optimizer,
         "reduce bucket": terms.bucket,
-        "activations": activations + kept * terms.gathered,
-        "logits": (values["logits"] + repeated) * terms.logit_elements + terms.waiting_logits,
+        "activations": activations,
+        "logits": logits,
+        # Activations are gone by then: what it takes more than they did.
+        "optimizer step": max(0.0, terms.optimizer_step - activations - logits),
         "pipeline buffers": terms.exchange,
         "framework": values["base_gib"] * GIB + extra * terms.parameters,
     }
@@ -103,8 +107,9 @@ def peak_bytes(work: Workload, terms: Sequence[StageTerms], values: Mapping[str,
     best = 0.0
     for one in terms:
         total = one.weights + one.gradients + one.master + one.optimizer + one.bucket + extra * one.parameters
-        total += one.stream + attention * one.attention + mlp * one.mlp + kept * one.gathered
-        total += logit * one.logit_elements + one.waiting_logits + one.exchange
+        taken = one.stream + attention * one.attention + mlp * one.mlp + kept * one.gathered
+        taken += logit * one.logit_elements + one.waiting_logits
+        total += max(taken, one.optimizer_step) + one.exchange
         best = max(best, total)
     return best + values["base_gib"] * GIB
 

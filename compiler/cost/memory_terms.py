@@ -8,6 +8,7 @@ from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_n
 from parcompile.layout.stages import Stage
 
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
+from .collectives import routed_layers
 from .memory import LARGEST_BUCKET, keeps_both_gradients
 from .workload import FRAMEWORKS, Workload
 
@@ -33,6 +34,7 @@ class StageTerms:
     logit_elements: float
     waiting_logits: float
     exchange: float
+    optimizer_step: float
 
 
 def memory_terms(work: Workload) -> list[StageTerms]:
@@ -45,7 +47,6 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     numels = [work.stage_parameters(stage) for stage in stages]
     both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
     bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and not both else 0
-    moe_from = work.shape.moe.first_moe_layer if work.shape.moe else work.shape.num_hidden_layers
     form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
     dense, sparse = (
         form(
@@ -61,13 +62,15 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
         held = work.in_flight(index)
         tokens = work.local_tokens
-        dense_layers = len(range(stage.layers.start, min(stage.layers.stop, moe_from)))
-        moe_layers = len(stage.layers) - dense_layers
+        moe_layers = routed_layers(work.shape, stage)
+        dense_layers = len(stage.layers) - moe_layers
         kept = {
             part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
             for part in ("stream", "attention", "mlp", "gathered")
         }
-        kept["stream"] *= work.split_tokens / tokens
+        for part in ("stream", "gathered"):
+            kept[part] *= work.split_tokens / tokens
+        in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
         if work.recompute == "full":
             # Each layer's input is kept; one layer at a time is recomputed whole.
             one = sparse if moe_layers else dense
@@ -78,15 +81,17 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             kept["stream"] += len(stage.layers) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += len(stage.layers) * _kept_attention(work) * tokens * held
-                kept["mlp"] += _recomputed_in_flight_bytes(work)
+                kept["mlp"] += in_flight
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.
             kept["attention"] += scores * (len(stage.layers) * held if work.recompute == "none" else bool(stage.layers))
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
         if work.framework == "deepspeed":
-            layer = (sparse if moe_layers else dense).total * tokens + _recomputed_in_flight_bytes(work)
-            kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer if stage.layers else 0.0)
+            layer = (sparse if moe_layers else dense).total * tokens + in_flight if stage.layers else 0.0
+            kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
+            taken = sum(kept.values()) + 2 * work.element_bytes * logits + _loss_chunk_bytes(work, logits)
+            kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken)
         exchange = tokens * work.shape.hidden_size * work.element_bytes * held if work.pp > 1 else 0.0
         found.append(
             StageTerms(
@@ -101,37 +106,60 @@ def memory_terms(work: Workload) -> list[StageTerms]:
                 logits,
                 logits * work.element_bytes * max(held - 1, 0) + _loss_chunk_bytes(work, logits),
                 exchange,
+                _optimizer_step_bytes(work, numel, bucket * work.element_bytes)
+                if work.framework == "deepspeed"
+                else 0.0,
             )
         )
     return found
 
 
-def _recomputed_in_flight_bytes(work: Workload) -> float:
-    """Gradients of activations and of one weight while the MLP of a recomputed layer runs backward."""
-    h, width = work.shape.hidden_size, work.shape.intermediate_size / work.tp
-    return work.element_bytes * (work.local_tokens * (h + 2 * width) + h * width)
+def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
+    """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
+    h, tokens = work.shape.hidden_size, work.local_tokens
+    if not routed or work.shape.moe is None:
+        width = work.shape.intermediate_size / work.tp
+        return work.element_bytes * (tokens * (h + 2 * width) + h * width)
+    # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
+    moe, projections = work.shape.moe, 2 if work.shape.gated_mlp else 1
+    width = moe.intermediate_size / work.tp
+    return work.element_bytes * width * (moe.num_experts * projections * h - 2 * moe.num_experts_per_token * tokens)
 
 
-def _ends_bytes(work: Workload, stage: Stage, logits: float, recomputed_layer: float) -> float:
+def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
-    Logits with their gradient, what the head's backward holds (the gradients of logits, weight and input; under
-    sequence parallelism the gathered input and its gradient, each twice while they are laid out anew), the gradients in
-    front of the last norm (two in the type of the weights and three in fp32), and with full recomputation a layer do
-    not stand in memory together: the largest counts. Logits and layers are counted elsewhere, so what is returned may
-    be negative.
+    Logits with their gradient; what the head's backward holds (the gradients of logits, weight and input; under
+    sequence parallelism the gathered input and its gradient, each twice while they are laid out anew); the gradients in
+    front of the last norm (two in the type of the weights and three in fp32); what is in flight in the last MLP, or
+    with full recomputation a layer: these do not stand in memory together, the largest counts. The gradient of a tied
+    head waits for that of the embedding. Logits and layers are counted elsewhere, so what is returned may be negative.
     """
-    width, hidden = work.element_bytes, work.local_tokens * work.shape.hidden_size
+    width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
-    weight = work.shape.hidden_size * work.padded_vocabulary / work.tp
-    inputs = hidden * (4 + 1 / share) if share > 1 else hidden
-    backward = width * (logits + weight + inputs) if stage.has_head else 0.0
-    normed = hidden * (4 + 2 * width) / share if stage.has_head else 0.0
-    head = 2 * width * logits + _loss_chunk_bytes(work, logits)
+    weight = width * work.shape.hidden_size * work.padded_vocabulary / work.tp
+    waiting = weight if _is_tied(work, stage) else 0.0
+    loss = 2 * width * logits + _loss_chunk_bytes(work, logits)
+    normed = head = 0.0
+    if stage.has_head:
+        normed = hidden * (4 + 2 * width) / share
+        inputs = hidden * (4 + 1 / share) if share > 1 else hidden
+        head = max(loss, width * (logits + inputs) + weight)
     if work.recompute == "full":
-        # The last norm goes with the logits.
-        return normed - min(recomputed_layer, head + normed)
-    return normed + max(0.0, backward - head, hidden * (2 * width + 3 * 4) / share - head)
+        return max(recomputed_layer + waiting, normed + head) - recomputed_layer - loss
+    return max(normed + head, normed + hidden * (2 * width + 3 * 4) / share + waiting, in_flight + waiting) - loss
+
+
+def _embedding_backward_bytes(work: Workload, stage: Stage) -> float:
+    """The gradient of the embedding, when all else is gone; of a tied one, that of the head and the sum of both too."""
+    if not stage.has_embedding:
+        return 0.0
+    weight = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp
+    return weight * (3 if _is_tied(work, stage) else 1)
+
+
+def _is_tied(work: Workload, stage: Stage) -> bool:
+    return work.shape.tie_word_embeddings and stage.has_embedding and stage.has_head
 
 
 def _kept_attention(work: Workload) -> float:
@@ -158,3 +186,16 @@ def _static(work: Workload, numel: int) -> tuple[float, float, float, float]:
         shard * MASTER_BYTES,
         shard * ADAM_STATE_BYTES,
     )
+
+
+def _optimizer_step_bytes(work: Workload, numel: int, bucket: float) -> float:
+    """What DeepSpeed and torch's Adam take while the optimizer steps, less gradients and bucket that were let go of.
+
+    Adam computes its denominator beside the moments (on CPU in two tensors), in fp32. ZeRO stage 1 copies the gradients
+    of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
+    """
+    shard = padded_numel(numel, work.shards) / work.shards
+    adam = MASTER_BYTES * shard * (2 if work.machine.name == "cpu" else 1)
+    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+        return adam
+    return MASTER_BYTES * shard + adam - numel * work.gradient_bytes - bucket

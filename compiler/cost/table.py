@@ -126,7 +126,7 @@ def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
     groups = {
         "weights": ["weights"],
         "gradients": ["gradients", "reduce bucket"],
-        "optimizer": ["master weights", "optimizer state"],
+        "optimizer": ["master weights", "optimizer state", "optimizer step"],
         "activations": ["activations", "pipeline buffers"],
         "logits": ["logits"],
         "framework": ["framework"],

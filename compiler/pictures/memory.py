@@ -16,6 +16,7 @@ ROLES = {
     "reduce bucket": "bucket",
     "activations": "activations",
     "logits": "logits",
+    "optimizer step": "step",
     "pipeline buffers": "buffers",
     "framework": "framework",
 }

@@ -102,7 +102,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if named is None:
             named = "world" if group.group_name == dist.group.WORLD.group_name else "other"  # type: ignore[union-attr]
         counts = self._counts.setdefault(self.phase, {})
-        tally = Tally(1, _wire_bytes(kind, args, group.size()))
+        tally = Tally(1, _wire_bytes(kind, args, group))
         if kind != "barrier" and tally.wire_bytes <= CONTROL_BYTES and _largest(args) <= CONTROL_BYTES:
             kind = "control"
         counts[named, kind] = counts.get((named, kind), Tally()) + tally
@@ -143,13 +143,17 @@ def _largest(args: tuple[Any, ...]) -> int:
     return max((leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), default=0)
 
 
-def _wire_bytes(kind: str, args: tuple[Any, ...], ranks: int) -> float:
+def _wire_bytes(kind: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:
     """What this rank sends; see the module."""
     if kind in ("receive", "barrier"):
         return 0.0
     if kind == "send":
         return float(_nbytes(args[0]))
-    share = (ranks - 1) / ranks
+    share = (group.size() - 1) / group.size()
+    if kind == "all-to-all" and len(args) > 4 and args[4]:
+        # Pieces of unequal sizes: all but its own.
+        sizes = args[4]
+        share = 1 - sizes[group.rank()] / sum(sizes)
     if kind in ("all-reduce", "broadcast", "reduce"):
         return (2 if kind == "all-reduce" else 1) * share * _nbytes(args[0])
     # Outputs come first, inputs second; of a gather the outputs are the whole, of a scatter the inputs.

@@ -18,11 +18,12 @@ from .compare import (
 )
 from .counting import Counts
 from .findings import Finding, Report, Verdict
-from .sharded import build_sharded
+from .sharded import Builder, build_sharded
 from .stand_in import Following, stand_in
 from .step import RUN, run_step
 
 _PIPELINE = "X001"
+BUILDER = "--model FILE.py:FUNCTION"
 
 
 def chosen_ranks(plan: Plan) -> tuple[int, ...]:
@@ -48,10 +49,11 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))
 
 
-def preflight(plan: Plan, ranks: Sequence[int] | None = None) -> Report:
+def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder | None = None) -> Report:
     """Builds each of `ranks` without memory, runs a step, and compares with the plan.
 
-    By default `chosen_ranks` are built and `distinct_ranks` run: what the others would run has the same shapes.
+    By default `chosen_ranks` are built and `distinct_ranks` run: what the others would run has the same shapes. A plan
+    for a module of one's own needs its `builder`.
 
     Raises:
         RunError: this process is part of a real world, or a rank is not in the plan's.
@@ -62,7 +64,7 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None) -> Report:
             raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
     stepping = looked_at if ranks is not None else distinct_ranks(plan)
     sent: dict[int, Counts] = {}
-    findings = [finding for rank in looked_at for finding in _rank(plan, rank, sent, steps=rank in stepping)]
+    findings = [finding for rank in looked_at for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)]
     count = plan.spec.training.gradient_accumulation_steps
     notes = [
         f"built: every layer of a rank's stage; run: {RUN} micro-batches, which stand for the step's {count}, "
@@ -73,23 +75,28 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None) -> Report:
     return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
 
 
-def _rank(plan: Plan, rank: int, sent: dict[int, Counts], *, steps: bool) -> Iterator[Finding]:
+def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | None, *, steps: bool) -> Iterator[Finding]:
     codes = {refusal.code: refusal.message for refusal in plan.refusals}
     for code, message in codes.items():
         yield Finding(rank, f"[{code}]", "", "", Verdict.NOT_RUN, message)
     with stand_in(plan, rank) as mesh:
         yield from compare_groups(mesh)
-        if plan.spec.model.shape.own is not None:
-            yield Finding(rank, "model", "", "", Verdict.NOT_RUN, "a module of your own, which only you can build")
+        if plan.spec.model.shape.own is not None and builder is None:
+            yield Finding(
+                rank, "model", "", "", Verdict.NOT_RUN, f"a module of your own: say with {BUILDER} who builds it"
+            )
             return
         if any(code != _PIPELINE for code in codes):
             return
         stages, follow = stages_of(plan, rank), Following(mesh)
         try:
             with follow:
-                model, held = build_sharded(mesh, follow)
+                model, held = build_sharded(mesh, follow, builder)
                 yield from compare_parameters(mesh, held, stages)
                 if not steps:
+                    return
+                if builder is not None and len(plan.spec.stages) > 1:
+                    yield Finding(rank, "step", "", "", Verdict.NOT_RUN, "only you can cut your own module into stages")
                     return
                 step = run_step(model, mesh, follow, stages)
         except RunError as error:

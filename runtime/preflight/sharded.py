@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from parcompile.plan import Plan
 
 from ..groups import Mesh
 from ..inject import Slices, inject, sum_partial_gradients
+from ..inject.own import recompute_layers
 from ..model import DTYPES, instantiate
 from ..ring_attention import keep_attention
 from .stand_in import META, Following
@@ -34,24 +35,32 @@ class Held:
     """The parameter that they came from; None when several."""
 
 
-def build_sharded(mesh: Mesh, follow: Following) -> tuple[nn.Module, list[Held]]:
-    """This rank's part of the whole model, and what it holds.
+Builder = Callable[[], nn.Module]
+"""Builds a module of one's own, whole."""
+
+
+def build_sharded(mesh: Mesh, follow: Following, builder: Builder | None = None) -> tuple[nn.Module, list[Held]]:
+    """This rank's part of the whole model, and what it holds; a module of one's own comes from `builder`.
 
     Raises:
         RunError: the model cannot be injected.
     """
     plan = mesh.plan
+    dtype, own = DTYPES[plan.spec.training.precision], plan.spec.model.shape.own
     with META:
-        model = instantiate(plan, DTYPES[plan.spec.training.precision])
+        model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         follow.keep_copies = True
         inject(model, mesh)
         follow.keep_copies = False
-    sum_partial_gradients(model, mesh)
+    if own is None:
+        sum_partial_gradients(model, mesh)
     slices = Slices(mesh)
     held = [_held(name, parameter, slices, whole, follow) for name, parameter in model.named_parameters()]
     follow.forget_copies()
-    if plan.spec.training.activation_checkpointing == "full":
+    if plan.spec.training.activation_checkpointing == "full" and own is not None:
+        recompute_layers(model, own)
+    elif plan.spec.training.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(  # type: ignore[operator]
             {"use_reentrant": False, "context_fn": keep_attention}
         )
@@ -72,7 +81,11 @@ def _held(
     ranges, sources = [], set()
     for _, piece in sorted(follow.copies_into(parameter), key=lambda copy: copy[0]):
         found = whole.get(_storage(piece))
-        if found is None or piece.numel() == 0 or dim is None:
+        if found is None or piece.numel() == 0:
+            continue
+        if dim is None and piece.shape == found[1].shape:
+            return Held(name, shape, parameter.nbytes, None, found[0])
+        if dim is None:
             continue
         start = piece.storage_offset() // found[1].stride(dim) % found[1].shape[dim]
         ranges.append((start, start + piece.shape[dim]))
@@ -109,8 +122,9 @@ class StageModel(nn.Module):
         whole = self.first and self.last and plan.spec.parallelism.pp == 1
         if not whole:
             _cut_to_stage(model, plan, stages, first=self.first, last=self.last)
-        base = FAMILIES[plan.spec.model.shape.model_type].base
-        self.part: Any = model if self.last else model.get_submodule(base)
+        self.part: Any = model
+        if not self.last:
+            self.part = model.get_submodule(FAMILIES[plan.spec.model.shape.model_type].base)
 
     def forward(self, hidden: Tensor | None = None, **batch: Any) -> Tensor:
         """The loss of a micro-batch, or what stands for it."""
@@ -118,7 +132,8 @@ class StageModel(nn.Module):
             batch.pop("input_ids")
             batch["inputs_embeds"] = hidden
         if self.last:
-            loss: Tensor = self.part(**batch).loss
+            with META:  # for modules that make their positions on the default device
+                loss: Tensor = self.part(**batch).loss
             return loss
         out = self.part(
             **{name: batch[name] for name in batch if name in ("input_ids", "inputs_embeds", "position_ids")}

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from parcompile.plan import Plan
 
 from .. import groups as joined
+from .. import transport
 from ..environment import forbid_jit_builds
 from ..errors import RunError
 from ..groups import Mesh
@@ -53,11 +54,14 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
         with _quiet():
             set_accelerator(_accelerator())
             dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+            if plan.spec.cluster.accelerator == "cpu":
+                transport.EXCHANGING.add(META.type)
             groups = {name: joined.create_group(plan, name, rank, others=False) for name in plan.groups.names}
             yield Mesh(plan, rank, META, groups)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        transport.EXCHANGING.discard(META.type)
         _forget_deepspeed()
         set_accelerator(before)
         os.environ.clear()

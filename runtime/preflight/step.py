@@ -67,6 +67,7 @@ def run_step(model: nn.Module, mesh: Mesh, follow: Following, stages: tuple[Stag
     staged = StageModel(model, mesh.plan, stages)
     engine, weights, master = _engine(staged, mesh, follow)
     batch, optimizer = _batch(mesh), engine.optimizer
+    _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
     held, kept, gradients, bucket = 0, 0, 0, 0
     for micro in range(RUN):
         follow.phase = f"micro {micro}"
@@ -119,6 +120,16 @@ def _engine(model: nn.Module, mesh: Mesh, follow: Following) -> tuple[Any, int, 
     flat = getattr(optimizer, "bit16_groups_flat", None) or optimizer.bf16_groups_flat
     master = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
     return engine, sum(one.nbytes for one in flat), sum(one.nbytes for one in master)
+
+
+def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
+    """Moments come with the first step, and all others find them; `foreach` is what torch chooses on accelerators."""
+    for group in adam.param_groups:
+        group["foreach"] = foreach
+        for master in group["params"]:
+            master.grad = torch.zeros_like(master)
+    adam.step()
+    adam.zero_grad(set_to_none=True)
 
 
 def _gradients(engine: Any) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .inputs import without_autocast
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .terms import Terms
 from .tiles import Band
@@ -38,7 +39,7 @@ class PlainKernel:
         batch, heads, length, _ = query.shape
         out = query.new_empty((batch, heads, length, value.shape[3]), dtype=dtype)
         lse = query.new_empty((batch, heads, length), dtype=dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             for rows in _tiles(0, length):
                 running = RunningAttention(out[:, :, rows], lse[:, :, rows])
                 for columns in _tiles(*_seen(rows, key.shape[2], band)):
@@ -72,7 +73,7 @@ class PlainKernel:
         grad_query = torch.zeros_like(query, dtype=dtype)
         grad_key = torch.zeros_like(key, dtype=dtype)
         grad_value = torch.zeros_like(value, dtype=dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             for rows in _tiles(0, query.shape[2]):
                 grad = grad_out[:, :, rows].to(dtype)
                 delta = (grad * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)

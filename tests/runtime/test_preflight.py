@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import shlex
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from ranks import run_ranks
+from test_own_module import own_plan
 from training_runs import initial_model, make_plan, samples
 
+from parcompile.cli import main
 from parcompile.cli.preflight import command
 from parcompile.cost import collectives as estimated
 from parcompile.cost import footprint
 from parcompile.cost.workload import workload_of
+from parcompile.model.presets import find_preset
+from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 from parcompile.runtime.preflight import Counting, Report, Tally, preflight
-from parcompile.runtime.preflight.counting import Counts
+from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 
 LAYOUTS = {
@@ -66,19 +76,21 @@ def faults(report: Report) -> dict[str, str]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_preflight_counts_what_live_ranks_send_and_the_estimate_says_the_same(name: str) -> None:
     plan = plan_of(name)
-    live = run_ranks(plan.world_size, live_counts, plan)
     report = preflight(plan, range(plan.world_size))
     assert report.agrees, report.text()
-    for rank, counts in enumerate(live):
+    for rank, counts in enumerate(run_ranks(plan.world_size, live_counts, plan)):
         stand_in = {key: one for key, one in report.counts[rank].items() if one.wire_bytes}
         assert stand_in == counts
         stage = plan.spec.stages[0]
-        planned = {
-            key: Tally(one.messages, one.wire_bytes)
-            for key, one in estimated.collectives(workload_of(plan.spec), stage).items()
-        }
-        assert {key: (one.messages, pytest.approx(one.wire_bytes)) for key, one in planned.items()} == {
-            key: (one.messages, one.wire_bytes) for key, one in counts.items()
+        # gloo carries some sums and gathers in other kinds of messages, which send as many bytes.
+        planned = by_group(
+            {
+                key: Tally(one.messages, one.wire_bytes)
+                for key, one in estimated.collectives(workload_of(plan.spec), stage).items()
+            }
+        )
+        assert {name: (one.messages, pytest.approx(one.wire_bytes)) for name, one in planned.items()} == {
+            name: (one.messages, one.wire_bytes) for name, one in by_group(counts).items()
         }
 
 
@@ -157,15 +169,15 @@ def test_a_collective_on_the_wrong_group_is_named(monkeypatch: pytest.MonkeyPatc
 
     build = run.build_sharded
 
-    def remember(mesh: Any, follow: Any) -> Any:
+    def remember(mesh: Any, *rest: Any) -> Any:
         mesh_groups.append(mesh.group("cp"))
-        return build(mesh, follow)
+        return build(mesh, *rest)
 
     monkeypatch.setattr(run, "build_sharded", remember)
     monkeypatch.setattr(collectives, "start_all_reduce", elsewhere)
     found = faults(preflight(plan_of("tp2 cp2"), [0]))
     assert {"sent over tp", "sent over cp"} <= set(found)
-    assert "all-reduce" in found["sent over cp"]
+    assert "all-to-all" in found["sent over cp"]  # what gloo sums two ranks with
 
 
 def test_an_estimate_of_memory_that_is_20_percent_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +188,7 @@ def test_an_estimate_of_memory_that_is_20_percent_low_is_named(monkeypatch: pyte
 
     monkeypatch.setattr(footprint, "stage_components", low)
     found = faults(preflight(plan_of("tp2"), [0]))
-    assert set(found) == {"activations of a micro-batch"}
+    assert set(found) == {"activations of a micro-batch", "peak of the step"}
     assert "10% are allowed" in found["activations of a micro-batch"]
 
 
@@ -216,3 +228,71 @@ def test_ranks_that_do_not_exist_are_refused(tmp_path: Any, ranks: str, message:
     result = CliRunner().invoke(command, [str(tmp_path), "--ranks", ranks])
     assert result.exit_code != 0
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("preset", "parallelism", "training"),
+    [
+        ("llama-3.2-1b", {"tp": 4}, {}),  # a tied head
+        ("gemma-2-9b", {"tp": 2, "sequence_parallel": True}, {}),  # norms in fp32, capped scores
+        ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True}, {"activation_checkpointing": "full"}),
+        ("pythia-6.9b", {"tp": 4}, {}),  # LayerNorm, biases, no gate
+    ],
+)
+def test_models_of_real_width_agree_with_their_estimates(
+    preset: str, parallelism: dict[str, Any], training: dict[str, Any]
+) -> None:
+    found = find_preset(preset)
+    assert found is not None
+    plan = make_plan(
+        8,
+        parallelism,
+        model={**found.config, "num_hidden_layers": 3},
+        training={
+            "sequence_length": 1024,
+            "global_batch_size": 16,
+            "micro_batch_size": 1,
+            "precision": "bf16",
+            **training,
+        },
+        whole_model=True,
+    )
+    report = preflight(plan, [0])
+    assert report.agrees, report.text()
+
+
+def test_a_rank_of_16384_is_checked_in_little_memory() -> None:
+    plan, _ = compile_file(Path(__file__).parents[1] / "golden" / "llama-3.1-405b-128k-16384-gpus.json")
+    assert plan is not None
+    start = time.process_time()
+    report = preflight(plan, [1024])
+    assert report.agrees, report.text()
+    assert time.process_time() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 1024**2  # KiB
+
+
+def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(
+        json.dumps(own_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True}).to_json())
+    )
+    module = Path(__file__).parent / "own_module.py"
+    result = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0", "--model", f"{module}:Decoder"])
+    assert (result.exit_code, "what was compared agrees" in result.stdout) == (0, True), result.output
+    without = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0"])
+    assert "say with --model FILE.py:FUNCTION who builds it" in without.stdout
+    wrong = CliRunner().invoke(command, [str(tmp_path), "--model", f"{module}:WIDTH"])
+    assert (wrong.exit_code, "nothing that can be called" in wrong.stderr) == (2, True)
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "preflight.md").read_text(encoding="utf-8")
+    (file, text), *_ = re.findall(r'```json title="([^"]+)"\n(.*?)```', page, re.DOTALL)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    shown = re.findall(r"^\$ parcompile (.*)$", page, re.MULTILINE)
+    assert len(shown) == 3
+    for line in shown:
+        monkeypatch.setattr(sys, "argv", ["parcompile", *shlex.split(line)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code, line
