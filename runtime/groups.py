@@ -57,6 +57,10 @@ class Mesh:
 
 
 _MESH: Mesh | None = None
+_LEFT = 0
+"""How often this process has left a plan: what the ranks then said to each other is not for the next one."""
+_STORES: dict[tuple[str, int], Store] = {}
+"""The launcher's store, kept while the process lives: in rank 0 for the others, and for the next plan."""
 
 
 def join(plan: Plan) -> Mesh:
@@ -87,8 +91,9 @@ def join(plan: Plan) -> Mesh:
 
 def leave() -> None:
     """Disconnects, so that another plan can be joined. DeepSpeed keeps its own state: an engine needs a new process."""
-    global _MESH
+    global _MESH, _LEFT
     _MESH = None
+    _LEFT += 1
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -145,7 +150,7 @@ def launcher_store(environment: Environment, timeout: timedelta = HANDSHAKE_TIME
     # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        store = _STORES.get((host, port)) or dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             environment.world_size,
@@ -158,8 +163,9 @@ def launcher_store(environment: Environment, timeout: timedelta = HANDSHAKE_TIME
         raise RunError(
             f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}"
         ) from error
+    _STORES[host, port] = store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt-{attempt}/{_LEFT}", store)  # type: ignore[attr-defined]
 
 
 def create_group(plan: Plan, name: str, rank: int, *, others: bool = True) -> dist.ProcessGroup:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from training_runs import make_plan
 
 from parcompile.plan import Plan, PlanError
 from parcompile.runtime import RunError, join
+from parcompile.runtime.groups import leave
 
 pytestmark = pytest.mark.ranks
 
@@ -37,6 +39,27 @@ def test_live_groups_are_the_planned_ones() -> None:
         planned = {name: list(plan.groups.of_rank(name, rank)) for name in plan.groups.names}
         assert found["groups"] == planned
         assert planned["kv-replica"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def join_one_after_the_other(_: int, plans: list[Plan], port: int | None) -> list[tuple[int, int]]:
+    if port is not None:
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    sizes = []
+    for plan in plans:
+        mesh = join(plan)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.group("tp"))
+        sizes.append((int(total), mesh.size("cp")))
+        leave()
+    return sizes
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["store in rank 0", "store of torchrun"])
+def test_a_plan_can_be_left_for_another(agent: bool) -> None:
+    plans = [make_plan(2, {"tp": 2}), make_plan(2, {"cp": 2}), make_plan(2, {"tp": 2})]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port if agent else None
+    assert run_ranks(2, join_one_after_the_other, plans, port) == [[(2, 1), (1, 2), (2, 1)]] * 2
 
 
 def test_a_plan_for_another_world_size_is_refused_on_every_rank_before_anything_is_initialised() -> None:
