@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import torch
+
+import parcompile
 from parcompile.plan import Plan
 
+from .. import groups as joined
 from ..errors import RunError
 from .compare import (
     compare_activations,
@@ -102,7 +109,21 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
         except RunError as error:
             yield Finding(rank, "building and running", "possible", "refused", Verdict.DIFFERS, str(error))
             return
+        except Exception as error:  # the model's own code may raise anything
+            yield Finding(rank, "building and running", "possible", "failed", Verdict.DIFFERS, _failure(error))
+            return
         sent[rank] = step.counts
         yield from compare_static(mesh, step)
         yield from compare_activations(mesh, step)
         yield from compare_messages(mesh, step)
+
+
+def _failure(error: Exception) -> str:
+    ours = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, parcompile.__file__, joined.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((one for one in reversed(frames) if not one.filename.startswith(ours)), frames[-1])
+    reason = str(error).strip().partition("\n")[0]
+    return (
+        f"{type(error).__name__} at {where.filename}:{where.lineno}: {reason} (there are no values here: what asks for "
+        "one can only be run on real ranks, with --live)"
+    )

@@ -284,6 +284,19 @@ def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
     assert (wrong.exit_code, "nothing that can be called" in wrong.stderr) == (2, True)
 
 
+def test_a_module_that_asks_for_values_fails_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(own_plan(2, {"tp": 2}).to_json()))
+    (tmp_path / "asking.py").write_text(
+        "from own_module import Decoder\n\n\nclass Asking(Decoder):\n"
+        "    def forward(self, *args, **options):\n"
+        "        logits = super().forward(*args, **options)\n"
+        "        return logits[logits.abs() > 0].view_as(logits)\n"
+    )
+    result = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0", "--model", f"{tmp_path}/asking.py:Asking"])
+    assert result.exit_code == 1
+    assert "asking.py:7" in result.stdout and "--live" in result.stdout, result.output
+
+
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "preflight.md").read_text(encoding="utf-8")
     (file, text), *_ = re.findall(r'```json title="([^"]+)"\n(.*?)```', page, re.DOTALL)
