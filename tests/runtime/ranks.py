@@ -10,8 +10,12 @@ from parcompile.runtime.local import LocalWorld, RankError
 
 __all__ = ["RankError", "free_port", "run_ranks"]
 
-_PRELOAD = ("torch", "torch.distributed", "transformers.models.auto", "deepspeed", "parcompile.runtime")
-"""Importing these takes seconds; the fork server does it once for all ranks of all tests."""
+_PRELOAD = (
+    *("torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"),
+    *("transformers.models.auto", "transformers.models.llama.modeling_llama", "accelerate"),
+    *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "parcompile.runtime"),
+)
+"""What an engine imports, most of it late, takes 8 seconds; the fork server does it once for all ranks of all tests."""
 
 
 def free_port() -> int:
