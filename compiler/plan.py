@@ -13,7 +13,8 @@ from .diagnostics import Diagnostic
 from .layout.context import CpImplementation
 from .layout.groups import Groups
 from .layout.tensor import TensorLayout, tensor_layout
-from .model.parameters import Parameter, ParameterTable, parameter_table
+from .model.parameters import parameter_table
+from .model.table import Parameter, ParameterTable
 from .plan_tree import PLAN_VERSION, digest, plan_tree, spec_from_tree
 from .spec import Spec
 from .version import __version__

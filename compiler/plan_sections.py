@@ -22,7 +22,8 @@ from .layout.sequence import Source, chunk_ids, source_blocks, token_ranges
 from .layout.stages import Stage
 from .layout.tensor import TensorLayout
 from .layout.topology import reach
-from .model.parameters import Parameter, parameter_table
+from .model.parameters import parameter_table
+from .model.table import Parameter
 from .placement import DENSE_AXES, alternatives, placement, step_traffic
 from .spec import Spec
 

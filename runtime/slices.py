@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
-from parcompile.model.parameters import Parameter
+from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.spec import Precision
 

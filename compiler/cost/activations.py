@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompile.model.families import FAMILIES, Family, Norm
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family, Norm
 from parcompile.model.shape import ModelShape
 
 KORTHIKANTI_RECOMPUTE = ("none", "selective", "full")

@@ -30,10 +30,12 @@ from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
-from parcompile.model.families import FAMILIES, Family, QkNorm
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family, QkNorm
 from parcompile.model.own import LAYER, OwnModule
-from parcompile.model.parameters import Parameter, parameter_table
+from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
+from parcompile.model.table import Parameter
 
 from .activations import BLOCKS
 from .context import context_exchanges

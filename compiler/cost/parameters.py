@@ -6,8 +6,9 @@ import functools
 
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import tensor_layout
-from parcompile.model.parameters import Parameter, ParameterTable, parameter_table
+from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
+from parcompile.model.table import Parameter, ParameterTable
 
 
 def stage_numel(

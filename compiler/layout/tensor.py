@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from parcompile.model.parameters import Parameter, ParameterTable, Part, Split
+from parcompile.model.table import Parameter, ParameterTable, Part, Split
 
 
 class SplitError(ValueError):

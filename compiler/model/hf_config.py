@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .families import FAMILIES, Experts, Family, Latent, Norm, QkNorm
+from .families import FAMILIES
+from .family import Experts, Family, Latent, Norm, QkNorm
 from .own import OwnModule, Problem
 from .shape import MlaShape, ModelShape, MoeShape
 

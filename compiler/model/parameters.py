@@ -1,105 +1,20 @@
-"""Every parameter of a model in the order in which Hugging Face registers it, with how tensor parallelism cuts it.
-
-A parameter is cut along one dim. What lies along that dim is made of *parts* (query, key and value of a fused
-projection, say), each cut on its own, and a part is made of indivisible *units* (attention heads; single rows for an
-MLP). A part with fewer units than ranks is replicated: consecutive ranks share a unit. This one rule covers columns,
-rows, heads, kv heads and fused projections.
-"""
+"""Every parameter of a model in the order in which Hugging Face registers it, with how tensor parallelism cuts it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .families import FAMILIES, Family, Norm, QkNorm
-from .own import LAYER, OwnModule, Rule
+from .families import FAMILIES
+from .family import Family, Norm, QkNorm
+from .own_parameters import own_table
 from .shape import ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """`size` elements along the cut dim, in `units` equal pieces that are never cut."""
-
-    size: int
-    units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How tensor parallelism cuts a parameter: along `dim`, each of `parts` on its own.
-
-    `pads_vocabulary` marks the embedding and the head, whose rows are padded before they are cut.
-    """
-
-    dim: int
-    parts: tuple[Part, ...]
-    pads_vocabulary: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter, or one of every layer (`{layer}` in the name); `shape` is that of the whole, unpadded tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    split: Split | None = None
-    expert_dim: int | None = None
-    """The dim that expert parallelism cuts, for the weights of routed experts."""
-    layers: range | None = None
-    """The layers that have it; None when it stands outside the layers."""
-    sequence_parallel: bool = False
-    """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp there."""
-    partial: bool = False
-    """Held by every tp rank but used on the rank's own heads or features: its gradient is always summed over tp."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of one such tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def count(self) -> int:
-        """How many such tensors the model has."""
-        return 1 if self.layers is None else len(self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterTable:
-    """All parameters: those before the layers, those of the layers, those after them."""
-
-    before: tuple[Parameter, ...]
-    layer: tuple[Parameter, ...]
-    after: tuple[Parameter, ...]
-    num_layers: int
-
-    def __iter__(self) -> Iterator[Parameter]:
-        """Each row once, layers not repeated."""
-        yield from self.before
-        yield from self.layer
-        yield from self.after
-
-    def expanded(self) -> Iterator[tuple[str, Parameter]]:
-        """Name and parameter of every tensor, in Hugging Face's order."""
-        for parameter in self.before:
-            yield parameter.name, parameter
-        for index in range(self.num_layers):
-            for parameter in self.layer:
-                if parameter.layers is not None and index in parameter.layers:
-                    yield parameter.name.format(layer=index), parameter
-        for parameter in self.after:
-            yield parameter.name, parameter
-
-    @property
-    def numel(self) -> int:
-        """Parameters of the whole model, tied weights counted once."""
-        return sum(parameter.numel * parameter.count for parameter in self)
+from .table import Parameter, ParameterTable, Part, Split, column, row, vocabulary
 
 
 def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
     if shape.own is not None:
-        return _own(shape, shape.own)
+        return own_table(shape, shape.own)
     return _gpt2(shape) if shape.model_type == "gpt2" else _decoder(shape, FAMILIES[shape.model_type])
 
 
@@ -151,21 +66,6 @@ class _Rows:
 def _kinds(norm: Norm) -> tuple[str, ...]:
     """The parameters of a norm."""
     return {Norm.WEIGHT: ("weight",), Norm.WEIGHT_AND_BIAS: ("weight", "bias"), Norm.NOTHING: ()}[norm]
-
-
-def column(size: int, units: int | None = None) -> Split:
-    """Cut along the output rows of a [out, in] weight."""
-    return Split(0, (Part(size, units or size),))
-
-
-def row(size: int, units: int | None = None) -> Split:
-    """Cut along the input columns of a [out, in] weight."""
-    return Split(1, (Part(size, units or size),))
-
-
-def vocabulary(size: int) -> Split:
-    """Cut along the padded vocabulary."""
-    return Split(0, (Part(size, size),), pads_vocabulary=True)
 
 
 def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
@@ -324,40 +224,3 @@ def _gpt2(shape: ModelShape) -> ParameterTable:
     if not shape.tie_word_embeddings:
         after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
     return ParameterTable(before, tuple(rows.rows), tuple(after), shape.num_hidden_layers)
-
-
-def _own(shape: ModelShape, own: OwnModule) -> ParameterTable:
-    found = [_own_row(shape, own, name, size) for name, size in own.parameters]
-    inside = [place for place, row in enumerate(found) if row.layers is not None]
-    first, last = inside[0], inside[-1] + 1
-    return ParameterTable(tuple(found[:first]), tuple(found[first:last]), tuple(found[last:]), shape.num_hidden_layers)
-
-
-def _own_row(shape: ModelShape, own: OwnModule, name: str, size: tuple[int, ...]) -> Parameter:
-    rule = own.rule_of(name)
-    kind = None if rule is None else rule.kind
-    split: Split | None = None
-    if kind == "vocab":
-        split = vocabulary(size[0])
-    elif rule is not None and (kind == "column" or (kind == "row" and not name.endswith(".bias"))):
-        dim = 0 if kind == "column" else 1
-        split = Split(dim, _own_parts(shape, own, name, size[dim], rule))
-    return Parameter(
-        name.replace(LAYER, "{layer}"),
-        size,
-        split,
-        layers=range(shape.num_hidden_layers) if LAYER in name else None,
-        sequence_parallel=split is None and kind != "partial",
-        partial=kind == "partial",
-    )
-
-
-def _own_parts(shape: ModelShape, own: OwnModule, name: str, size: int, rule: Rule) -> tuple[Part, ...]:
-    """A linear of an attention module that is as wide as the heads is cut by heads; others are by elements."""
-    if rule.units:
-        return tuple(Part(size // sum(rule.units) * units, units) for units in rule.units)
-    if any(name.startswith(f"{attention}.") for attention in own.attentions):
-        for heads in (shape.num_attention_heads, shape.num_key_value_heads):
-            if size == heads * shape.head_dim:
-                return (Part(size, heads),)
-    return (Part(size, size),)

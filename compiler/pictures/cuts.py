@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
-from parcompile.model.parameters import Parameter
+from parcompile.model.table import Parameter
 
 from .colours import shade
 from .shapes import SMALL, Box, Picture, Shape, Sketch, Text, fitted, text_width

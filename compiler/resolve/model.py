@@ -10,9 +10,10 @@ from typing import Any
 
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import ParameterTable, parameter_table
+from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
+from parcompile.model.table import ParameterTable
 from parcompile.spec import Model, Origin
 
 from .parallelism import ParallelismValues

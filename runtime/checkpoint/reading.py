@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.tensor import TensorLayout
-from parcompile.model.parameters import Parameter
+from parcompile.model.table import Parameter
 
 from ..errors import RunError
 from ..lora import matrix_layout, matrix_of, plain_name

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.layout.tensor import TensorLayout, repeated_ranges
-from parcompile.model.parameters import Parameter
+from parcompile.model.table import Parameter
 
 from ..errors import RunError
 from ..groups import Mesh

@@ -19,7 +19,8 @@ from parcompile.layout.sequence import (
 )
 from parcompile.layout.tensor import SplitError, part_ranges, tensor_layout
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import Parameter, Part, column, parameter_table, row
+from parcompile.model.parameters import parameter_table
+from parcompile.model.table import Parameter, Part, column, row
 
 
 def layouts(heads: int, kv_heads: int, width: int, tp: int, hidden: int = 1024) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,114 @@
+"""What a model family is: how its parameters differ from Llama's, under the names that transformers gives them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Norm(enum.Enum):
+    """What a norm holds."""
+
+    WEIGHT = "weight"
+    WEIGHT_AND_BIAS = "weight and bias"
+    NOTHING = "nothing"
+
+
+class QkNorm(enum.Enum):
+    """The norm of queries and keys."""
+
+    NONE = "none"
+    HEAD = "one weight of a head's width, used by all heads"
+    HEADS = "a weight for each head"
+    WHOLE = "one norm over all heads together"
+
+
+Switch = bool | str | tuple[str, ...]
+"""A trait that is fixed, or the configuration key that decides it; several keys stand for the same thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    router_first: bool = True
+    shared: str = ""
+    shared_gate: str = ""
+    count: tuple[str, int | None] = ("num_local_experts", 8)
+    per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
+    width: tuple[str, int | None] = ("intermediate_size", None)
+    shared_width: tuple[str, int] | None = None
+    """The key of the shared expert's width."""
+    shared_count: tuple[str, int] | None = None
+    """The key of the number of shared experts, each as wide as the others."""
+    dense_layers: tuple[str, int] | None = None
+    """The key of how many first layers keep the dense MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Defaults of multi-head latent attention's keys. The query rank may be None: queries are not compressed."""
+
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names below `base.layers.N`, and traits. Without arguments it is Llama."""
+
+    base: str = "model"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    order: tuple[str, ...] = ("attention", "mlp", "norms")
+    """The parts of a layer in the order in which they are registered."""
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """One name stands for a fused projection."""
+    heads_interleaved: bool = False
+    """A fused projection holds query, key and value of one head after the other, not all queries first."""
+    output: str = "o_proj"
+    output_first: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_key: str | None = None
+    """The configuration key that switches the norm of queries and keys on."""
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_holds: Norm = Norm.WEIGHT
+    mlp: str = "mlp"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    """Two column-parallel projections; fused when `up` has one name."""
+    down: str = "down_proj"
+    activation: tuple[str, ...] = ()
+    """Learned scalars of the activation function."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm: Norm = Norm.WEIGHT
+    qkv_bias: Switch = "attention_bias"
+    output_bias: Switch = "attention_bias"
+    mlp_bias: Switch = False
+    head_bias: Switch = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a configuration leaves out, where they are not those of Llama's."""
+    own_head_dim: bool = True
+    """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
+    window_key: str | None = None
+    """The key without which a sliding window is not used."""
+
+    def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
+        """What a configuration makes of a trait."""
+        if isinstance(switch, bool):
+            return switch
+        for key in (switch,) if isinstance(switch, str) else switch:
+            value = config.get(key)
+            if value is not None or key in self.defaults:
+                return bool(self.defaults.get(key) if value is None else value)
+        return False

@@ -1,0 +1,107 @@
+"""What a parameter table consists of: parameters, and how tensor parallelism cuts each of them.
+
+A parameter is cut along one dim. What lies along that dim is made of *parts* (query, key and value of a fused
+projection, say), each cut on its own, and a part is made of indivisible *units* (attention heads; single rows for an
+MLP). A part with fewer units than ranks is replicated: consecutive ranks share a unit. This one rule covers columns,
+rows, heads, kv heads and fused projections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`size` elements along the cut dim, in `units` equal pieces that are never cut."""
+
+    size: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor parallelism cuts a parameter: along `dim`, each of `parts` on its own.
+
+    `pads_vocabulary` marks the embedding and the head, whose rows are padded before they are cut.
+    """
+
+    dim: int
+    parts: tuple[Part, ...]
+    pads_vocabulary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter, or one of every layer (`{layer}` in the name); `shape` is that of the whole, unpadded tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split | None = None
+    expert_dim: int | None = None
+    """The dim that expert parallelism cuts, for the weights of routed experts."""
+    layers: range | None = None
+    """The layers that have it; None when it stands outside the layers."""
+    sequence_parallel: bool = False
+    """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp there."""
+    partial: bool = False
+    """Held by every tp rank but used on the rank's own heads or features: its gradient is always summed over tp."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one such tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        """How many such tensors the model has."""
+        return 1 if self.layers is None else len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTable:
+    """All parameters: those before the layers, those of the layers, those after them."""
+
+    before: tuple[Parameter, ...]
+    layer: tuple[Parameter, ...]
+    after: tuple[Parameter, ...]
+    num_layers: int
+
+    def __iter__(self) -> Iterator[Parameter]:
+        """Each row once, layers not repeated."""
+        yield from self.before
+        yield from self.layer
+        yield from self.after
+
+    def expanded(self) -> Iterator[tuple[str, Parameter]]:
+        """Name and parameter of every tensor, in Hugging Face's order."""
+        for parameter in self.before:
+            yield parameter.name, parameter
+        for index in range(self.num_layers):
+            for parameter in self.layer:
+                if parameter.layers is not None and index in parameter.layers:
+                    yield parameter.name.format(layer=index), parameter
+        for parameter in self.after:
+            yield parameter.name, parameter
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model, tied weights counted once."""
+        return sum(parameter.numel * parameter.count for parameter in self)
+
+
+def column(size: int, units: int | None = None) -> Split:
+    """Cut along the output rows of a [out, in] weight."""
+    return Split(0, (Part(size, units or size),))
+
+
+def row(size: int, units: int | None = None) -> Split:
+    """Cut along the input columns of a [out, in] weight."""
+    return Split(1, (Part(size, units or size),))
+
+
+def vocabulary(size: int) -> Split:
+    """Cut along the padded vocabulary."""
+    return Split(0, (Part(size, size),), pads_vocabulary=True)
