@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parcompile.model.own import LAYER, OwnModule
 
@@ -27,6 +26,7 @@ from ..ring_attention import keep_attention
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .attention import RING, RingPlace, take_documents
 from .heads import localise_heads
+from .own_attention import run_around_ring
 from .regions import Region
 from .shared_rows import mark
 from .slices import Slice, Slices
@@ -116,7 +116,7 @@ def inject_own(module: nn.Module, mesh: Mesh) -> None:
     region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
     for name in _attentions(own, mesh):
         attention = _submodule(module, name)
-        _run_around_ring(name, attention, getattr(module, _CALL).place)
+        run_around_ring(name, attention, getattr(module, _CALL).place)
         if sequence_parallel and region is not None:
             # Attention looks at the whole sequence before it projects anything: heads are counted off by its length.
             region.enter_block(attention)
@@ -218,57 +218,6 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
 def _loss(module: nn.Module, mesh: Mesh, vocabulary_is_cut: bool) -> None:
     vocab_size = mesh.plan.spec.model.shape.vocab_size
     module.loss_function = ParallelCausalLoss(mesh, vocab_size, logits_are_cut=vocabulary_is_cut)  # type: ignore[assignment]
-
-
-class _Ring(TorchFunctionMode):
-    """Sends torch's attention around the ring."""
-
-    def __init__(self, name: str, place: RingPlace) -> None:
-        super().__init__()
-        self.name, self.place, self.calls = name, place, 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
-        self.calls += 1
-        return self._attend(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,  # noqa: ARG002 -- the ring shares heads anyway
-    ) -> Tensor:
-        if attn_mask is not None or not is_causal:
-            raise RunError(f"{self.name} attends with a mask of its own: only is_causal=True is cut", everywhere=True)
-        if dropout_p:
-            raise RunError(f"{self.name} drops {dropout_p} of its attention: set it to 0", everywhere=True)
-        if query.dim() != 4:
-            raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
-        place = self.place
-        return place.attend(query, key, value, scale=scale)
-
-
-def _run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
-    forward = attention.forward
-
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        with _Ring(name, place) as ring:
-            output = forward(*args, **kwargs)
-        if not ring.calls and (place.group is not None or place.documents or place.packing):
-            raise RunError(
-                f"{name} does not call torch.nn.functional.scaled_dot_product_attention: what it computes instead "
-                "would see this rank's tokens only",
-                everywhere=True,
-            )
-        return output
-
-    attention.forward = attend
 
 
 def recompute_layers(module: nn.Module, own: OwnModule) -> None:
