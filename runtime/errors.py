@@ -26,9 +26,8 @@ def report_errors() -> Iterator[None]:
     """Turns a `RunError` or `PlanError` into one message on standard error and exit code 1, without a traceback.
 
     What every rank finds is printed by rank 0 alone; what one rank finds is printed by that rank. Other exceptions are
-    faults of the
-    program: the rank that raised shows its traceback, and ranks that only lose their connection to it say so in one
-        line.
+    faults of the program: the rank that raised shows its traceback, and ranks that only lose their connection to it say
+    so in one line.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:

@@ -23,7 +23,7 @@ from parcompile.spec import Spec
 
 from ..groups import Mesh
 from .counting import Tally, by_group
-from .findings import Finding, Verdict
+from .findings import Finding, Verdict, in_units
 from .sharded import Held, is_held
 from .step import Step
 
@@ -107,7 +107,11 @@ def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
     wrong = abs(error) > ACTIVATION_TOLERANCE
     detail = [f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed"] if wrong else []
     yield _finding(
-        rank, "activations of a micro-batch", _size(planned), f"{_size(step.activation_bytes)} ({error:+.1%})", detail
+        rank,
+        "activations of a micro-batch",
+        in_units(planned),
+        f"{in_units(step.activation_bytes)} ({error:+.1%})",
+        detail,
     )
     whole = footprint(work).stages[index]
     peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
@@ -115,14 +119,14 @@ def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
     found = step.held_bytes + max(step.end_bytes, step.activation_bytes + (in_flight - 1) * step.kept_bytes)
     error = peak / found - 1
     why = [
-        f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; held {_size(step.held_bytes)}, "
-        f"a micro-batch takes {_size(step.activation_bytes)}, the end of the step {_size(step.end_bytes)}"
+        f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; held {in_units(step.held_bytes)}, "
+        f"a micro-batch takes {in_units(step.activation_bytes)}, the end of the step {in_units(step.end_bytes)}"
     ]
     yield _finding(
         rank,
         "peak of the step",
-        _size(peak),
-        f"{_size(found)} ({error:+.1%})",
+        in_units(peak),
+        f"{in_units(found)} ({error:+.1%})",
         why if abs(error) > ACTIVATION_TOLERANCE else [],
     )
 
@@ -211,12 +215,8 @@ def _bytes(rank: int, subject: str, planned: int, found: int, *, extra: bool = F
     return _finding(rank, subject, f"{planned:,} B", f"{found:,} B", wrong)
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
-
-
 def _tally(tally: Tally) -> str:
-    return f"{tally.messages:,} × {_size(tally.wire_bytes)}"
+    return f"{tally.messages:,} × {in_units(tally.wire_bytes)}"
 
 
 def _shown(ranges: tuple[tuple[int, int], ...] | None) -> str:
