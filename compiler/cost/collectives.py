@@ -18,7 +18,7 @@ with cp in fp32 (`seq_parallel_communication_data_type`). Full recomputation rep
 attention is kept. Loss, overflow and norm add messages of a few bytes, which are left out.
 
 Sources: arXiv 1909.08053, section 3; arXiv 2205.05198, section 4; arXiv 2310.01889; DeepSpeed 0.19.8,
-runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py. `tests/runtime/test_wire.py` compares with live ranks.
+runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py. `tests/runtime/test_preflight.py` compares with live ranks.
 """
 
 from __future__ import annotations

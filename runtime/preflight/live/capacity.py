@@ -18,9 +18,9 @@ from .agreement import JOB, Arrived
 from .facts import SHARED_MEMORY, Facts
 
 NCCL_SHARED_BYTES = 2**30
-"""What NCCL's user guide gives a container (`--shm-size=1g`); ranks of a node speak through it without peer access."""
+"""What containers are commonly given (`--shm-size=1g`); NCCL's ranks of a node speak through it without peer access."""
 NCCL_SEGMENT_BYTES = 10 * 2**20
-"""One rank's segment, as NCCL's own message says when there is no room for it: 9.6 MB."""
+"""About one rank's segment: a rule of thumb, not a figure of NCCL's documentation."""
 MASTER_WIDTH = 4
 """Bytes of a weight of a model that is built whole, in fp32."""
 
