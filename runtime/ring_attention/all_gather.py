@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .exchange import Exchanges, Pair, Stream, post_exchanges
 from .gathering import Gathering
-from .kernels import Gradients, Queries, add_gradients
+from .gradients import Gradients, Queries
+from .kernels import add_gradients
 from .passes import Job, Pass, keep, zeroed_sum_for
 
 
@@ -45,8 +46,8 @@ def gathered_backward(
     assert isinstance(way, Gathering)
     grad_query = zeroed_sum_for(targets.query)
     grad_keys, grad_values = torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
-    for tile in way.tiles:
-        add_gradients(job.kernel, tile, queries, keys, values, Gradients(grad_query, grad_keys, grad_values), terms)
+    into = Gradients(grad_query, grad_keys, grad_values)
+    add_gradients(job.kernel, way.tiles, queries, keys, values, into, terms)
     keep(grad_query, targets.query)
     if bring_home is not None:
         bring_home()

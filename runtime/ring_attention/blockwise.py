@@ -21,8 +21,9 @@ from parcompile.layout.sequence import CpLayout
 from .all_gather import gathered, gathered_backward
 from .documents import Documents, documents_of_rows
 from .gathering import Gathering, plan_gathering
+from .gradients import Gradients, Queries
 from .inputs import autocast, check_inputs, check_terms
-from .kernels import Gradients, Queries, attend, select_kernel
+from .kernels import attend, select_kernel
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .passes import Job, Pass, head_groups
 from .recompute import attention_once
@@ -258,8 +259,7 @@ def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
     for one in job.passes:
         running = RunningAttention(one.of_queries(out), one.of_queries(lse))
         for tiles, keys, values, terms in _blocks(job, one, key, value, ahead):
-            for tile in tiles:
-                attend(job.kernel, tile, one.of_queries(query), keys, values, running, job.scale, terms)
+            attend(job.kernel, tiles, one.of_queries(query), keys, values, running, job.scale, terms)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
         running.finish()

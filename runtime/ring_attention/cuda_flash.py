@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gradients import Gradients
 from .terms import Terms
 from .tiles import Band
 
@@ -38,7 +39,6 @@ class CudaFlashKernel:
     name = "cuda-flash"
     # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
     backward_rows: int | None = None
-    band_rows: int | None = None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
@@ -74,8 +74,9 @@ class CudaFlashKernel:
         band: Band,
         scale: float,
         terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
+        into: Gradients,
+    ) -> None:
+        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
         assert terms is None, f"{self.name} has no further terms"
         rows, columns = query.shape[2], key.shape[2]
         left, right = window_of(band, rows, columns)
@@ -97,8 +98,7 @@ class CudaFlashKernel:
             window_size_left=left,
             window_size_right=right,
         )
-        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads)
-        return grad_query, grad_key, grad_value
+        into.add(*(grad.transpose(1, 2) for grad in grads))
 
 
 class FlashAttnKernel:
@@ -106,7 +106,6 @@ class FlashAttnKernel:
 
     name = "flash_attn"
     backward_rows: int | None = None
-    band_rows: int | None = None
 
     def __init__(self, functions: Any, softcap: float | None = None) -> None:
         """`functions`: the module `flash_attn.flash_attn_interface`."""
@@ -136,8 +135,9 @@ class FlashAttnKernel:
         band: Band,
         scale: float,
         terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
+        into: Gradients,
+    ) -> None:
+        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
         assert terms is None, f"{self.name} has no further terms"
         inputs = [_token_major(tensor) for tensor in (query, key, value)]
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
@@ -150,8 +150,7 @@ class FlashAttnKernel:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._arguments(band, query.shape[2], key.shape[2], scale),
         )
-        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads)
-        return grad_query, grad_key, grad_value
+        into.add(*(grad.transpose(1, 2) for grad in grads))
 
     def _arguments(self, band: Band, rows: int, columns: int, scale: float) -> dict[str, Any]:
         left, right = window_of(band, rows, columns)

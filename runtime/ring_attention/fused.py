@@ -7,13 +7,13 @@ is square.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .merge import accumulation_dtype
+from .cpu_tiles import CpuTileKernel
+from .gradients import Gradients
 from .terms import Terms
 from .tiles import CAUSAL, FULL, Band
 
@@ -36,53 +36,32 @@ def _is_causal(query: Tensor, key: Tensor, band: Band) -> bool:
     return band == CAUSAL
 
 
-def _cpu_mask(query: Tensor, key: Tensor, band: Band, terms: Terms | None) -> tuple[bool, Tensor | None]:
-    """Whether the kernel's own causal mask is wanted (its diagonal begins at the top left), and what is added."""
-    rows, columns = query.shape[2], key.shape[2]
-    if terms is None:
-        return band == CAUSAL, None if band in (FULL, CAUSAL) else _additive_mask(rows, columns, band, query.dtype)
-    # The kernel takes fp32 for 16 bit, and wants one row for each query head.
-    dtype = accumulation_dtype(query.dtype)
-    added = terms.added(dtype)
-    if band != FULL:
-        added = added + _additive_mask(rows, columns, band, dtype)
-    return False, added.expand(query.shape[0], query.shape[1], rows, columns)
-
-
-@functools.lru_cache(maxsize=8)
-def _additive_mask(rows: int, columns: int, band: Band, dtype: torch.dtype) -> Tensor:
-    distance = torch.arange(columns) - torch.arange(rows).unsqueeze(-1)
-    unseen = torch.zeros(rows, columns, dtype=torch.bool)
-    if band.lower is not None:
-        unseen |= distance < band.lower
-    if band.upper is not None:
-        unseen |= distance > band.upper
-    return torch.zeros(rows, columns, dtype=dtype).masked_fill_(unseen, -math.inf)
-
-
 class CpuFlashKernel:
-    """The flash attention of CPUs: fp64, fp32, bf16 and fp16; key/value heads are shared inside the kernel."""
+    """The flash attention of CPUs: fp64, fp32, bf16 and fp16; key/value heads are shared inside the kernel.
 
-    name = "cpu-flash"
-    # Bands that are cut by more than the causal diagonal need a mask in memory: small ones stay in the cache.
-    band_rows: int | None = 512
+    Other blocks than full and causal squares with one head dim and nothing added go to `CpuTileKernel`.
+    """
 
-    def __init__(self, backward_rows: int | None = None) -> None:
-        """`backward_rows`: the most query rows of one backward call (see `kernels.BACKWARD_ROWS`)."""
+    def __init__(self, backward_rows: int | None = None, tiles_from: int | None = None) -> None:
+        """`backward_rows`: the most query rows of one backward call (see `kernels.BACKWARD_ROWS`).
+
+        `tiles_from`: so many query rows and more go to `CpuTileKernel` too, and all of them backward.
+        """
+        self.name = "cpu-flash" if tiles_from is None else "cpu-tiles"
         self.backward_rows = backward_rows
+        self._tiles, self._tiles_from = CpuTileKernel(), tiles_from
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
+        """Output [B, H, Q, E] and log-sum-exp [B, H, Q] of one block."""
+        many = self._tiles_from is not None and query.shape[2] >= self._tiles_from
+        if many or not _is_fused_on_cpus(query, key, value, band, terms):
+            return self._tiles.forward(query, key, value, band=band, scale=scale, terms=terms)
         query, key, value = map(_computable, (query, key, value))
-        causal, mask = _cpu_mask(query, key, band, terms)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+            query, key, value, 0.0, _is_causal(query, key, band), scale=scale
         )
-        if terms is not None and terms.bias is not None and mask is not None:
-            # A bias may hide all keys of a row; the kernel then says 0.
-            lse = lse.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
         return out, lse
 
     def backward(
@@ -97,23 +76,27 @@ class CpuFlashKernel:
         band: Band,
         scale: float,
         terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
-        query, key, value, out = map(_computable, (query, key, value, out))
-        causal, mask = _cpu_mask(query, key, band, terms)
-        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _computable(grad_out),
-            query,
-            key,
-            value,
-            out,
-            lse,
-            0.0,
-            causal,
-            attn_mask=mask,
-            scale=scale,
+        into: Gradients,
+    ) -> None:
+        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        if self._tiles_from is not None or not _is_fused_on_cpus(query, key, value, band, terms):
+            self._tiles.backward(grad_out, query, key, value, out, lse, band=band, scale=scale, terms=terms, into=into)
+            return
+        into.add(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *map(_computable, (grad_out, query, key, value, out)),
+                lse,
+                0.0,
+                _is_causal(query, key, band),
+                scale=scale,
+            )
         )
-        return grads
+
+
+def _is_fused_on_cpus(query: Tensor, key: Tensor, value: Tensor, band: Band, terms: Terms | None) -> bool:
+    """Whether the fused kernel has this block; its causal diagonal begins at the top left."""
+    simple = band == FULL or (band == CAUSAL and query.shape[2] == key.shape[2])
+    return simple and terms is None and query.shape[3] == value.shape[3]
 
 
 class CudaEfficientKernel:
@@ -125,7 +108,6 @@ class CudaEfficientKernel:
 
     name = "cuda-efficient"
     backward_rows: int | None = None
-    band_rows: int | None = None
     # Rows of the log-sum-exp are padded to this in memory.
     _lse_alignment = 32
 
@@ -158,19 +140,17 @@ class CudaEfficientKernel:
         band: Band,
         scale: float,
         terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, given output and log-sum-exp over all blocks."""
+        into: Gradients,
+    ) -> None:
+        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
         assert terms is None, f"{self.name} has no further terms"
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         share = query.shape[1] // key.shape[1]
         no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
         padding = -query.shape[2] % self._lse_alignment
         padded_lse = torch.nn.functional.pad(lse, (0, padding), value=math.inf)
-        grad_query = torch.empty_like(query)
-        grad_key = torch.zeros_like(key, dtype=torch.float32)
-        grad_value = torch.zeros_like(value, dtype=torch.float32)
         for head in range(share):
-            part_query, part_key, part_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad_query, grad_key, grad_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
                 grad_out[:, head::share],
                 query[:, head::share],
                 key,
@@ -185,7 +165,4 @@ class CudaEfficientKernel:
                 _is_causal(query, key, band),
                 scale=scale,
             )
-            grad_query[:, head::share] = part_query
-            grad_key += part_key
-            grad_value += part_value
-        return grad_query, grad_key, grad_value
+            into.part(slice(head, None, share), slice(None), slice(None)).add(grad_query, grad_key, grad_value)

@@ -10,34 +10,36 @@ queries).
 from __future__ import annotations
 
 import functools
-import sys
+import itertools
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .cpu_products import kept_memory
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
 from .fused import CpuFlashKernel, CudaEfficientKernel
+from .gradients import Gradients, Queries
 from .merge import RunningAttention
 from .plain import PlainKernel
 from .terms import Terms
 from .tiles import FULL, Band, Tile
 
 BACKWARD_ROWS = 1536
-"""Query rows of one backward call on CPUs in bf16, which then has one query head for each key/value head.
+"""Query rows of one backward call of CPUs' fused kernel in bf16, which then has one query head for each key/value head.
 
-The CPU kernel sums the gradients of keys and values in the dtype of its inputs, over rows and over the heads that share
-them. Slices whose sums are added in fp32 cut the error of the key gradients in bf16 from 1.4e-2 to 0.4e-2 at 8k tokens
-with four query heads for each, and take no more time.
+It sums the gradients of keys and values in the dtype of its inputs, over rows and over the heads that share them.
+Slices whose sums are added in fp32 cut the error of the key gradients in bf16 from 1.4e-2 to 0.4e-2 at 8k tokens with
+four query heads for each, and take up to 7 % more time.
 """
 
 BACKWARD_KEY_NUMBERS = 1 << 18
-"""Numbers of one head's keys in one backward call on CPUs in bf16: its results are in memory beside the sums."""
+"""Numbers of one head's keys in one backward call of these: its results are in memory beside the sums."""
 
-ADDED_ROWS, ADDED_COLUMNS = 128, 4096
-"""The most query and key tokens of one call of the CPU kernel with numbers that are added to the scores."""
+TILES_FROM = 384
+"""Query rows of a block from which our own tiles are faster than CPUs' fused kernel forward, where they are at all."""
 
 
 class Kernel(Protocol):
@@ -50,10 +52,6 @@ class Kernel(Protocol):
     @property
     def backward_rows(self) -> int | None:
         """The most query rows of one backward call, None for any number."""
-
-    @property
-    def band_rows(self) -> int | None:
-        """The most query rows of a call with a band that is neither full nor a causal square, None for any number."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None
@@ -72,28 +70,9 @@ class Kernel(Protocol):
         band: Band,
         scale: float,
         terms: Terms | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; `out` and `lse` cover all blocks, `lse` +inf in rows that saw no key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Queries:
-    """The query side of backward: `out` and `lse` cover all keys, and `lse` is +inf in rows that saw none."""
-
-    query: Tensor
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Sums of gradients over blocks, in fp32 or fp64, shaped as query, key and value."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+        into: Gradients,
+    ) -> None:
+        """Add the gradients; `out` and `lse` cover all blocks, `lse` +inf in rows that saw no key."""
 
 
 def select_kernel(
@@ -113,15 +92,16 @@ def select_kernel(
     fused, why = _fused_kernel(query, softcap)
     if fused is not None:
         why = ""
+        any_mask = isinstance(fused, CpuFlashKernel)
         if dropout:
             why = "the dropout of fused kernels depends on how the sequence is cut"
         elif softcap is not None and not isinstance(fused, FlashAttnKernel):
             why = f"{fused.name} has no soft-capping"
-        elif query.shape[3] != value.shape[3]:
+        elif query.shape[3] != value.shape[3] and not any_mask:
             why = f"the fused kernels want one head dim, not {query.shape[3]} for keys and {value.shape[3]} for values"
         elif banded and isinstance(fused, CudaEfficientKernel):
             why = f"{fused.name} has no sliding window between blocks"
-        elif added and not isinstance(fused, CpuFlashKernel):
+        elif added and not any_mask:
             why = f"{fused.name} adds nothing to scores"
     if fused is None or why:
         _announce(f"ring attention takes the plain kernel, which is slower: {why}")
@@ -133,6 +113,8 @@ def _fused_kernel(query: Tensor, softcap: float | None) -> tuple[Kernel | None, 
     """The fused kernel for a device, dtype and head dim, or why there is none."""
     head_dim, device, dtype = query.shape[3], query.device, query.dtype
     if device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if dtype is torch.bfloat16 and tiles_are_faster():
+            return CpuFlashKernel(tiles_from=TILES_FROM), ""
         return CpuFlashKernel(BACKWARD_ROWS if dtype is torch.bfloat16 else None), ""
     if device.type == "cuda" and head_dim % 8 == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16):
         recent = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -147,6 +129,23 @@ def _fused_kernel(query: Tensor, softcap: float | None) -> tuple[Kernel | None, 
     return None, f"there is no fused kernel for {dtype} with head dim {head_dim} on {device.type}"
 
 
+def tiles_are_faster() -> bool:
+    """Whether bf16 on this CPU goes to our own tiles.
+
+    torch's fused kernel spreads heads over threads, and makes use of a matrix unit.
+    """
+    return torch.get_num_threads() == 1 and has_bf16_products_alone()
+
+
+@functools.lru_cache
+def has_bf16_products_alone() -> bool:
+    """This CPU has dot products of bf16 vectors, but no matrix unit."""
+    vectors, matrices = (
+        bool(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)()) for name in ("avx512_bf16", "amx_tile")
+    )
+    return vectors and not matrices
+
+
 @functools.lru_cache
 def _announce(message: str) -> None:
     """Warn once for each message."""
@@ -155,7 +154,7 @@ def _announce(message: str) -> None:
 
 def attend(
     kernel: Kernel,
-    tile: Tile,
+    tiles: Iterable[Tile],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -163,49 +162,49 @@ def attend(
     scale: float,
     terms: Terms | None = None,
 ) -> None:
-    """Merge the attention of one tile into `running`."""
+    """Merge the attention of tiles into `running`."""
     if query.numel() == 0:
         return
-    for part in _parts(kernel, tile, None, terms):
-        rows, keys = query[:, :, part.queries], part.keys
-        here = None if terms is None else terms.part(part.queries, keys)
-        running.settle()
-        out, lse = kernel.forward(rows, key[:, :, keys], value[:, :, keys], band=part.band, scale=scale, terms=here)
-        running.add(part.queries, out, lse)
+    with kept_memory():
+        for tile in tiles:
+            rows, keys = tile.queries, tile.keys
+            here = None if terms is None else terms.part(rows, keys)
+            running.settle()
+            out, lse = kernel.forward(
+                query[:, :, rows], key[:, :, keys], value[:, :, keys], band=tile.band, scale=scale, terms=here
+            )
+            running.add(rows, out, lse)
 
 
 def add_gradients(
     kernel: Kernel,
-    tile: Tile,
+    tiles: Iterable[Tile],
     queries: Queries,
     key: Tensor,
     value: Tensor,
     into: Gradients,
     terms: Terms | None = None,
 ) -> None:
-    """Add the gradients of one tile to the sums."""
+    """Add the gradients of tiles to the sums."""
     if queries.query.numel() == 0:
         return
-    for part in _parts(kernel, tile, kernel.backward_rows, terms, BACKWARD_KEY_NUMBERS // key.shape[3]):
-        rows, keys = part.queries, part.keys
-        here = None if terms is None else terms.part(rows, keys)
-        for heads in _heads_at_once(kernel, queries.query, key):
-            grad_query, grad_key, grad_value = kernel.backward(
-                queries.grad_out[:, heads, rows],
-                queries.query[:, heads, rows],
+    parts = (part for tile in tiles for part in _parts(kernel, tile, key.shape[3]))
+    with kept_memory():
+        for part, heads in itertools.product(parts, _heads_at_once(kernel, queries.query, key)):
+            rows, keys = part.queries, part.keys
+            read = queries.part(heads, rows)
+            kernel.backward(
+                read.grad_out,
+                read.query,
                 key[:, :, keys],
                 value[:, :, keys],
-                queries.out[:, heads, rows],
-                queries.lse[:, heads, rows],
+                read.out,
+                read.lse,
                 band=part.band,
                 scale=queries.scale,
-                terms=None if here is None else here.of_pass(slice(None), heads),
+                terms=None if terms is None else terms.part(rows, keys).of_pass(slice(None), heads),
+                into=into.part(heads, rows, keys),
             )
-            into.query[:, heads, rows] += grad_query
-            into.key[:, :, keys] += grad_key
-            into.value[:, :, keys] += grad_value
-            # Not beside those of the next call.
-            del grad_query, grad_key, grad_value
 
 
 def _heads_at_once(kernel: Kernel, query: Tensor, key: Tensor) -> list[slice]:
@@ -214,22 +213,16 @@ def _heads_at_once(kernel: Kernel, query: Tensor, key: Tensor) -> list[slice]:
     return [slice(None)] if kernel.backward_rows is None else [slice(first, None, share) for first in range(share)]
 
 
-def _parts(
-    kernel: Kernel, tile: Tile, most_rows: int | None, terms: Terms | None, most_columns: int = sys.maxsize
-) -> list[Tile]:
-    """What the kernel is called on: slices of the tile with no more rows than it may see at once.
+def _parts(kernel: Kernel, tile: Tile, head_dim: int) -> list[Tile]:
+    """What backward is called on: slices of the tile with no more rows than the kernel may see at once.
 
-    `most_columns` holds for slices that `most_rows` has cut, and where all queries see all keys.
+    Where all queries see all keys, slices have not more than `BACKWARD_KEY_NUMBERS` of these.
     """
-    if terms is not None and terms.adds and kernel.band_rows is not None:
-        # What is added is in memory for every head: little enough of it.
-        return [cell for part in tile.cut(ADDED_ROWS) for cell in _columns(part, ADDED_COLUMNS)]
-    if not tile.is_simple and kernel.band_rows is not None:
-        return tile.cut(kernel.band_rows)
-    if most_rows is not None and tile.queries.stop - tile.queries.start > most_rows:
-        cut = tile.cut(most_rows)
-        return [cell for part in cut for cell in (_columns(part, most_columns) if part.band == FULL else [part])]
-    return [tile]
+    if kernel.backward_rows is None or tile.queries.stop - tile.queries.start <= kernel.backward_rows:
+        return [tile]
+    most = BACKWARD_KEY_NUMBERS // head_dim
+    cut = tile.cut(kernel.backward_rows)
+    return [cell for part in cut for cell in (_columns(part, most) if part.band == FULL else [part])]
 
 
 def _columns(tile: Tile, most: int) -> list[Tile]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .gradients import Gradients
 from .inputs import without_autocast
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .terms import Terms
@@ -25,7 +26,6 @@ class PlainKernel:
 
     name = "plain"
     backward_rows: int | None = None
-    band_rows: int | None = None
 
     def __init__(self, softcap: float | None = None) -> None:
         """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
@@ -42,7 +42,7 @@ class PlainKernel:
         with without_autocast(query):
             for rows in _tiles(0, length):
                 running = RunningAttention(out[:, :, rows], lse[:, :, rows])
-                for columns in _tiles(*_seen(rows, key.shape[2], band)):
+                for columns in _tiles(*band.columns_of(rows, key.shape[2])):
                     here = None if terms is None else terms.part(rows, columns)
                     scores, _ = self._scores(query, key, rows, columns, band, scale, here)
                     block_lse = torch.logsumexp(scores, dim=-1)
@@ -66,19 +66,17 @@ class PlainKernel:
         band: Band,
         scale: float,
         terms: Terms | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, where `out` and `lse` may also cover keys that are not given here."""
+        into: Gradients,
+    ) -> None:
+        """Add the gradients, where `out` and `lse` may also cover keys that are not given here."""
         dtype = accumulation_dtype(query.dtype)
         kv_heads = key.shape[1]
-        grad_query = torch.zeros_like(query, dtype=dtype)
-        grad_key = torch.zeros_like(key, dtype=dtype)
-        grad_value = torch.zeros_like(value, dtype=dtype)
         with without_autocast(query):
             for rows in _tiles(0, query.shape[2]):
                 grad = grad_out[:, :, rows].to(dtype)
                 delta = (grad * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
                 grad_folded, query_folded = _fold(grad, kv_heads), _fold(query[:, :, rows].to(dtype), kv_heads)
-                for columns in _tiles(*_seen(rows, key.shape[2], band)):
+                for columns in _tiles(*band.columns_of(rows, key.shape[2])):
                     here = None if terms is None else terms.part(rows, columns)
                     scores, slopes = self._scores(query, key, rows, columns, band, scale, here)
                     weights = torch.exp(scores - lse[:, :, rows].unsqueeze(-1))
@@ -91,10 +89,9 @@ class PlainKernel:
                     if slopes is not None:
                         grad_scores *= slopes
                     folded = _fold(grad_scores, kv_heads)
-                    grad_value[:, :, columns] += _fold(used, kv_heads).mT @ grad_folded
-                    grad_key[:, :, columns] += folded.mT @ query_folded
-                    grad_query[:, :, rows] += (folded @ key[:, :, columns].to(dtype)).view(*grad.shape[:3], -1)
-        return grad_query, grad_key, grad_value
+                    into.value[:, :, columns] += _fold(used, kv_heads).mT @ grad_folded
+                    into.key[:, :, columns] += folded.mT @ query_folded
+                    into.query[:, :, rows] += (folded @ key[:, :, columns].to(dtype)).view(*grad.shape[:3], -1)
 
     def _scores(
         self,
@@ -129,12 +126,6 @@ class PlainKernel:
 
 def _tiles(start: int, stop: int) -> Iterator[slice]:
     return (slice(first, min(first + _TILE, stop)) for first in range(start, stop, _TILE))
-
-
-def _seen(rows: slice, columns: int, band: Band) -> tuple[int, int]:
-    """First and last + 1 of the keys that any of these rows sees."""
-    first = 0 if band.lower is None else max(0, rows.start + band.lower)
-    return first, columns if band.upper is None else max(0, min(columns, rows.stop + band.upper))
 
 
 def _fold(x_BHQN: Tensor, kv_heads: int) -> Tensor:

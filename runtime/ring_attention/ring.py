@@ -8,21 +8,22 @@ Source: ring attention, arXiv 2310.01889.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Exchange, Pair, Stream, post_exchange
 from .gathering import Gathering
-from .kernels import Gradients, Queries, add_gradients
+from .gradients import Gradients, Queries
+from .kernels import add_gradients
 from .passes import Job, Pass, keep, zeroed_sum_for
 from .route import Step
 
 
 def around(
     group: dist.ProcessGroup | None, steps: tuple[Step, ...], key: Tensor, value: Tensor
-) -> Iterator[tuple[Step, Tensor, Tensor]]:
+) -> Generator[tuple[Step, Tensor, Tensor], None, None]:
     """Each step with its keys and values; the next ones are under way while the caller works on these.
 
     Two buffers take turns: what was received is sent on while the other one receives.
@@ -67,22 +68,25 @@ def ring_backward(
     exchange: Exchange | None = None
     spare: Pair | None = None
     assert not isinstance(one.way, Gathering)
-    for step, keys, values in around(job.group, one.way, key, value):
+    blocks = around(job.group, one.way, key, value)
+    for step, keys, values in blocks:
         hop, terms = step.gradients_hop, one.terms_of_step(step)
         if hop is None:
             own = Gradients(grad_query, grad_key, grad_value)
-            for tile in step.tiles:
-                add_gradients(job.kernel, tile, queries, keys, values, own, terms)
+            add_gradients(job.kernel, step.tiles, queries, keys, values, own, terms)
             if bring_home is not None:
                 bring_home()
             continue
-        travelling = spare or Pair.empty_like(keys, values, grad_key.dtype)
+        travelling = spare or Pair.empty_like(key, value, grad_key.dtype)
         travelling.message.zero_()
         into = Gradients(grad_query, travelling.first, travelling.second)
-        for tile in step.tiles:
-            add_gradients(job.kernel, tile, queries, keys, values, into, terms)
+        add_gradients(job.kernel, step.tiles, queries, keys, values, into, terms)
+        if step is one.way[-1]:
+            # Nobody needs the last keys while their gradients travel.
+            blocks.close()
+            del keys, values
         if exchange is None:
-            incoming = Pair.empty_like(keys, values, grad_key.dtype)
+            incoming = Pair.empty_like(key, value, grad_key.dtype)
         else:
             incoming, spare = exchange.wait(), exchange.outgoing
             travelling.message.add_(incoming.message)

@@ -16,6 +16,11 @@ class Band:
     lower: int | None = None
     upper: int | None = None
 
+    def columns_of(self, rows: slice, columns: int) -> tuple[int, int]:
+        """First and last + 1 of so many keys that any of these queries sees."""
+        first = 0 if self.lower is None else max(0, rows.start + self.lower)
+        return first, columns if self.upper is None else max(0, min(columns, rows.stop + self.upper))
+
 
 FULL = Band()
 CAUSAL = Band(None, 0)

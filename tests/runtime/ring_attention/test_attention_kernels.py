@@ -13,22 +13,22 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import attention, kernels, ring_attention
+from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.kernels import (
-    Gradients,
-    Kernel,
-    Queries,
-    _announce,
-    add_gradients,
-    attend,
-    select_kernel,
-)
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels import Kernel, _announce, add_gradients, attend, select_kernel
 from parcompile.runtime.ring_attention.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.plain import PlainKernel
 from parcompile.runtime.ring_attention.terms import Terms
 from parcompile.runtime.ring_attention.tiles import CAUSAL, Tile
 
-KERNELS = [CpuFlashKernel(), CpuFlashKernel(backward_rows=64), PlainKernel()]
+KERNELS: dict[str, Kernel] = {
+    "cpu-flash": CpuFlashKernel(),
+    "cpu-flash-64-rows": CpuFlashKernel(backward_rows=64),
+    "cpu-tiles": CpuTileKernel(),
+    "cpu-tiles-from-50": CpuFlashKernel(tiles_from=50),
+    "plain": PlainKernel(),
+}
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -52,13 +52,11 @@ def _by_tiles(
     scale = query.shape[3] ** -0.5
     out = query.new_full((*query.shape[:3], value.shape[3]), math.nan, dtype=torch.float64)
     running = RunningAttention(out, query.new_full(query.shape[:3], math.nan, dtype=torch.float64))
-    for tile in tiles:
-        attend(kernel, tile, query, key, value, running, scale)
+    attend(kernel, tiles, query, key, value, running, scale)
     out, lse = running.finish()
     queries = Queries(query, grad, out.to(query.dtype), unseen_rows_to_infinity(lse).to(query.dtype), scale)
     sums = Gradients(*(torch.zeros_like(tensor, dtype=torch.float64) for tensor in (query, key, value)))
-    for tile in tiles:
-        add_gradients(kernel, tile, queries, key, value, sums)
+    add_gradients(kernel, tiles, queries, key, value, sums)
     return out, lse, sums
 
 
@@ -66,7 +64,7 @@ def _full(queries: slice, keys: slice) -> Tile:
     return Tile(queries, keys)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("length", [2, 3, 130, 1200])
 def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "BACKWARD_KEY_NUMBERS", 100 * 16)  # keys are cut where rows are
@@ -87,7 +85,7 @@ def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int, monkeypat
         assert relative_error(got, leaf.grad) < 1e-14
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["cpu-flash", "cpu-flash-64-rows", "plain"])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 def test_queries_without_keys_give_zeros_and_no_gradient(kernel: Kernel) -> None:
     query, key, value, grad = _inputs(100)
     tiles = [_full(slice(40, 60), slice(10, 30))]
@@ -164,9 +162,8 @@ def test_merging_many_blocks_does_not_drift() -> None:
     out, lse = torch.empty(2, 6, 8, 16), torch.empty(2, 6, 8)
     running = RunningAttention(out, lse)
     for start in range(0, 4 * blocks, 4):
-        attend(
-            CpuFlashKernel(), _full(slice(0, 8), slice(start, start + 4)), query[:, :, :8], key, value, running, 0.25
-        )
+        tiles = [_full(slice(0, 8), slice(start, start + 4))]
+        attend(CpuFlashKernel(), tiles, query[:, :, :8], key, value, running, 0.25)
     # 512 roundings that cancel partly; one fp32 kernel call over all keys has about 3e-7.
     assert relative_error(running.finish()[0], reference(query[:, :, :8], key, value, causal=False)) < 2e-6
 
@@ -191,15 +188,32 @@ def test_plain_kernel_computes_in_high_precision(dtype: torch.dtype) -> None:
     assert relative_error(out, reference(query, key, value, causal=True)) < rounding
 
 
-@pytest.mark.filterwarnings("ignore:ring attention takes the plain kernel")
-def test_fused_kernel_serves_equal_head_dims_and_the_plain_one_the_rest() -> None:
+@pytest.mark.parametrize(
+    ("products", "threads", "bf16"),
+    [(True, 1, ("cpu-tiles", None)), (True, 2, ("cpu-flash", 1536)), (False, 1, ("cpu-flash", 1536))],
+)
+def test_the_kernel_of_cpus_is_the_faster_one(
+    products: bool, threads: int, bf16: tuple[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "has_bf16_products_alone", lambda: products)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, _, value, _ = _inputs(10)
-    assert select_kernel(query, value).name == "cpu-flash"
-    assert select_kernel(query, value).backward_rows is None
-    assert select_kernel(query.bfloat16(), value.bfloat16()).backward_rows == 1536
-    assert select_kernel(query, _inputs(10, value_dim=8)[2]).name == "plain"
+    for dtype, wanted in ((torch.float64, ("cpu-flash", None)), (torch.bfloat16, bf16)):
+        kernel = select_kernel(query.to(dtype), value.to(dtype), banded=True, added=True)
+        assert (kernel.name, kernel.backward_rows) == wanted
     # Where nothing is computed, shapes are those of a fused kernel.
     assert select_kernel(query.to("meta"), value.to("meta")).name == "cpu-flash"
+
+
+@pytest.mark.parametrize(
+    ("supported", "wanted"), [((True, False), True), ((True, True), False), ((False, False), False)]
+)
+def test_a_matrix_unit_is_for_the_fused_kernel(
+    supported: tuple[bool, bool], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, here in zip(("avx512_bf16", "amx_tile"), supported, strict=True):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda here=here: here, raising=False)
+    assert kernels.has_bf16_products_alone.__wrapped__() is wanted
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -225,7 +239,6 @@ def test_a_slower_kernel_is_announced_once_with_the_reason() -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.filterwarnings("ignore:ring attention takes the plain kernel")
 def test_values_may_have_another_head_dim() -> None:
     query, key, value, grad = _inputs(90, value_dim=40)
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
