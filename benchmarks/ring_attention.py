@@ -49,7 +49,9 @@ from parcompile.runtime.ring_attention import (
     split_sequence,
     ulysses_attention,
 )
-from parcompile.runtime.ring_attention.kernels import Gradients, Queries, add_gradients, select_kernel
+from parcompile.runtime.ring_attention.cpu_products import kept_memory
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels import add_gradients, select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 
 RANKS = 2
@@ -76,17 +78,18 @@ class _Ceiling(torch.autograd.Function):
         route = plan_route(CpLayout.ZIGZAG, RANKS, dist.get_rank(), query.shape[2], Masking())
         ctx.tiles = [tile for step in route for tile in step.tiles]
         kernel, ctx.scale = select_kernel(query, value), query.shape[3] ** -0.5
-        for tile in ctx.tiles:
-            block_out, block_lse = kernel.forward(
-                query[:, :, tile.queries],
-                key[:, :, tile.keys],
-                value[:, :, tile.keys],
-                band=tile.band,
-                scale=ctx.scale,
-                terms=None,
-            )
-            if tile.queries == slice(0, query.shape[2]):
-                out, lse = block_out, block_lse
+        with kept_memory():
+            for tile in ctx.tiles:
+                block_out, block_lse = kernel.forward(
+                    query[:, :, tile.queries],
+                    key[:, :, tile.keys],
+                    value[:, :, tile.keys],
+                    band=tile.band,
+                    scale=ctx.scale,
+                    terms=None,
+                )
+                if tile.queries == slice(0, query.shape[2]):
+                    out, lse = block_out, block_lse
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -95,8 +98,7 @@ class _Ceiling(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         queries = Queries(query, grad, out, lse, ctx.scale)
         sums = Gradients(*(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value)))
-        for tile in ctx.tiles:
-            add_gradients(select_kernel(query, value), tile, queries, key, value, sums)
+        add_gradients(select_kernel(query, value), ctx.tiles, queries, key, value, sums)
         return tuple(total.to(query.dtype) for total in (sums.query, sums.key, sums.value))
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
 from parcompile.runtime.ring_attention.fused import CudaEfficientKernel
-from parcompile.runtime.ring_attention.kernels import Gradients, Queries, add_gradients, attend, select_kernel
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels import add_gradients, attend, select_kernel
 from parcompile.runtime.ring_attention.merge import RunningAttention
 from parcompile.runtime.ring_attention.plain import PlainKernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
@@ -75,9 +76,14 @@ def check_kernels() -> dict[str, float]:
             wide = [tensor.double() for tensor in (query, key, value)]
             wanted, wanted_lse = exact.forward(*wide, band=band, scale=0.1)
             out, lse = kernel.forward(query, key, value, band=band, scale=0.1, terms=None)
-            wanted_grads = exact.backward(grad.double(), *wide, wanted, wanted_lse, band=band, scale=0.1)
-            grads = kernel.backward(grad, query, key, value, out, lse, band=band, scale=0.1, terms=None)
-            pairs = zip((out, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True)
+            sums, wanted_sums = (
+                Gradients(*(torch.zeros_like(tensor, dtype=dtype) for tensor in wide))
+                for dtype in (torch.float32, torch.float64)
+            )
+            exact.backward(grad.double(), *wide, wanted, wanted_lse, band=band, scale=0.1, into=wanted_sums)
+            kernel.backward(grad, query, key, value, out, lse, band=band, scale=0.1, terms=None, into=sums)
+            pairs = [(out, wanted), (lse, wanted_lse)]
+            pairs += [(getattr(sums, name), getattr(wanted_sums, name)) for name in ("query", "key", "value")]
             worst = max(float((got.double() - right).norm() / right.norm()) for got, right in pairs)
             found[f"{kernel.name} {str(dtype).removeprefix('torch.')} {band.lower, band.upper}"] = worst
     return found
@@ -95,8 +101,7 @@ def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
     def forward() -> tuple[Tensor, Tensor]:
         running = RunningAttention(torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32))
         for step in steps:
-            for tile in step.tiles:
-                attend(kernel, tile, query, parts[step.source][1], parts[step.source][2], running, scale)
+            attend(kernel, step.tiles, query, parts[step.source][1], parts[step.source][2], running, scale)
         return running.finish()
 
     def both() -> None:
@@ -107,8 +112,7 @@ def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
             _, key, value, _ = parts[step.source]
             sums = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
             into = Gradients(total, *sums)
-            for tile in step.tiles:
-                add_gradients(kernel, tile, queries, key, value, into)
+            add_gradients(kernel, step.tiles, queries, key, value, into)
 
     leaves = [tensor.detach().requires_grad_() for tensor in whole[:3]]
 

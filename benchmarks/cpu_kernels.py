@@ -1,0 +1,113 @@
+"""The two kernels of ring attention on CPUs side by side: tiles of our own against torch's fused one, on one thread.
+
+    python benchmarks/cpu_kernels.py [--rounds 9] [--threads 1] [--dtype bfloat16]
+
+Given is the time of the fused kernel over that of the tiles, median with quartiles, of processor time in which the two
+take turns: above 1 the tiles are faster. Backward of the fused kernel is one call over all rows, its fastest way and
+not its most exact one (`kernels.BACKWARD_ROWS`). Errors are relative L2 of the key gradients against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from meters import quartiles
+from torch import Tensor
+
+from parcompile.runtime.ring_attention.cpu_products import kept_memory
+from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
+from parcompile.runtime.ring_attention.fused import CpuFlashKernel
+from parcompile.runtime.ring_attention.gradients import Gradients
+from parcompile.runtime.ring_attention.kernels import Kernel, has_bf16_products_alone
+from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band
+
+
+class Block(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    """Queries and keys."""
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, {self.tokens} tokens"
+
+
+BLOCKS = [Block(8, 2, 64, tokens) for tokens in (128, 512, 2048)]
+BLOCKS += [Block(4, 4, 64, 2048), Block(4, 1, 128, 2048), Block(32, 8, 128, 1024)]
+KERNELS: dict[str, Kernel] = {"fused": CpuFlashKernel(), "tiles": CpuTileKernel()}
+
+
+def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> str:
+    """A row of the table."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (block.heads, block.kv_heads, block.kv_heads, block.heads)
+    query, key, value, grad = (
+        torch.randn(1, count, block.tokens, block.head_dim, generator=generator).to(dtype) for count in heads
+    )
+    scale = block.head_dim**-0.5
+    seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": []} for name in KERNELS}
+    sums: dict[str, Gradients] = {}
+    for _ in range(rounds + 1):
+        for name, kernel in KERNELS.items():
+            sums[name] = Gradients(*(torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)))
+            (out, lse), taken = _timed(
+                lambda k=kernel: k.forward(query, key, value, band=band, scale=scale, terms=None)
+            )
+            seconds[name]["forward"].append(taken)
+            tensors, into = (grad, query, key, value, out, lse), sums[name]
+            _, taken = _timed(
+                lambda k=kernel, t=tensors, s=into: k.backward(*t, band=band, scale=scale, terms=None, into=s)
+            )
+            seconds[name]["backward"].append(taken)
+    cells = []
+    for direction in ("forward", "backward"):
+        # The first round warms up.
+        both = zip(*(seconds[name][direction][1:] for name in ("fused", "tiles")), strict=True)
+        low, middle, high = quartiles([fused / tiles for fused, tiles in both])
+        cells.append(f"{middle:.2f} ({low:.2f} … {high:.2f})")
+    errors = _key_errors(query, key, value, grad, band, scale, sums)
+    return f"| {block} | {'causal' if band == CAUSAL else 'full'} | {cells[0]} | {cells[1]} | {errors} |"
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and the seconds it took: of the processor where one thread computes."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    result = call()
+    return result, clock() - start
+
+
+def _key_errors(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, band: Band, scale: float, sums: dict[str, Gradients]
+) -> str:
+    wide = [each.double() for each in (query, key, value)]
+    out, lse = KERNELS["fused"].forward(*wide, band=band, scale=scale, terms=None)
+    exact = Gradients(*map(torch.zeros_like, wide))
+    KERNELS["fused"].backward(grad.double(), *wide, out, lse, band=band, scale=scale, terms=None, into=exact)
+    errors = [float((sums[name].key.double() - exact.key).norm() / exact.key.norm()) for name in ("fused", "tiles")]
+    return " · ".join(f"{error:.1e}" for error in errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if not has_bf16_products_alone():
+        print("this CPU has no bf16 dot products, or a matrix unit too: the fused kernel is taken for bf16 here")
+    print("| block | mask | forward | backward | error of dK: fused · tiles |\n|---|---|---|---|---|")
+    for block in BLOCKS:
+        for band in (CAUSAL, FULL):
+            with kept_memory():  # as around the tiles of a ring's step
+                print(measure(block, band, getattr(torch, arguments.dtype), arguments.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
