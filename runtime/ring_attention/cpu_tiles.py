@@ -1,8 +1,8 @@
 """Attention on CPUs in matrix products of tiles of scores that stay in the cache.
 
-torch's fused kernel for CPUs multiplies bf16 at a third of the rate of its matrix products where the processor has
-bf16 dot products but no matrix unit, computes 512 keys where a query sees the first of them, and sums dK and dV in
-bf16. Here tiles end where a band ends, and every sum over tiles is in fp32.
+torch's fused kernel for CPUs computes 512 keys where a query sees the first of them, sums dK and dV in bf16, and makes
+80 GFLOP/s of the 200 of torch's bf16 products on a core that has bf16 dot products but no matrix unit (Zen 4). Here
+tiles end where a band ends, and every sum over tiles is in fp32.
 
 Shapes: B batch, H query heads, K key/value heads, G = H / K, S key tokens, D head dim of queries and keys, E head dim
 of values; of a tile: N of the K heads, n query tokens, R = G·n rows, w key tokens.
@@ -41,10 +41,8 @@ class CpuTileKernel:
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
     ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, E] in the inputs' dtype and log-sum-exp [B, H, Q] of one block."""
-        (batch, heads, length, _), scratch = (
-            query.shape,
-            Scratch(query, _rows_at_once(query, key, band) * min(_KEYS, key.shape[2])),
-        )
+        batch, heads, length, _ = query.shape
+        scratch = Scratch(query, _scores_at_once(query, key, band))
         # [B, Q, H, E] in memory, as fused kernels have it.
         out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
         lse = query.new_empty((batch, heads, length), dtype=scratch.exact)
@@ -81,7 +79,7 @@ class CpuTileKernel:
 
         Tiles are transposed [N, w, R]: one alone of the three products with them then reads them against the grain.
         """
-        scratch = Scratch(query, _rows_at_once(query, key, band) * min(_KEYS, key.shape[2]))
+        scratch = Scratch(query, _scores_at_once(query, key, band))
         with without_autocast(query):
             for row, q_heads, kv_heads in _heads_at_once(query, key, band):
                 for queries in _spans(0, query.shape[2], _tokens_at_once(query, key, band)):
@@ -140,10 +138,10 @@ def _kv_heads_at_once(query: Tensor, key: Tensor, band: Band) -> int:
     return min(key.shape[1], max(1, _ROWS // rows))
 
 
-def _rows_at_once(query: Tensor, key: Tensor, band: Band) -> int:
-    """Rows of a tile."""
-    share = query.shape[1] // key.shape[1]
-    return _kv_heads_at_once(query, key, band) * share * _tokens_at_once(query, key, band)
+def _scores_at_once(query: Tensor, key: Tensor, band: Band) -> int:
+    """Scores of a tile."""
+    rows = query.shape[1] // key.shape[1] * _tokens_at_once(query, key, band)
+    return _kv_heads_at_once(query, key, band) * rows * min(_KEYS, key.shape[2])
 
 
 def _tokens_at_once(query: Tensor, key: Tensor, band: Band) -> int:
