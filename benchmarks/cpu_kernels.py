@@ -21,7 +21,7 @@ from torch import Tensor
 from parcompile.runtime.ring_attention.cpu_products import kept_memory
 from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.gradients import Gradients
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels import Kernel, has_bf16_products_alone
 from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band
 
@@ -59,10 +59,8 @@ def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> str:
                 lambda k=kernel: k.forward(query, key, value, band=band, scale=scale, terms=None)
             )
             seconds[name]["forward"].append(taken)
-            tensors, into = (grad, query, key, value, out, lse), sums[name]
-            _, taken = _timed(
-                lambda k=kernel, t=tensors, s=into: k.backward(*t, band=band, scale=scale, terms=None, into=s)
-            )
+            read, into = Queries(query, grad, out, lse, scale), sums[name]
+            _, taken = _timed(lambda k=kernel, r=read, s=into: k.backward(r, key, value, band=band, terms=None, into=s))
             seconds[name]["backward"].append(taken)
     cells = []
     for direction in ("forward", "backward"):
@@ -88,7 +86,8 @@ def _key_errors(
     wide = [each.double() for each in (query, key, value)]
     out, lse = KERNELS["fused"].forward(*wide, band=band, scale=scale, terms=None)
     exact = Gradients(*map(torch.zeros_like, wide))
-    KERNELS["fused"].backward(grad.double(), *wide, out, lse, band=band, scale=scale, terms=None, into=exact)
+    read = Queries(wide[0], grad.double(), out, lse, scale)
+    KERNELS["fused"].backward(read, *wide[1:], band=band, terms=None, into=exact)
     errors = [float((sums[name].key.double() - exact.key).norm() / exact.key.norm()) for name in ("fused", "tiles")]
     return " · ".join(f"{error:.1e}" for error in errors)
 

@@ -80,8 +80,9 @@ def check_kernels() -> dict[str, float]:
                 Gradients(*(torch.zeros_like(tensor, dtype=dtype) for tensor in wide))
                 for dtype in (torch.float32, torch.float64)
             )
-            exact.backward(grad.double(), *wide, wanted, wanted_lse, band=band, scale=0.1, into=wanted_sums)
-            kernel.backward(grad, query, key, value, out, lse, band=band, scale=0.1, terms=None, into=sums)
+            wide_read = Queries(wide[0], grad.double(), wanted, wanted_lse, 0.1)
+            exact.backward(wide_read, *wide[1:], band=band, into=wanted_sums)
+            kernel.backward(Queries(query, grad, out, lse, 0.1), key, value, band=band, terms=None, into=sums)
             pairs = [(out, wanted), (lse, wanted_lse)]
             pairs += [(getattr(sums, name), getattr(wanted_sums, name)) for name in ("query", "key", "value")]
             worst = max(float((got.double() - right).norm() / right.norm()) for got, right in pairs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .cpu_products import LOG2_E, GradientRows, Scratch, SoftmaxRows
-from .gradients import Gradients
+from .gradients import Gradients, Queries
 from .inputs import without_autocast
 from .terms import Terms
 from .tiles import FULL, Band
@@ -62,23 +62,13 @@ class CpuTileKernel:
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks.
 
         Tiles are transposed [N, w, R]: one alone of the three products with them then reads them against the grain.
         """
+        query, grad_out, out, lse, scale = read
         scratch = Scratch(query, _scores_at_once(query, key, band))
         with without_autocast(query):
             for row, q_heads, kv_heads in _heads_at_once(query, key, band):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Gradients
+from .gradients import Gradients, Queries
 from .terms import Terms
 from .tiles import Band
 
@@ -63,20 +63,10 @@ class CudaFlashKernel:
         return out.transpose(1, 2), lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        query, grad_out, out, lse, scale = read
         assert terms is None, f"{self.name} has no further terms"
         rows, columns = query.shape[2], key.shape[2]
         left, right = window_of(band, rows, columns)
@@ -124,20 +114,10 @@ class FlashAttnKernel:
         return out.transpose(1, 2), lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        query, grad_out, out, lse, scale = read
         assert terms is None, f"{self.name} has no further terms"
         inputs = [_token_major(tensor) for tensor in (query, key, value)]
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]

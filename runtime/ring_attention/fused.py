@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cpu_tiles import CpuTileKernel
-from .gradients import Gradients
+from .gradients import Gradients, Queries
 from .terms import Terms
 from .tiles import CAUSAL, FULL, Band
 
@@ -65,22 +65,12 @@ class CpuFlashKernel:
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        query, grad_out, out, lse, scale = read
         if self._tiles_from is not None or not _is_fused_on_cpus(query, key, value, band, terms):
-            self._tiles.backward(grad_out, query, key, value, out, lse, band=band, scale=scale, terms=terms, into=into)
+            self._tiles.backward(read, key, value, band=band, terms=terms, into=into)
             return
         into.add(
             *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -129,20 +119,10 @@ class CudaEfficientKernel:
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        query, grad_out, out, lse, scale = read
         assert terms is None, f"{self.name} has no further terms"
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
         share = query.shape[1] // key.shape[1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Queries:
+class Queries(NamedTuple):
     """The query side of backward: `out` and `lse` cover all keys, and `lse` is +inf in rows that saw none."""
 
     query: Tensor

@@ -59,18 +59,7 @@ class Kernel(Protocol):
         """Output and log-sum-exp of the block."""
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None, into: Gradients
     ) -> None:
         """Add the gradients; `out` and `lse` cover all blocks, `lse` +inf in rows that saw no key."""
 
@@ -192,16 +181,11 @@ def add_gradients(
     with kept_memory():
         for part, heads in itertools.product(parts, _heads_at_once(kernel, queries.query, key)):
             rows, keys = part.queries, part.keys
-            read = queries.part(heads, rows)
             kernel.backward(
-                read.grad_out,
-                read.query,
+                queries.part(heads, rows),
                 key[:, :, keys],
                 value[:, :, keys],
-                read.out,
-                read.lse,
                 band=part.band,
-                scale=queries.scale,
                 terms=None if terms is None else terms.part(rows, keys).of_pass(slice(None), heads),
                 into=into.part(heads, rows, keys),
             )

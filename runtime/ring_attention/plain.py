@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .gradients import Gradients
+from .gradients import Gradients, Queries
 from .inputs import without_autocast
 from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
 from .terms import Terms
@@ -55,20 +55,10 @@ class PlainKernel:
         return out.to(query.dtype), lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        band: Band,
-        scale: float,
-        terms: Terms | None = None,
-        into: Gradients,
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
     ) -> None:
         """Add the gradients, where `out` and `lse` may also cover keys that are not given here."""
+        query, grad_out, out, lse, scale = read
         dtype = accumulation_dtype(query.dtype)
         kv_heads = key.shape[1]
         with without_autocast(query):

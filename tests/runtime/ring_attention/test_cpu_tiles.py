@@ -14,7 +14,7 @@ from torch import Tensor
 from parcompile.runtime.ring_attention import cpu_products, cpu_tiles
 from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.gradients import Gradients
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels import Kernel
 from parcompile.runtime.ring_attention.plain import PlainKernel
 from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band, Tile
@@ -26,7 +26,7 @@ def _everything(
     """Output, log-sum-exp and the gradients of query, key and value."""
     out, lse = kernel.forward(query, key, value, band=band, scale=scale, terms=None)
     sums = Gradients(*(torch.zeros_like(each, dtype=lse.dtype) for each in (query, key, value)))
-    kernel.backward(grad, query, key, value, out, lse, band=band, scale=scale, terms=None, into=sums)
+    kernel.backward(Queries(query, grad, out, lse, scale), key, value, band=band, terms=None, into=sums)
     return out, lse, sums.query, sums.key, sums.value
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention import cuda_flash, kernels
 from parcompile.runtime.ring_attention.cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
-from parcompile.runtime.ring_attention.gradients import Gradients
+from parcompile.runtime.ring_attention.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels import Kernel, select_kernel
 from parcompile.runtime.ring_attention.plain import PlainKernel
 from parcompile.runtime.ring_attention.tiles import CAUSAL, Band, Tile
@@ -137,11 +137,10 @@ PACKAGE = SimpleNamespace(_flash_attn_forward=_package_forward, _flash_attn_back
 TORCH = SimpleNamespace(_flash_attention_forward=_torch_forward, _flash_attention_backward=_torch_backward)
 
 
-def _gradients(kernel: Kernel, grad: Tensor, *tensors_and_band: Any) -> tuple[Tensor, ...]:
-    """Of query, key and value; given are these, output, log-sum-exp and band."""
-    *tensors, band = tensors_and_band
-    into = Gradients(*map(torch.zeros_like, tensors[:3]))
-    kernel.backward(grad, *tensors, band=band, scale=0.3, terms=None, into=into)
+def _gradients(kernel: Kernel, read: Queries, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, ...]:
+    """Of query, key and value."""
+    into = Gradients(*map(torch.zeros_like, (read.query, key, value)))
+    kernel.backward(read, key, value, band=band, terms=None, into=into)
     return into.query, into.key, into.value
 
 
@@ -160,13 +159,13 @@ def test_every_trimmed_tile_is_a_window_of_flash_attention(
     key, value = (torch.randn(2, 2, columns, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     plain = PlainKernel(softcap)
     wanted, lse = plain.forward(query, key, value, band=tile.band, scale=0.3)
-    wanted_grads = _gradients(plain, grad, query, key, value, wanted, lse, tile.band)
+    wanted_grads = _gradients(plain, Queries(query, grad, wanted, lse, 0.3), key, value, tile.band)
     under_test: list[Kernel] = [FlashAttnKernel(PACKAGE, softcap)] + ([CudaFlashKernel()] if softcap is None else [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_flash, "_aten", TORCH)
         for kernel in under_test:
             out, got_lse = kernel.forward(query, key, value, band=tile.band, scale=0.3, terms=None)
-            grads = _gradients(kernel, grad, query, key, value, out, got_lse, tile.band)
+            grads = _gradients(kernel, Queries(query, grad, out, got_lse, 0.3), key, value, tile.band)
             for got, tensor in zip((out, got_lse, *grads), (wanted, lse, *wanted_grads), strict=True):
                 torch.testing.assert_close(got, tensor, rtol=1e-12, atol=1e-12)
 
