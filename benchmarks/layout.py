@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from parcompile.backends.registry import render
 from parcompile.layout.grid import Grid
 from parcompile.layout.groups import Groups
 from parcompile.pipeline import compile_file
-from parcompile.targets.registry import render
 
 SHAPES = {
     8: (2, 2, 1),

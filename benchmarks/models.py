@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from parcompile.model.families import FAMILIES
-from parcompile.rules.runtime import RUNTIME_FAMILIES
+from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 INJECTED_STYLES = {
     "colwise",

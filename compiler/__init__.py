@@ -1,5 +1,5 @@
 """parcompile: one JSON spec in; a checked, costed, launchable parallel training plan out."""
 
-from parcompile.version import __version__
+from .version import __version__
 
 __all__ = ["__version__"]

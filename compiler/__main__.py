@@ -1,5 +1,5 @@
 """`python -m parcompile`."""
 
-from parcompile.cli import main
+from .cli import main
 
 main()

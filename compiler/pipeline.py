@@ -6,14 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import schema, source
+from . import schema
+from .backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON, SPEC, kind_of
+from .backends.megatron.file import from_shell, from_tree, is_shell_arguments
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .importers.kinds import DEEPSPEED, GPT_NEOX, MEGATRON, SPEC, kind_of
-from .importers.megatron_file import from_shell, from_tree, is_shell_arguments
 from .plan import Plan, compile_plan
-from .resolve import Resolution
 from .rules import DEFAULT_TARGETS, check
+from .spec.resolve import Resolution
+from .text import Document, Result, SourceText, read_file
 
 _FURTHER = "deepspeed"
 """The section of a spec that holds further DeepSpeed keys."""
@@ -26,8 +27,8 @@ class Checked:
     `text` is what was read, for quoting lines of it.
     """
 
-    text: source.SourceText
-    document: source.Document | None
+    text: SourceText
+    document: Document | None
     diagnostics: tuple[Diagnostic, ...]
     resolution: Resolution | None
     kind: str = SPEC
@@ -44,7 +45,7 @@ def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> 
     Raises:
         SourceError: the file cannot be read.
     """
-    return check_read(source.read(path), _folder(path), targets, kind=SPEC)
+    return check_read(read_file(path), _folder(path), targets, kind=SPEC)
 
 
 def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
@@ -53,12 +54,12 @@ def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> C
     Raises:
         SourceError: the file cannot be read.
     """
-    read = source.read(path)
+    read = read_file(path)
     read, kind = recognised(read)
     return check_read(read, _folder(path), targets, kind=kind)
 
 
-def recognised(read: source.Result) -> tuple[source.Result, str]:
+def recognised(read: Result) -> tuple[Result, str]:
     """What a text is, and the document to check: of Megatron-LM's arguments, that of the flags."""
     kind = kind_of(read.document.tree) if read.document else SPEC
     if kind == MEGATRON and read.document is not None:
@@ -69,7 +70,7 @@ def recognised(read: source.Result) -> tuple[source.Result, str]:
         and not (read.document and isinstance(read.document.tree, dict))
         and is_shell_arguments(read.source.text)
     ):
-        return source.Result(read.source, from_shell(read.source)), MEGATRON
+        return Result(read.source, from_shell(read.source)), MEGATRON
     return read, kind
 
 
@@ -77,15 +78,13 @@ def _folder(path: str | Path) -> Path:
     return Path() if str(path) == "-" else Path(path).resolve().parent
 
 
-def check_read(
-    read: source.Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str = SPEC
-) -> Checked:
+def check_read(read: Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str = SPEC) -> Checked:
     """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
     if document is None:
         return Checked(read.source, None, read.diagnostics, None, kind)
 
-    def find(text: source.Document) -> list[Diagnostic]:
+    def find(text: Document) -> list[Diagnostic]:
         return _in_spec(text, folder, targets)[0] if kind == SPEC else _in_settings(text, kind)
 
     resolution: Resolution | None = None
@@ -100,7 +99,7 @@ def check_read(
     return Checked(read.source, document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
 
 
-def _in_spec(document: source.Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
+def _in_spec(document: Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
     validation = schema.validate(document, "spec")
     diagnostics, invalid = list(validation.diagnostics), validation.invalid_paths
     further = document.get((_FURTHER,))
@@ -113,10 +112,10 @@ def _in_spec(document: source.Document, folder: Path, targets: Collection[str]) 
     return [*diagnostics, *found], resolution
 
 
-def _in_further(document: source.Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
+def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
     """What DeepSpeed's own schema finds wrong in a spec's further DeepSpeed keys, with paths from the spec's root."""
-    from .rules.deepspeed import refused
-    from .rules.ds_config import autos
+    from .rules.d_deepspeed import refused
+    from .rules.f_deepspeed import autos
 
     prefix = (_FURTHER,)
     place = document.place(prefix)
@@ -148,9 +147,9 @@ def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
     return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)
 
 
-def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
-    from .rules.ds_config import autos
-    from .rules.standalone import Settings, check_settings
+def _in_settings(document: Document, kind: str) -> list[Diagnostic]:
+    from .rules.f_deepspeed import autos
+    from .rules.file_registry import Settings, check_settings
 
     if kind == MEGATRON:
         return [document.locate(one) for one in check_settings(Settings(document.tree, frozenset()), kind)]
@@ -169,7 +168,7 @@ def _in_settings(document: source.Document, kind: str) -> list[Diagnostic]:
     ]
 
 
-def _known_values(document: source.Document) -> list[Diagnostic]:
+def _known_values(document: Document) -> list[Diagnostic]:
     """What is wrong with the values of DeepSpeed's keys in a file that has others beside them."""
     found = schema.validate(document, DEEPSPEED).diagnostics
     known = schema.load(DEEPSPEED)["properties"]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
-from parcompile.targets.deepspeed import ds_config
 
 from .batches import PlanLoader
 from .errors import RunError

@@ -16,8 +16,8 @@ from unittest import mock
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
-from parcompile.targets.deepspeed import ds_config
 
 from .batches import PlanLoader
 from .checkpoint import load, save

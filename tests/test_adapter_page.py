@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from parcompile.resolve import Resolution
 from parcompile.rules import check
 from parcompile.schema import validate
+from parcompile.spec.resolve import Resolution
 
 PAGE = Path(__file__).parents[1] / "docs" / "adapter.md"
 

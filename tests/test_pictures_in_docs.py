@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.pictures.named import KINDS, picture
-from parcompile.pictures.subject import Subject
-from parcompile.pictures.svg import svg
 from parcompile.pipeline import compile_file
+from parcompile.show.pictures.named import KINDS, picture
+from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.svg import svg
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"

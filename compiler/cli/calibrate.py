@@ -13,9 +13,9 @@ from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import MEMORY, TIME, CoefficientSet, Fit
 from parcompile.cost.measurements import Measurement, MeasurementError, is_possible, read_measurements
 from parcompile.cost.table import columns
+from parcompile.diagnostics.reporters.style import writable
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.shape import ModelShape
-from parcompile.reporters.style import writable
 
 FEWEST = 5
 """Runs below which a part is not fitted."""

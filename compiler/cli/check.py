@@ -13,12 +13,12 @@ from pathlib import Path
 import click
 
 from parcompile.diagnostics import Diagnostic, Severity, has_errors
+from parcompile.diagnostics.reporters import FORMATS, report
+from parcompile.diagnostics.reporters.style import writable
 from parcompile.pipeline import Checked, check_any, check_read
-from parcompile.reporters import FORMATS, report
-from parcompile.reporters.style import writable
-from parcompile.resolve import Unavailable
 from parcompile.rules import DEFAULT_TARGETS, TARGETS
-from parcompile.source import Result, SourceError, SourceText
+from parcompile.spec.resolve import Unavailable
+from parcompile.text import Result, SourceError, SourceText
 
 from .main import SPEC_HAS_ERRORS, USAGE
 
@@ -104,8 +104,8 @@ def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
     """The codes or beginnings of codes, separated by commas or given several times."""
     codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
     if codes:
+        from parcompile.diagnostics.suggest import closest
         from parcompile.rules.pages import pages
-        from parcompile.suggest import closest
 
         for code in codes:
             if not any(known.startswith(code) for known in pages()):
@@ -152,7 +152,7 @@ def _check_one(run: _Run, file: str, targets: tuple[str, ...], *, fix: bool, uns
 
 def _fixed(checked: Checked, targets: tuple[str, ...], *, unsafe: bool) -> tuple[Checked, int]:
     """The file after its fixes, one at a time, each tried on what the one before has left."""
-    from parcompile.fixes import apply_fixes, chosen_fix, save
+    from parcompile.text.fixes import apply_fixes, chosen_fix, save
 
     count = 0
     for _ in range(_ROUNDS):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
+from parcompile.backends.writing import to_text
 from parcompile.plan import Plan, PlanError
-from parcompile.targets.files import to_text
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import click
 
+from parcompile.backends.on_disk import differences, locked_targets, stale_files
+from parcompile.backends.registry import chosen, losses, render
+from parcompile.backends.writing import write
+from parcompile.diagnostics.reporters import report
 from parcompile.pipeline import Checked, compile_file
 from parcompile.plan import Plan
-from parcompile.report import summary
-from parcompile.reporters import report
+from parcompile.plan.summary import summary
 from parcompile.rules.registry import DEFAULT_TARGETS, TARGETS
-from parcompile.source import SourceError
-from parcompile.targets.check import differences, locked_targets, stale_files
-from parcompile.targets.files import write
-from parcompile.targets.registry import chosen, losses, render
+from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
 

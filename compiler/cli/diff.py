@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from parcompile.diff import TITLES, Difference, difference
-from parcompile.diff_markdown import as_markdown
-from parcompile.reporters.style import writable
-from parcompile.targets.files import to_text
+from parcompile.backends.writing import to_text
+from parcompile.diagnostics.reporters.style import writable
+from parcompile.plan.diff import TITLES, Difference, difference
+from parcompile.show.diff_markdown import as_markdown
 
 from .plans import read_plan
 

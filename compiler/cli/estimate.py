@@ -16,12 +16,12 @@ from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import GIB, columns, table
 from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Diagnostic
+from parcompile.diagnostics.reporters import report
+from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.pipeline import Checked, check_file
 from parcompile.plan import compile_plan
-from parcompile.reporters import report
-from parcompile.reporters.style import Style, writable
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
-from parcompile.source import SourceError
+from parcompile.text import SourceError
 
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
@@ -80,9 +80,9 @@ def command(
 
 def _plot(file: Path, checked: Checked, result: Estimate) -> None:
     """The memory and the step of an estimate as one drawing."""
-    from parcompile.pictures.named import picture
-    from parcompile.pictures.subject import Subject
-    from parcompile.pictures.svg import svg
+    from parcompile.show.pictures.named import picture
+    from parcompile.show.pictures.subject import Subject
+    from parcompile.show.pictures.svg import svg
 
     assert checked.resolution is not None
     subject = Subject(compile_plan(checked.resolution.spec(), checked.resolution.tree, []), result)

@@ -7,9 +7,9 @@ import textwrap
 
 import click
 
-from parcompile.reporters.style import writable
+from parcompile.diagnostics.reporters.style import writable
+from parcompile.diagnostics.suggest import closest
 from parcompile.rules.pages import GROUPS, Page, pages
-from parcompile.suggest import closest
 
 _WIDTH = 80
 

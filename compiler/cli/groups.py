@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from parcompile.backends.writing import to_text
 from parcompile.plan import Plan, PlanError
-from parcompile.targets.files import to_text
-from parcompile.targets.process_groups import rank_groups
+from parcompile.plan.process_groups import rank_groups
 
 
 @click.command("groups")

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from parcompile import source
-from parcompile.importers.conversion import Imported, import_tree
+from parcompile.backends.conversion import Imported, import_tree
 from parcompile.pipeline import recognised
+from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
 
@@ -38,8 +38,8 @@ def command(
     such a file does not say, the options add. The spec goes to standard output, the account to standard error.
     """
     try:
-        read, kind = recognised(source.read(file))
-    except source.SourceError as error:
+        read, kind = recognised(read_file(file))
+    except SourceError as error:
         raise click.ClickException(str(error)) from None
     if read.document is None or not isinstance(read.document.tree, dict):
         raise click.ClickException(f"{file} is no configuration that can be read; `parcompile check {file}` says why")

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from parcompile.diagnostics import has_errors
+from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, presets
-from parcompile.resolve import Resolution
 from parcompile.rules import check
-from parcompile.suggest import closest
+from parcompile.spec.resolve import Resolution
 
 _MICRO_BATCHES = 8
 

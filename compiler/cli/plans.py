@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from parcompile.diagnostics import Diagnostic
+from parcompile.diagnostics.reporters import report
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError
-from parcompile.reporters import report
-from parcompile.source import SourceError
+from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
 

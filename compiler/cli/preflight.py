@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import click
 
+from parcompile.backends.writing import to_text
 from parcompile.plan import Plan, PlanError
-from parcompile.targets.files import to_text
 
 from .preflight_live import check_job
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parcompile.reporters.style import writable
-from parcompile.targets.files import to_text
+from parcompile.backends.writing import to_text
+from parcompile.diagnostics.reporters.style import writable
 
 if TYPE_CHECKING:
     from parcompile.runtime.preflight.live import LiveReport

@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from parcompile import schema
-from parcompile.cost.hardware import accelerators
-from parcompile.cost.preset import SCHEMA, is_preset_file
+from parcompile.backends.writing import to_text, write
 from parcompile.cost.table import columns
-from parcompile.reporters.style import writable
-from parcompile.targets.files import to_text, write
+from parcompile.diagnostics.reporters.style import writable
+from parcompile.machines.accelerator import accelerators
+from parcompile.machines.preset import SCHEMA, is_preset_file
 
 _LIKE = click.Choice(list(accelerators()))
 

@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from parcompile.cost.table import GIB, columns
-from parcompile.reporters.style import writable
-from parcompile.resolve import Resolution, Unavailable
+from parcompile.diagnostics.reporters.style import writable
 from parcompile.search.ranking import Outcome, Ranked, search
 from parcompile.search.space import open_space
 from parcompile.search.variant import changed
+from parcompile.spec.resolve import Resolution, Unavailable
 
 from .calibrate import read_set
 from .estimate import checked_spec

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import click
 
-from parcompile.pictures.markdown import as_markdown
-from parcompile.pictures.named import KINDS, as_text, picture
-from parcompile.pictures.png import PngError, png
-from parcompile.pictures.shapes import WIDE
-from parcompile.pictures.subject import Subject
-from parcompile.pictures.svg import svg
+from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.plan import Plan
-from parcompile.report import summary
-from parcompile.reporters.style import Style, writable
-from parcompile.view.page import page
-from parcompile.view.search_result import read_search
+from parcompile.plan.summary import summary
+from parcompile.show.page.render import page
+from parcompile.show.page.search_result import read_search
+from parcompile.show.pictures.markdown import as_markdown
+from parcompile.show.pictures.named import KINDS, as_text, picture
+from parcompile.show.pictures.png import PngError, png
+from parcompile.show.pictures.shapes import WIDE
+from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.svg import svg
 
 from .plans import read_plan
 

@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
 from .fitting import fit
-from .footprint import (
-    GIB,
-    Footprint,
-    applied,
-    footprint,
-    layout_class,
-    memory_values,
-    peak_bytes,
-)
+from .footprint import GIB, Footprint, applied, footprint, layout_class, memory_values, peak_bytes
 from .measurements import Measurement
 from .memory_terms import memory_terms
 from .step import step_seconds, step_terms, timing

@@ -32,13 +32,13 @@ from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, QkNorm
-from parcompile.model.own import LAYER, OwnModule
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
+from parcompile.model.user_module import LAYER, OwnModule
 
 from .activations import BLOCKS
-from .context import context_exchanges
+from .context_exchanges import context_exchanges
 from .workload import Workload
 
 GRADIENT_SUM_BYTES = 4

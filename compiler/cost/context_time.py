@@ -11,10 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.layout.context import ContextParallel, CpImplementation, heads_fault, level_sizes
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
 from parcompile.layout.sequence import CpLayout
 
-from .context import SUM_BYTES, AttentionSizes, Exchange, exchanges, passes_of, runs_on_gpu, sizes_of
+from .context_exchanges import (
+    SUM_BYTES,
+    AttentionSizes,
+    Exchange,
+    exchanges,
+    passes_of,
+    runs_on_gpu,
+    sizes_of,
+)
 from .flops import attention_flops_per_token
 from .rates import time_values
 from .workload import Workload

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.layout.stages import Stage
+from parcompile.machines.preset import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 from parcompile.spec import Spec
 
-from .preset import preset_from_tree, preset_tree
 from .workload import Workload, workload_of
 
 GIB = 1024**3

@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parcompile.machines.accelerator import find_accelerator
+
 from .activations import layer_bytes, score_bytes
 from .coefficients import Fit, default_time
 from .context_time import ContextCost, context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
-from .hardware import find_accelerator
 from .rates import time_values
 from .workload import FRAMEWORKS, Workload
 

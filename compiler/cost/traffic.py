@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.stages import Stage
+from parcompile.machines.accelerator import Link
 
 from .collectives import Collectives, Sent, collectives
-from .context import context_exchanges
+from .context_exchanges import context_exchanges
 from .flops import moe_layers
-from .hardware import Link
 from .workload import Workload
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from parcompile.layout.context import ContextParallel, CpImplementation
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import AXES
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
+from parcompile.machines.accelerator import Accelerator, find_accelerator
 from parcompile.model.shape import ModelShape
 from parcompile.spec import Spec
 
-from .hardware import Accelerator, find_accelerator
 from .parameters import rank_parameters
 
 

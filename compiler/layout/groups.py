@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .families import Ends, Family, Slice, hierarchical_cp_families, kv_replica_family
 from .grid import Grid
+from .group_families import Ends, Family, Slice, hierarchical_cp_families, kv_replica_family
 
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from .families import Family, Steps
+from .group_families import Family, Steps
 
 NODE, NETWORK = "node", "network"
 """The slowest link that a group uses: inside a node, or between nodes."""

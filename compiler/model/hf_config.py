@@ -11,8 +11,8 @@ from typing import Any
 
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
-from .own import OwnModule, Problem
 from .shape import MlaShape, ModelShape, MoeShape
+from .user_module import OwnModule, Problem
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from .families import FAMILIES
 from .family import Family, Norm, QkNorm
-from .own_parameters import own_table
 from .shape import ModelShape
 from .table import Parameter, ParameterTable, Part, Split, column, row, vocabulary
+from .user_parameters import own_table
 
 
 def parameter_table(shape: ModelShape) -> ParameterTable:

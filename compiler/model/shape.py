@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .own import OwnModule
+from .user_module import OwnModule
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parcompile.diagnostics import Severity
-from parcompile.file_codes import FILE_CODES
+from parcompile.diagnostics.file_codes import FILE_CODES
 
+from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, file_rules
 from .registry import Example, Rule, all_rules
-from .standalone import DEEPSPEED, GPT_NEOX, MEGATRON, file_rules
 
 GROUPS = {
     "B": "Batch sizes and micro-batches",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parcompile.diagnostics import Related, Safety
-from parcompile.resolve import Resolution
+from parcompile.spec.resolve import Resolution
 
 
 def model_path(spec: Resolution, *keys: str) -> tuple[str, ...]:

@@ -5,37 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
-from parcompile.resolve import Resolution, Unavailable
-
-_MODULES = (
-    "world",
-    "topology",
-    "order",
-    "batch",
-    "model",
-    "module",
-    "stages",
-    "interleaving",
-    "evaluation",
-    "schedule",
-    "tensor",
-    "tensor_remarks",
-    "sequence",
-    "context",
-    "precision",
-    "recompute",
-    "zero",
-    "moe",
-    "memory",
-    "runtime",
-    "deepspeed",
-    "deepspeed_numerics",
-)
+from parcompile.spec.resolve import Resolution, Unavailable
 
 TARGETS = ("deepspeed", "runtime", "megatron")
 """What a plan may be meant for. A rule that concerns one of them fires only when the plan is meant for it."""
@@ -106,10 +83,17 @@ def rule(
 
 
 @functools.cache
+def import_modules() -> None:
+    """Imports every module of rules: those whose name begins with the letter of its codes, as `t_tensor` does."""
+    for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
+        if module.name[1:2] == "_":
+            importlib.import_module(f"{__package__}.{module.name}")
+
+
+@functools.cache
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, by code."""
-    for name in _MODULES:
-        importlib.import_module(f"parcompile.rules.{name}")
+    import_modules()
     return tuple(_RULES[code] for code in sorted(_RULES))
 
 

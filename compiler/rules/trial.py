@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from parcompile.diagnostics import Diagnostic, Fix, Path
-from parcompile.edits import EditError, apply_edit
-from parcompile.source import Document
+from parcompile.text import Document
+from parcompile.text.edits import EditError, apply_edit
 
 Recheck = Callable[[Document], Sequence[Diagnostic]]
 """Everything that is wrong with a document."""

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompile import source
 from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.file_codes import FILE_CODES
-from parcompile.resolve import Resolution, Unavailable
+from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.text import parse
 
 from .examples import example_spec
+from .file_registry import Settings, check_settings, file_rules
 from .pages import GROUPS, Page, pages
 from .registry import TARGETS, check
-from .standalone import Settings, check_settings, file_rules
 
 _SHORT = 100
 """Characters up to which a right example stands in a cell."""
@@ -184,7 +184,7 @@ def _all_found() -> Iterator[tuple[str, Diagnostic]]:
         yield from ((entry.code, one) for one in check_settings(Settings(entry.wrong, frozenset()), entry.kind))
     for page in FILE_CODES.values():
         if page.code.startswith("J"):
-            read = source.parse(page.wrong, f"example.{page.format}")
+            read = parse(page.wrong, f"example.{page.format}")
             yield from ((page.code, one) for one in read.diagnostics)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.diagnostics import Related
-from parcompile.suggest import closest
+from parcompile.diagnostics.suggest import closest
 
 from .findings import Findings, named
 from .keys import unknown_key

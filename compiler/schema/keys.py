@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, format_path
-from parcompile.suggest import closest
+from parcompile.diagnostics.suggest import closest
 
 from .findings import NOTHING, Findings
 from .synonyms import bare, known_key, near_key

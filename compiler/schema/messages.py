@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from parcompile.file_codes import FILE_CODES
+from parcompile.diagnostics.file_codes import FILE_CODES
 
 from .alternatives import alternatives, forbidden
 from .findings import Findings, named

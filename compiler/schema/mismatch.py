@@ -6,21 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety
-from parcompile.suggest import closest
+from parcompile.diagnostics.suggest import closest
 
 from .findings import NOTHING, Findings, named
 from .keys import FEW
 from .synonyms import bare, is_exact, known_value
-from .values import (
-    as_number,
-    as_truth,
-    describe_expected,
-    describe_found,
-    fitting,
-    is_type,
-    listed,
-    quoted,
-)
+from .values import as_number, as_truth, describe_expected, describe_found, fitting, is_type, listed, quoted
 from .view import SchemaView, about, example
 from .violation import Violation
 

@@ -6,7 +6,7 @@ A user who brings a name from there is told the name here. Names are compared wi
 
 from __future__ import annotations
 
-from parcompile.suggest import closest
+from parcompile.diagnostics.suggest import closest
 
 _SPEC_KEYS: dict[str, tuple[str, ...]] = {
     "model.preset": ("model_name", "model_name_or_path", "name_or_path", "pretrained", "model_id", "base_model"),

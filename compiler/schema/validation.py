@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
-from parcompile.source import Document
+from parcompile.text import Document
 
 from .findings import Findings
 from .messages import explain

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.cost.workload import Workload
-from parcompile.layout.context import CpImplementation
+from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import AXES
 
 from .variant import Variant, variant

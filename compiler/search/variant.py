@@ -13,9 +13,9 @@ from typing import Any
 from parcompile.cost.workload import Workload, workload_of
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import AXES
-from parcompile.plan import REFUSAL_PREFIX
-from parcompile.resolve import Resolution, Unavailable
+from parcompile.plan.plan import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
+from parcompile.spec.resolve import Resolution, Unavailable
 
 _CP = ("cp_implementation", "hierarchical_cp_sizes")
 

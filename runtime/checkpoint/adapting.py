@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inject.adapters import slice_of
-from ..inject.slices import Slices
-from ..lora import plain_name
-from ..tensor_parallel import take_ranges
+from parcompile.runtime.inject.adapters import slice_of
+from parcompile.runtime.inject.slices import Slices
+from parcompile.runtime.lora import plain_name
+from parcompile.runtime.tensor_parallel import take_ranges
+
 from .reading import MASTER, SavedRun
 
 

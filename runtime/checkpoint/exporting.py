@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from parcompile.plan import Plan
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.lora import matrix_of, merged, saved_name
 from parcompile.spec import Precision
 
-from ..errors import RunError
-from ..lora import matrix_of, merged, saved_name
 from .manifest import read_note
 from .reading import SavedRun
 

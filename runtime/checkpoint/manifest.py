@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.plan import Plan
-from parcompile.plan_tree import spec_from_tree
-
-from ..errors import RunError
+from parcompile.plan.tree import spec_from_tree
+from parcompile.runtime.errors import RunError
 
 NOTE = "parcompile.json"
 """The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""

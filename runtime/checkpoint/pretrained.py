@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parcompile.plan import Plan
+from parcompile.runtime.errors import RunError
 
-from ..errors import RunError
 from .stored_names import stored_as
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RunError
+from parcompile.runtime.errors import RunError
 
 
 def file_of(folder: Path, rank: int) -> Path:

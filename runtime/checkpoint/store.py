@@ -13,21 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parcompile.checkpoints import ADAPTABLE, file_layout
+from parcompile.plan.resume import ADAPTABLE, file_layout
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.lora import describe_adapters
 
-from ..errors import RunError
-from ..lora import describe_adapters
 from .adapting import adapt, group_sizes
-from .manifest import (
-    LATEST,
-    NOTE,
-    Note,
-    damages,
-    digest_of,
-    locate,
-    read_note,
-    write_atomically,
-)
+from .manifest import LATEST, NOTE, Note, damages, digest_of, locate, read_note, write_atomically
 from .random_state import file_of, load_random_state, save_random_state
 from .reading import SavedRun
 from .trusted import check_trusted

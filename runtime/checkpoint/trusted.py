@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RunError
+from parcompile.runtime.errors import RunError
 
 
 def _classes() -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import RunError
+from parcompile.runtime.errors import RunError
+
 from .manifest import damages, read_note
 from .trusted import check_trusted
 

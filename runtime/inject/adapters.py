@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, merge_ranges, take_ranges
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
+from parcompile.runtime.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    merge_ranges,
+    take_ranges,
+)
+
 from .regions import BLOCK_TAKES_INPUT, Region, sum_gradient
 from .shared_rows import mark, sum_repeated_gradient
 from .slices import Slice, Slices

@@ -6,7 +6,8 @@ import re
 
 from torch import nn
 
-from ..errors import RunError
+from parcompile.runtime.errors import RunError
+
 from .slices import Slices
 
 EXPERTS = "moe_tp_experts"

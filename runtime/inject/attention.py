@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.context import ContextParallel, CpImplementation
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.ring_attention import Packing, UspGroups, attention, packed_attention
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..ring_attention import Packing, UspGroups, attention, packed_attention
 from .rotary import see_last_position
 
 NAME = "parcompile"

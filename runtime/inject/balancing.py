@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..loss import ParallelCausalLoss
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.loss import ParallelCausalLoss
 
 
 class BalancedLoss:

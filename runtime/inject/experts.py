@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import RunError
-from ..tensor_parallel import mark_shard, take_ranges
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
+
 from .regions import Region
 from .slices import Slices
 

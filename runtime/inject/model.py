@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.model.families import FAMILIES
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.lora import matrix_of, plain_name, without_peft
+from parcompile.runtime.loss import ParallelCausalLoss
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_ranges
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..lora import matrix_of, plain_name, without_peft
-from ..loss import ParallelCausalLoss
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_ranges
 from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 
 
 class SpreadRMSNorm(nn.Module):

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.model.own import LAYER, OwnModule
+from parcompile.model.user_module import LAYER, OwnModule
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.loss import ParallelCausalLoss
+from parcompile.runtime.ring_attention import keep_attention
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..loss import ParallelCausalLoss
-from ..ring_attention import keep_attention
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .attention import RING, RingPlace, take_documents
 from .heads import localise_heads
 from .own_attention import run_around_ring

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import RunError
+from parcompile.runtime.errors import RunError
+
 from .attention import RingPlace
 
 __all__ = ["run_around_ring"]

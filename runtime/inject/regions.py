@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, gather_from_sequence, reduce_from_group, reduce_scatter_to_sequence
-from ..errors import RunError
-from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
-from ..tensor_parallel.columns import column_outputs
+from parcompile.runtime.collectives import (
+    copy_to_group,
+    gather_from_sequence,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+)
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
+from parcompile.runtime.tensor_parallel.columns import column_outputs
 
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""

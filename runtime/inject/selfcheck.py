@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..ring_attention import local_positions, split_sequence
-from ..tensor_parallel import take_ranges
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.ring_attention import local_positions, split_sequence
+from parcompile.runtime.tensor_parallel import take_ranges
+
 from .adapters import slice_of
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS

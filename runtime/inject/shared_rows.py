@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RunError
-from ..tensor_parallel import mark_shard
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.tensor_parallel import mark_shard
+
 from .slices import Slice
 
 _ROWS = "parcompile_repeated_rows"

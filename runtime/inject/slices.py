@@ -9,9 +9,8 @@ from torch import nn
 
 from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
-
-from ..errors import RunError
-from ..groups import Mesh
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import RunError
-from ..groups import Mesh
-from ..tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+
 from .regions import Region
 
 

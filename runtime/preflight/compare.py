@@ -15,13 +15,13 @@ from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import Workload, workload_of
-from parcompile.layout.context import CpImplementation
+from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import CP_LEVELS
 from parcompile.layout.stages import Stage
 from parcompile.plan import Plan
+from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
 
-from ..groups import Mesh
 from .counting import Tally, by_group
 from .findings import Finding, Verdict, in_units
 from .sharded import Held, is_held

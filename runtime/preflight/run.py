@@ -12,9 +12,9 @@ import torch
 
 import parcompile
 from parcompile.plan import Plan
+from parcompile.runtime import groups as joined
+from parcompile.runtime.errors import RunError
 
-from .. import groups as joined
-from ..errors import RunError
 from .compare import (
     compare_activations,
     compare_groups,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from parcompile.layout.stages import Stage
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject import Slices, inject, sum_partial_gradients
+from parcompile.runtime.inject.own import recompute_layers
+from parcompile.runtime.model import DTYPES, instantiate
+from parcompile.runtime.ring_attention import keep_attention
 
-from ..groups import Mesh
-from ..inject import Slices, inject, sum_partial_gradients
-from ..inject.own import recompute_layers
-from ..model import DTYPES, instantiate
-from ..ring_attention import keep_attention
 from .stand_in import META, Following
 
 Ranges = tuple[tuple[int, int], ...]

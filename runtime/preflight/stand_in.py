@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
+from parcompile.runtime import groups as joined
+from parcompile.runtime import transport
+from parcompile.runtime.environment import forbid_jit_builds
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
 
-from .. import groups as joined
-from .. import transport
-from ..environment import forbid_jit_builds
-from ..errors import RunError
-from ..groups import Mesh
 from .counting import Counting
 
 META = torch.device("meta")

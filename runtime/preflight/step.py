@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.stages import Stage
-from parcompile.targets.deepspeed import ds_config
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.mpu import Mpu
 
-from ..groups import Mesh
-from ..mpu import Mpu
 from .counting import Counts, Tally
 from .sharded import StageModel
 from .stand_in import META, Following
@@ -163,7 +163,7 @@ def _batch(mesh: Mesh) -> dict[str, Tensor]:
 
 def _received(mesh: Mesh) -> Tensor:
     """Hidden states as the stage before sends them."""
-    from ..model import DTYPES
+    from parcompile.runtime.model import DTYPES
 
     spec = mesh.plan.spec
     length = spec.training.sequence_length // mesh.size("cp")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.cost.hardware import MIB, Accelerator, Link, Measured, find_accelerator
-from parcompile.cost.preset import preset_tree
+from parcompile.machines.accelerator import MIB, Accelerator, Link, Measured, find_accelerator
+from parcompile.machines.preset import preset_tree
 from parcompile.runtime.environment import Environment, backend_of, device_of
 from parcompile.runtime.errors import RunError
 

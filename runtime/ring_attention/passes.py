@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.context import heads_per_pass
+from parcompile.layout.context_parallel import heads_per_pass
 
 from .gathering import Gathering
 from .kernels import Kernel

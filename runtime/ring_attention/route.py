@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parcompile.layout.context import ring_holder, ring_source
+from parcompile.layout.context_parallel import ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
 
 from .tiles import CAUSAL, FULL, STRICT, Band, Tile

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..collectives import copy_to_group, cut_padding, gather_from_group
+from parcompile.runtime.collectives import copy_to_group, cut_padding, gather_from_group
+
 from .matmul import column_matmul
 
 if TYPE_CHECKING:

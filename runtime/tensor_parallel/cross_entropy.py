@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..transport import Group, group_rank, group_size, start_all_gather
+from parcompile.runtime.transport import Group, group_rank, group_size, start_all_gather
 
 __all__ = ["vocab_parallel_cross_entropy"]
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..collectives import Group, group_rank, group_size
+from parcompile.runtime.collectives import Group, group_rank, group_size
 
 __all__ = ["ParallelDropout", "rank_random"]
 

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..collectives import Group, group_rank, group_size, reduce_from_group, reduce_scatter_to_sequence
+from parcompile.runtime.collectives import (
+    Group,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+)
+
 from .initialization import draw_slice, master_seed, normal
 from .marking import mark_shard
 from .weights import even_range, slice_parameter

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..collectives import (
+from parcompile.runtime.collectives import (
     Group,
     copy_to_group,
     group_rank,
@@ -33,6 +33,7 @@ from ..collectives import (
     pad_to_multiple,
     scatter_to_group,
 )
+
 from .columns import column_outputs
 from .initialization import draw_slice, master_seed, uniform
 from .marking import mark_shard

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..collectives import Group, group_rank
+from parcompile.runtime.collectives import Group, group_rank
 
 __all__ = ["is_sharded", "mark_shard"]
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..transport import (
+from parcompile.runtime.transport import (
     Gathering,
     Pending,
     group_size,

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..collectives import Group, copy_to_group, group_size
+from parcompile.runtime.collectives import Group, copy_to_group, group_size
+
 from .partial import mark_partial
 
 __all__ = ["SequenceParallelLayerNorm", "SequenceParallelRMSNorm"]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import Group, group_size
+from parcompile.runtime.collectives import Group, group_size
 
 __all__ = ["sum_gradients", "sum_partial_gradients"]
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..collectives import Group, group_size
+from parcompile.runtime.collectives import Group, group_size
+
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear
 from .marking import is_sharded

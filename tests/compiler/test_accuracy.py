@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.cost.accuracy import FLOORS, GOALS, MEGATRON, NANOTRON, QUIET_NODES, SPLITS, judge_all, page, read
+from parcompile.cost.accuracy import (
+    FLOORS,
+    GOALS,
+    MEGATRON,
+    NANOTRON,
+    QUIET_NODES,
+    SPLITS,
+    judge_all,
+    page,
+    read,
+)
 from parcompile.cost.calibration import Judgement
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
 from parcompile.cost.flops import narayanan_flops

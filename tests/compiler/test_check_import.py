@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from parcompile.backends.conversion import Imported, import_tree
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.kinds import DEEPSPEED, MEGATRON
+from parcompile.backends.megatron import write as megatron
+from parcompile.backends.megatron.file import from_shell
 from parcompile.cli import main
-from parcompile.importers.conversion import Imported, import_tree
-from parcompile.importers.kinds import DEEPSPEED, MEGATRON
-from parcompile.importers.megatron_file import from_shell
 from parcompile.pipeline import check_any, compile_file
-from parcompile.source import SourceText
-from parcompile.targets import megatron
-from parcompile.targets.deepspeed import ds_config
+from parcompile.text import SourceText
 
 POSITIVE = Path(__file__).parents[1] / "specs" / "positive"
 NEOX = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from parcompile import source
-from parcompile.importers.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
-from parcompile.importers.megatron_file import from_shell
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
+from parcompile.backends.megatron.file import from_shell
 from parcompile.pipeline import check_any, check_read
 from parcompile.rules.examples import example_spec
-from parcompile.rules.standalone import file_rules
+from parcompile.rules.file_registry import file_rules
+from parcompile.text import Result, SourceText, parse
 
 ODD: list[Any] = [None, True, -1, 0, 1.5, 10**20, "", "auto", "text", [], [1, "auto"], {}, {"enabled": True}]
 
@@ -43,7 +43,7 @@ def test_odd_values_give_placed_findings(rule: Any) -> None:
     for path in places(rule.wrong):
         for value in ODD:
             text = json.dumps(changed(rule.wrong, path, value), indent=1)
-            read = source.parse(text, "file.json", "json")
+            read = parse(text, "file.json", "json")
             checked = check_read(read, Path(), kind=rule.kind)
             assert all(one.position is not None for one in checked.diagnostics)
 
@@ -58,8 +58,8 @@ def test_odd_values_give_placed_findings(rule: Any) -> None:
     ],
 )
 def test_odd_scripts_are_read(text: str) -> None:
-    document = from_shell(source.SourceText("a.sh", text))
-    checked = check_read(source.Result(document.source, document), Path(), kind=MEGATRON)
+    document = from_shell(SourceText("a.sh", text))
+    checked = check_read(Result(document.source, document), Path(), kind=MEGATRON)
     assert all(one.position is not None for one in checked.diagnostics)
 
 

@@ -13,7 +13,7 @@ from jsonschema import Draft7Validator
 
 from parcompile import schema
 from parcompile.cli import main
-from parcompile.reporters import FORMATS
+from parcompile.diagnostics.reporters import FORMATS
 from parcompile.rules.pages import GROUPS, pages
 from parcompile.rules.reference import reference
 

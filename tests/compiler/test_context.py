@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from parcompile.cost.context import context_exchanges
+from parcompile.backends.megatron import write as megatron
+from parcompile.backends.torchtitan import write as torchtitan
+from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.context_time import candidates, cheapest, costs
 from parcompile.cost.measurements import llama_shape
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
-from parcompile.layout.context import ContextParallel, CpImplementation, ring_holder, ring_source
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan, compile_plan
-from parcompile.resolve import Resolution
 from parcompile.rules import check
 from parcompile.rules.examples import example_spec
-from parcompile.targets import megatron, torchtitan
+from parcompile.spec.resolve import Resolution
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
 WORK = Workload(

@@ -8,11 +8,11 @@ import pytest
 
 from parcompile.cost.coefficients import TIME
 from parcompile.cost.flops import matmul_parameters, model_flops_per_token
-from parcompile.cost.hardware import accelerators, find_accelerator
 from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
+from parcompile.machines.accelerator import accelerators, find_accelerator
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
 WORK = Workload(

@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 
-from parcompile.checkpoints import Resume
+from parcompile.backends.writing import to_text
 from parcompile.cli.diff import command
-from parcompile.diff import Difference, Kind, difference
-from parcompile.targets.files import to_text
+from parcompile.plan.diff import Difference, Kind, difference
+from parcompile.plan.resume import Resume
 
 BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
 

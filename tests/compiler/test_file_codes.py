@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import parcompile
-from parcompile.file_codes import FILE_CODES
-from parcompile.source import parse
+from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.text import parse
 
 FOLDER = Path(parcompile.__file__).parent
 TEXT_CODES = [page for page in FILE_CODES.values() if page.code.startswith("J") and page.code not in ("J001", "J002")]
@@ -22,7 +22,7 @@ def test_the_wrong_example_gives_the_code_and_the_right_one_does_not(page):
 
 def test_every_code_that_is_said_has_a_page():
     said: set[str] = set()
-    for file in [*(FOLDER / "schema").glob("*.py"), *(FOLDER / "source").glob("*.py")]:
+    for file in [*(FOLDER / "schema").glob("*.py"), *(FOLDER / "text").glob("*.py")]:
         constants = [
             node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
         ]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from parcompile import schema
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Safety, Severity
-from parcompile.edits import EditError, apply_edit
-from parcompile.fixes import apply_fixes, save
-from parcompile.source import Document, parse, read
+from parcompile.text import Document, parse, read_file
+from parcompile.text.edits import EditError, apply_edit
+from parcompile.text.fixes import apply_fixes, save
 
 
 def document(text: str, format: str) -> Document:  # noqa: A002
@@ -216,7 +216,7 @@ def test_a_file_is_saved_whole_with_its_mark_and_permissions(tmp_path: Path):
     file = tmp_path / "spec.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": "8"}\r\n')
     file.chmod(0o640)
-    found = read(file).document
+    found = read_file(file).document
     assert found is not None
     save(apply_edit(found, Edit(("a",), 8)))
     assert file.read_bytes() == b'\xef\xbb\xbf{"a": 8}\r\n'

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from parcompile.backends.registry import ALL, render
+from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
-from parcompile.targets.files import write
-from parcompile.targets.registry import ALL, render
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SPECS = sorted(GOLDEN.glob("*.json"))

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import AXES, divisor_tuples, enumerated, orders
 
-from parcompile.layout.families import Portions, Slice, hierarchical_cp_families, kv_replica_family
 from parcompile.layout.grid import Grid
+from parcompile.layout.group_families import Portions, Slice, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
     ("tp",),

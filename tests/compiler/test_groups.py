@@ -4,11 +4,11 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import AXES, compile_tree, enumerated, orders, spec_tree
 
+from parcompile.backends.writing import to_text
 from parcompile.cli.groups import command
 from parcompile.layout.grid import Grid
 from parcompile.layout.groups import Groups, expert_grid
 from parcompile.layout.topology import NETWORK, NODE, Reach, reach
-from parcompile.targets.files import to_text
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spec_cases import Case, cases
 
-from parcompile import source
 from parcompile.diagnostics import Diagnostic
 from parcompile.pipeline import Checked, check_read, compile_file
 from parcompile.rules import TARGETS
+from parcompile.text import parse
 
 MARK = "\x00again"
 AXES = ("tp", "cp", "pp", "dp")
@@ -98,7 +98,7 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 
 def check(text: str, folder: Path) -> Checked:
-    return check_read(source.parse(text, "spec.json", "json"), folder, TARGETS)
+    return check_read(parse(text, "spec.json", "json"), folder, TARGETS)
 
 
 def is_placed(one: Diagnostic, checked: Checked, text: str) -> bool:

@@ -12,15 +12,15 @@ import pytest
 from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli import main
-from parcompile.layout.families import Slice
+from parcompile.layout.group_families import Slice
 from parcompile.layout.sequence import CpLayout, work
-from parcompile.markdown import plain, table
-from parcompile.pictures import colours
-from parcompile.pictures.named import KINDS, as_text, picture
-from parcompile.pictures.shapes import NARROW, WIDE, Box, Cells, Text, ticks
-from parcompile.pictures.subject import DENSE_AXES, Subject
-from parcompile.pictures.svg import svg
 from parcompile.plan import Plan
+from parcompile.show.markdown import plain, table
+from parcompile.show.pictures import colours
+from parcompile.show.pictures.named import KINDS, as_text, picture
+from parcompile.show.pictures.shapes import NARROW, WIDE, Box, Cells, Text, ticks
+from parcompile.show.pictures.subject import DENSE_AXES, Subject
+from parcompile.show.pictures.svg import svg
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = sorted(one.parent.name for one in GOLDEN.glob("*/plan.json"))

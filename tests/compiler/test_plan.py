@@ -9,10 +9,10 @@ from jsonschema import Draft202012Validator
 from layout_cases import compile_tree, spec_tree
 
 from parcompile import schema
+from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.sequence import ring_schedule
 from parcompile.plan import Plan, PlanError
-from parcompile.targets.files import artefacts, to_text, write
 
 SPECS = {
     "one rank": spec_tree(1, 1),
@@ -286,7 +286,7 @@ def test_artefacts_are_the_same_bytes_in_every_process(tmp_path) -> None:
     (tmp_path / "spec.json").write_text(json.dumps(SPECS["experts"]), encoding="utf-8")
     code = (
         "import hashlib, sys; from parcompile.pipeline import compile_file\n"
-        "from parcompile.targets.registry import render\n"
+        "from parcompile.backends.registry import render\n"
         "plan, _ = compile_file(sys.argv[1])\n"
         "for name, text in render(plan, ('all',)).items(): print(name, hashlib.sha256(text.encode()).hexdigest())\n"
     )

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Position, Related, Safety, Severity
-from parcompile.reporters import FORMATS, Style, report
-from parcompile.source import SourceText, parse
+from parcompile.diagnostics.reporters import FORMATS, Style, report
+from parcompile.text import SourceText, parse
 
 SPEC = SourceText("specs/a b.json", '{\n\t"tp": "8",\n  "global_batch_size": 100\n}')
 FIX = Fix("write 8", Safety.SAFE, (Edit(("tp",), 8),))

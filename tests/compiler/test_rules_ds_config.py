@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from parcompile.importers.kinds import DEEPSPEED, SPEC, kind_of
+from parcompile.backends.kinds import DEEPSPEED, SPEC, kind_of
 from parcompile.pipeline import Checked, check_any
-from parcompile.rules.standalone import FileRule, file_rules
+from parcompile.rules.file_registry import FileRule, file_rules
 
 BASE: dict[str, Any] = {
     "train_batch_size": 64,
@@ -105,8 +105,8 @@ def test_every_fix_of_a_file_rule_works(tmp_path: Path) -> None:
 
 
 def test_emitted_configurations_pass(tmp_path: Path) -> None:
+    from parcompile.backends.deepspeed.write import ds_config
     from parcompile.pipeline import compile_file
-    from parcompile.targets.deepspeed import ds_config
 
     spec = Path(__file__).parents[1] / "specs" / "positive" / "W001-tp-2-of-8.json"
     plan, _ = compile_file(spec)

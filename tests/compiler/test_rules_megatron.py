@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from parcompile.importers.kinds import MEGATRON, SPEC
+from parcompile.backends.kinds import MEGATRON, SPEC
+from parcompile.backends.megatron import write as megatron
 from parcompile.pipeline import Checked, check_any, compile_file
-from parcompile.rules.standalone import FileRule, file_rules
-from parcompile.targets import megatron
+from parcompile.rules.file_registry import FileRule, file_rules
 
 SCRIPT = """\
 #!/bin/bash

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_schema_messages import GOOD
 
 from parcompile import schema
-from parcompile.source import parse
+from parcompile.text import parse
 
 ODD = st.sampled_from(
     [None, True, "", "8", "auto", "bf16", 0, -1, 2.5, 1e300, [], [1], {}, {"a": 1}, [[]], "x" * 500, "é"]

@@ -8,7 +8,7 @@ import pytest
 
 from parcompile import schema
 from parcompile.diagnostics import Diagnostic, Safety
-from parcompile.source import parse
+from parcompile.text import parse
 
 GOOD: dict[str, Any] = {
     "version": 1,

@@ -18,7 +18,7 @@ from parcompile.cost.context_time import EQUAL
 from parcompile.cost.footprint import footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
-from parcompile.layout.context import ContextParallel, CpImplementation, level_sizes
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
 from parcompile.search.ranking import Outcome, search

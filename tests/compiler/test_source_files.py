@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.source import MAX_BYTES, SourceError, parse, parse_bytes, read
+from parcompile.text import MAX_BYTES, SourceError, parse, parse_bytes, read_file
 
 
 def test_a_byte_order_mark_is_accepted_and_does_not_count_as_a_column(tmp_path: Path):
     file = tmp_path / "spec.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    result = read(file)
+    result = read_file(file)
     assert result.document is not None
     assert result.document.source.bom
     assert result.document.position(()).column == 1
@@ -42,7 +42,7 @@ def test_a_file_of_fifty_megabytes_is_one_diagnostic(tmp_path: Path):
     file = tmp_path / "spec.json"
     with file.open("wb") as stream:
         stream.truncate(50_000_000)
-    (found,) = read(file).diagnostics
+    (found,) = read_file(file).diagnostics
     assert found.code == "J002"
     assert "50,000,000" in found.message
     assert MAX_BYTES < 50_000_000
@@ -51,13 +51,13 @@ def test_a_file_of_fifty_megabytes_is_one_diagnostic(tmp_path: Path):
 def test_files_that_cannot_be_read_raise_with_a_clear_message(tmp_path: Path):
     (tmp_path / "spec.json").write_text("{}")
     with pytest.raises(SourceError, match=r"no such file; did you mean .*spec\.json"):
-        read(tmp_path / "spce.json")
+        read_file(tmp_path / "spce.json")
     with pytest.raises(SourceError, match="no folder"):
-        read(tmp_path / "none" / "spec.json")
+        read_file(tmp_path / "none" / "spec.json")
     with pytest.raises(SourceError, match="is a directory"):
-        read(tmp_path)
+        read_file(tmp_path)
     with pytest.raises(SourceError, match="cannot be read"):
-        read("a\0b")
+        read_file("a\0b")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -66,12 +66,12 @@ def test_a_file_without_permission_raises(tmp_path: Path):
     file.write_text("{}")
     file.chmod(0)
     with pytest.raises(SourceError, match="no permission"):
-        read(file)
+        read_file(file)
 
 
 def test_a_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a: 1\n")))
-    result = read("-")
+    result = read_file("-")
     assert result.document is not None
     assert (result.document.tree, result.document.file) == ({"a": 1}, "<stdin>")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parcompile.source import Place, Result, parse, parse_bytes
+from parcompile.text import Place, Result, parse, parse_bytes
 
 WORDS = [
     "true",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from parcompile.diagnostics import Position
-from parcompile.source import Document, Result, parse
+from parcompile.text import Document, Result, parse
 
 
 def codes(result: Result) -> list[tuple[str, int, int]]:

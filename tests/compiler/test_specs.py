@@ -9,11 +9,11 @@ import pytest
 from spec_cases import Case, cases
 
 from parcompile.diagnostics import Severity
-from parcompile.edits import apply_edit
-from parcompile.file_codes import FILE_CODES
+from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.pipeline import Checked, check_file, check_read, compile_file
 from parcompile.rules import all_rules
-from parcompile.source import Result
+from parcompile.text import Result
+from parcompile.text.edits import apply_edit
 
 NEGATIVE, POSITIVE = list(cases("negative")), list(cases("positive"))
 

@@ -19,11 +19,11 @@ from layout_cases import compile_tree, spec_tree
 from spec_cases import FOLDER
 
 from parcompile import schema
+from parcompile.backends.megatron.write import arguments
+from parcompile.backends.registry import ALL, LOCK, TARGETS, chosen, render
+from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
-from parcompile.targets.files import write
-from parcompile.targets.megatron import arguments
-from parcompile.targets.registry import ALL, LOCK, TARGETS, chosen, render
 
 HOSTILE = (
     "two words",

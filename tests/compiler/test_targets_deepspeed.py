@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from layout_cases import compile_tree, spec_tree
 
-from parcompile.targets.deepspeed import ds_config
+from parcompile.backends.deepspeed.write import ds_config
 
 SPECS = {
     "bf16": spec_tree(2, 8, parallelism={"tp": 2, "cp": 4}, training={"global_batch_size": 8}),

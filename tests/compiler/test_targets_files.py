@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.targets.files import write
+from parcompile.backends.writing import write
 
 
 def contents(folder: Path) -> dict[str, str]:

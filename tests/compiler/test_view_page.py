@@ -16,11 +16,11 @@ from layout_cases import compile_tree, spec_tree
 
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.sequence import token_ranges
-from parcompile.pictures.subject import Subject
 from parcompile.plan import Plan
-from parcompile.view.page import page
-from parcompile.view.remarks import remarks, written
-from parcompile.view.search_result import section
+from parcompile.show.page.remarks import remarks, written
+from parcompile.show.page.render import page
+from parcompile.show.page.search_result import section
+from parcompile.show.pictures.subject import Subject
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LARGE = "llama-3.1-405b-128k-16384-gpus"

@@ -14,8 +14,8 @@ from families import tiny_config
 from torch import Tensor, nn
 
 from parcompile.plan import Plan, compile_plan
-from parcompile.resolve import Resolution
 from parcompile.rules import check
+from parcompile.spec.resolve import Resolution
 
 STEPS = 2
 CLIPPING = 0.5

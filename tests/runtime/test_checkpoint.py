@@ -16,12 +16,12 @@ from click.testing import CliRunner, Result
 from ranks import RankError, run_ranks
 from training_runs import initial_model, make_plan, samples
 
+from parcompile.backends.writing import to_text
 from parcompile.cli.main import cli
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify
 from parcompile.runtime.checkpoint.writing import import_pretrained
-from parcompile.targets.files import to_text
 
 pytestmark = pytest.mark.ranks
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from ranks import free_port
 
+from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
-from parcompile.targets.files import artefacts, to_text, write
 
 pytestmark = pytest.mark.ranks
 

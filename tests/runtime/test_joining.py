@@ -99,7 +99,7 @@ with report_errors():
 def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) -> None:
     from ranks import free_port
 
-    from parcompile.targets.files import to_text
+    from parcompile.backends.writing import to_text
 
     file = tmp_path / "plan.json"
     file.write_text(to_text(make_plan(2, {"tp": 2}).to_json()), encoding="utf-8")
@@ -118,7 +118,7 @@ def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) ->
 
 
 def test_a_plan_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
-    from parcompile.targets.files import to_text
+    from parcompile.backends.writing import to_text
 
     file = tmp_path / "plan.json"
     text = to_text(make_plan(2, {"tp": 2}).to_json())

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ranks import RankError, free_port, run_ranks
 from training_runs import make_plan, samples
 
-from parcompile.cost.hardware import Accelerator, Link, Measured
+from parcompile.backends.writing import to_text
+from parcompile.machines.accelerator import Accelerator, Link, Measured
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live import Limits, check_job, live_check
@@ -28,7 +29,6 @@ from parcompile.runtime.preflight.live.facts import Facts
 from parcompile.runtime.preflight.live.links import slow_pairs
 from parcompile.runtime.preflight.live.trial import Trial, compare_trials
 from parcompile.runtime.profiling.links import PairRate, rounds
-from parcompile.targets.files import to_text
 
 LIMITS = Limits(wait_seconds=60, measure_seconds=0.5, whole_seconds=120)
 GIB = 2**30

@@ -14,12 +14,12 @@ import pytest
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
+from parcompile.backends.writing import to_text, write
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
 from parcompile.runtime.measurements import FIRST_WRITE, put_row
-from parcompile.targets.files import to_text, write
 
 RUNS = 5
 TRAINING = {"global_batch_size": 4, "micro_batch_size": 1}

@@ -12,9 +12,9 @@ import pytest
 from ranks import RankError, free_port
 
 from parcompile import schema
-from parcompile.cost.preset import read_preset
 from parcompile.cost.step import timing
 from parcompile.cost.workload import workload_of
+from parcompile.machines.preset import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate

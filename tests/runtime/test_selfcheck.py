@@ -12,7 +12,7 @@ from family_runs import drawn_model, family_plan
 from ranks import run_ranks
 
 from parcompile.plan import Plan
-from parcompile.rules.runtime import RUNTIME_FAMILIES
+from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 pytestmark = pytest.mark.ranks
 

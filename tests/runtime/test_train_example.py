@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
+from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.pipeline import compile_file
-from parcompile.targets.files import artefacts, to_text, write
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parcompile.plan import Plan, compile_plan
-from parcompile.resolve import Resolution
 from parcompile.rules import check
+from parcompile.spec.resolve import Resolution
 
 STEPS = 5
 

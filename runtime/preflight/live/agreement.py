@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parcompile.backends.environment import variables
 from parcompile.plan import Plan
-from parcompile.targets.environment import variables
+from parcompile.runtime.preflight.findings import Finding, Verdict
 
-from ..findings import Finding, Verdict
 from .facts import Facts
 from .room import ranks_in_words
 

@@ -12,8 +12,8 @@ from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
+from parcompile.runtime.preflight.findings import Finding, Verdict, in_units
 
-from ..findings import Finding, Verdict, in_units
 from .agreement import JOB, Arrived
 from .facts import SHARED_MEMORY, Facts
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.plan import Plan, PlanError
+from parcompile.runtime.environment import Environment, forbid_jit_builds
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import launcher_store
 
-from ...environment import Environment, forbid_jit_builds
-from ...errors import RunError
-from ...groups import launcher_store
 from .report import LiveReport
 from .room import Room
 from .session import Limits, Outcome, Session

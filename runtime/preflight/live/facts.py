@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from parcompile import __version__
+from parcompile.backends.environment import variables
 from parcompile.plan import Plan
+from parcompile.runtime.environment import Environment, device_of
+from parcompile.runtime.model import DTYPES
 from parcompile.spec import Precision
-from parcompile.targets.environment import variables
 
-from ...environment import Environment, device_of
-from ...model import DTYPES
 from .disk import disk_of, free_bytes
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- it is looked at, nothing is written

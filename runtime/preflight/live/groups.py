@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...groups import Mesh
-from ..findings import Finding, Verdict
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.preflight.findings import Finding, Verdict
 
 
 def compare_live_groups(mesh: Mesh) -> list[Finding]:

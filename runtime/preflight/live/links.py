@@ -13,15 +13,23 @@ from typing import Any
 
 import torch
 
-from parcompile.cost.hardware import Link
 from parcompile.cost.rates import time_values
 from parcompile.cost.workload import workload_of
+from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
+from parcompile.runtime.model import DTYPES
+from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.profiling.compute import matmul_rates
+from parcompile.runtime.profiling.links import (
+    NETWORK,
+    NODE,
+    LinkRate,
+    PairRate,
+    link_classes,
+    own_link_rates,
+    pair_rates,
+)
 
-from ...model import DTYPES
-from ...profiling.compute import matmul_rates
-from ...profiling.links import NETWORK, NODE, LinkRate, PairRate, link_classes, own_link_rates, pair_rates
-from ..findings import Finding, Verdict
 from .agreement import JOB, Arrived
 
 SLOW_AGAINST_PRESET = 0.5

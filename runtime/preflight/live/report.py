@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.cost.table import columns
+from parcompile.runtime.preflight.findings import Finding, Verdict, finding_tree, merged, shown_ranks
 
-from ..findings import Finding, Verdict, finding_tree, merged, shown_ranks
 from .agreement import JOB, Arrived
 from .room import ranks_in_words
 

@@ -12,9 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ...errors import LOST_PEER, RunError
-from ...groups import HANDSHAKE_TIMEOUT
-from ..findings import Finding, Verdict
+from parcompile.runtime.errors import LOST_PEER, RunError
+from parcompile.runtime.groups import HANDSHAKE_TIMEOUT
+from parcompile.runtime.preflight.findings import Finding, Verdict
+
 from .agreement import Arrived
 from .report import LiveReport, nodes_of
 from .room import LOST, CalledOff, Room, ranks_in_words

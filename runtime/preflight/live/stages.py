@@ -13,11 +13,11 @@ from torch import nn
 from parcompile.cost.step import timing
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
+from parcompile.runtime.environment import Environment, device_of
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh, join, start_world
+from parcompile.runtime.preflight.findings import Finding, Verdict, in_units
 
-from ...environment import Environment, device_of
-from ...errors import RunError
-from ...groups import Mesh, join, start_world
-from ..findings import Finding, Verdict, in_units
 from .agreement import JOB, Arrived, compare_arrival, compare_places
 from .capacity import compare_disk, compare_memory, compare_shared_memory
 from .disk import marker_in

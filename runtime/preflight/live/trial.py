@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
+from parcompile.runtime.engine import initialize
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.measurements import peak_bytes
+from parcompile.runtime.model import random_model
+from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.profiling.compute import synchronize
 from parcompile.spec import Precision
 
-from ...engine import initialize
-from ...groups import Mesh
-from ...measurements import peak_bytes
-from ...model import random_model
-from ...profiling.compute import synchronize
-from ..findings import Finding, Verdict
 from .agreement import Arrived
 
 STEPS = 2

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parcompile.runtime.ring_attention import cuda_flash, kernels
-from parcompile.runtime.ring_attention.cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
+from parcompile.runtime.ring_attention.cuda_flash import (
+    CudaFlashKernel,
+    FlashAttnKernel,
+    installed_flash_attn,
+)
 from parcompile.runtime.ring_attention.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels import Kernel, select_kernel
 from parcompile.runtime.ring_attention.plain import PlainKernel

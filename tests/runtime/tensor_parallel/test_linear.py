@@ -11,8 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import copy_to_group, gather_from_group, gather_from_sequence, scatter_to_sequence
-from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, shard_weight
+from parcompile.runtime.collectives import (
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    scatter_to_sequence,
+)
+from parcompile.runtime.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    is_sharded,
+    shard_weight,
+)
 
 from .world import World, relative_error
 

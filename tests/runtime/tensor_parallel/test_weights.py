@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.runtime.tensor_parallel import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
+from parcompile.runtime.tensor_parallel import (
+    even_range,
+    merge_ranges,
+    merge_shards,
+    shard_weight,
+    take_ranges,
+)
 
 
 def test_rows_of_8_by_4_are_halved_into_0_to_15_and_16_to_31() -> None:

@@ -1,0 +1,89 @@
+"""accelerate.yaml: a configuration for `accelerate launch` with FSDP2 and a `ParallelismConfig`."""
+
+from __future__ import annotations
+
+import yaml
+
+from parcompile.backends.header import header
+from parcompile.backends.losses import Loss, order_loss
+from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.sequence import CpLayout
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+
+ACCELERATE_VERSION = "1.15.0"
+"""Version of accelerate whose configuration classes were read."""
+
+_ORDERS = (("tp", "cp", "dp"),)
+
+
+def files(plan: Plan) -> dict[str, str]:
+    """accelerate.yaml."""
+    spec = plan.spec
+    parallelism, precision = spec.parallelism, spec.training.precision
+    gathers = parallelism.cp_implementation is CpImplementation.ALL_GATHER
+    tree = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "no" if precision is Precision.FP32 else precision.value,
+        "num_machines": spec.cluster.nodes,
+        "num_processes": plan.world_size,
+        "rdzv_backend": "static" if spec.cluster.nodes == 1 else "c10d",
+        "use_cpu": spec.cluster.accelerator == "cpu",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": spec.zero_stage == 3,
+            "fsdp_activation_checkpointing": spec.training.activation_checkpointing == "full",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": parallelism.dp,
+            "parallelism_config_tp_size": parallelism.tp,
+            "parallelism_config_cp_size": parallelism.cp,
+            "parallelism_config_cp_backend": "torch",
+            "parallelism_config_cp_comm_strategy": "allgather" if gathers else "alltoall",
+        },
+    }
+    lines = header(plan, "For `accelerate launch --config_file accelerate.yaml`: FSDP2 with tp and cp.")
+    return {"accelerate.yaml": "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False)}
+
+
+def losses(plan: Plan) -> list[Loss]:
+    """What accelerate does not do as the plan says."""
+    spec, parallelism = plan.spec, plan.spec.parallelism
+    found: list[Loss] = []
+    for axis in ("pp", "ep"):
+        size = getattr(parallelism, axis)
+        if size > 1:
+            found.append(
+                Loss(f"{axis} {size}", f"ParallelismConfig has no {axis}", f"compile with {axis} 1", fatal=True)
+            )
+    if parallelism.pp == 1:
+        found += order_loss(parallelism, "accelerate", _ORDERS)
+    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
+        layout = parallelism.cp_layout.value
+        found.append(Loss(f"cp_layout {layout}", "torch deals sequences out in zigzag", "zigzag is used"))
+    if parallelism.cp_implementation not in (CpImplementation.RING, CpImplementation.ALL_GATHER):
+        found.append(
+            Loss(
+                f"cp_implementation {parallelism.cp_implementation.value}",
+                "cp_comm_strategy is alltoall (a ring) or allgather",
+                "alltoall is used",
+            )
+        )
+    if parallelism.sequence_parallel:
+        found.append(Loss("sequence_parallel", "the model's own tp plan decides it", "what transformers does"))
+    if spec.zero_stage in (0, 1):
+        found.append(
+            Loss(
+                f"zero.stage {spec.zero_stage}",
+                "FSDP2 shards gradients and weights as well (fsdp_reshard_after_forward false: like stage 2)",
+                "less memory, more communication; the numbers of a step are the same up to the order of sums",
+            )
+        )
+    if spec.training.activation_checkpointing == "selective":
+        found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
+    found.append(Loss("batch, optimizer and clipping", "they are the script's", "take them from plan.json"))
+    return found

@@ -1,0 +1,1 @@
+"""What starts a job: scripts and manifests."""

@@ -1,0 +1,127 @@
+"""What each implementation of context parallelism sends: one rank, one layer and one micro-batch, both passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_per_pass
+from parcompile.model.shape import ModelShape
+
+from .workload import Workload
+
+SUM_BYTES = 4
+"""Outputs and gradients of blocks are summed in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Attention of one layer and micro-batch on a rank, before ranks exchange anything."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    element_bytes: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, tp: int, tokens: int, element_bytes: int) -> AttentionSizes:
+        """Those of a tensor-parallel rank with `tokens` tokens of a micro-batch."""
+        key_dim, value_dim = shape.head_dim, shape.head_dim
+        if shape.mla is not None:
+            key_dim, value_dim = shape.mla.qk_head_dim, shape.mla.v_head_dim
+        heads, kv_heads = max(1, shape.num_attention_heads // tp), max(1, shape.num_key_value_heads // tp)
+        return cls(tokens, heads, kv_heads, key_dim, value_dim, element_bytes)
+
+    def kv_bytes(self, kv_heads: int) -> int:
+        """Keys and values of so many heads."""
+        return self.tokens * kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        """Queries and outputs."""
+        return self.tokens * self.heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+    @property
+    def output_numel(self) -> int:
+        """Elements of the output."""
+        return self.tokens * self.heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a rank sends within groups of `ranks` ranks that lie `stride` places of the cp group apart.
+
+    `group` is "cp", or of an implementation with two levels "cp-inner" or "cp-outer".
+    `neighbours`: from one to the next, so that one link of a group carries all of it; else straight to every rank.
+    """
+
+    group: str
+    operation: str
+    ranks: int
+    stride: int
+    messages: int
+    wire_bytes: float
+    neighbours: bool
+
+
+def exchanges(
+    sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool, recomputed: bool = False
+) -> tuple[Exchange, ...]:
+    """All messages of one implementation, the inner level first; nothing for one rank.
+
+    Keys travel in forward and in backward, there with their gradients in fp32. `recomputed`: activations are
+    recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more.
+    """
+    found: list[Exchange] = []
+    swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
+    kv_heads = max(sizes.kv_heads, swapped)
+    inner_group, outer_group = ("cp-inner", "cp-outer") if context.sizes else ("cp", "cp")
+    if swapped > 1:
+        one_way = (sizes.q_bytes + sizes.kv_bytes(kv_heads)) * (swapped - 1) / swapped
+        rounds = 3 if recomputed else 2
+        name = "all-to-all of heads for tokens"
+        found.append(Exchange(inner_group, name, swapped, 1, 4 * rounds, rounds * one_way, neighbours=False))
+    if places == 1:
+        return tuple(found)
+    bytes_per_hop = sizes.kv_bytes(kv_heads) * (2 + SUM_BYTES / sizes.element_bytes)
+    messages_per_hop = 3 * passes_of(sizes, context, on_gpu=on_gpu)
+
+    def travel(group: str, operation: str, ranks: int, stride: int, hops: int) -> Exchange:
+        messages, around = hops * messages_per_hop, context.implementation is not CpImplementation.ALL_GATHER
+        return Exchange(group, operation, ranks, stride, messages, hops * bytes_per_hop, neighbours=around)
+
+    if context.implementation is CpImplementation.ALL_GATHER:
+        found.append(travel("cp", "all-gather of keys and values", places, 1, places - 1))
+    elif context.implementation is CpImplementation.DOUBLE_RING:
+        outer = places // inner
+        found.append(travel(inner_group, "inner ring of keys and values", inner, 1, outer * (inner - 1)))
+        found.append(travel(outer_group, "outer ring of keys and values", outer, inner, outer - 1))
+    else:
+        found.append(travel(outer_group, "ring of keys and values", places, swapped, places - 1))
+    return tuple(one for one in found if one.messages)
+
+
+def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) -> int:
+    """Groups of key/value heads that travel one after the other."""
+    swapped = context.head_ranks
+    kv_heads, heads = max(sizes.kv_heads, swapped) // swapped, sizes.heads // swapped
+    tokens = sizes.tokens * swapped
+    per_head = tokens * (sizes.key_dim + sizes.value_dim) * sizes.element_bytes
+    at_once = heads_per_pass(kv_heads, per_head, tokens * max(1, heads // kv_heads), fills_device=on_gpu)
+    return kv_heads // at_once
+
+
+def context_exchanges(work: Workload) -> tuple[Exchange, ...]:
+    """The messages of one layer and micro-batch of a layout."""
+    return exchanges(sizes_of(work), work.context, on_gpu=runs_on_gpu(work), recomputed=work.recompute == "full")
+
+
+def sizes_of(work: Workload) -> AttentionSizes:
+    """Attention of a rank of a layout."""
+    return AttentionSizes.of(work.shape, work.tp, work.local_tokens, work.element_bytes)
+
+
+def runs_on_gpu(work: Workload) -> bool:
+    """Whether kernels are launched on a GPU, which they should fill."""
+    return work.accelerator != "cpu"

@@ -1,1 +1,0 @@
-"""Other tools' configurations: what a file is, how it is read, and the spec that it becomes."""

@@ -1,0 +1,1 @@
+"""The machines that a plan is for: their peaks, links and memory."""

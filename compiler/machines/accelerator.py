@@ -1,0 +1,100 @@
+"""Accelerators and links: peaks with their sources, in `accelerators.json`; or as measured (`preset`)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection of one rank; `bytes_per_s` in one direction."""
+
+    name: str
+    title: str
+    bytes_per_s: float
+    source: str
+    latency_seconds: float = 0.0
+    """Of one collective; 0 where the fitted coefficients hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rates that a machine was seen to reach. `like` is the preset whose software and launch settings hold for it."""
+
+    like: str
+    fp32_flops_per_s: float
+    attention_flops_per_s: float
+    layer_seconds: float
+    """Shortest time of a layer, forward and backward: launching its kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What a rank runs on: at its peak, or, with `measured`, as it was seen to run.
+
+    `memory_bytes` is None where the machine decides it.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int | None
+    flops_per_s: float
+    memory_bytes_per_s: float
+    node_link: Link
+    network_link: Link
+    sources: Mapping[str, str]
+    measured: Measured | None = None
+
+    def matmul_flops_per_s(self, element_bytes: int) -> float:
+        """The rate of matrix products of elements of that size; peaks are those of 16 bits."""
+        if self.measured is not None and element_bytes == 4:
+            return self.measured.fp32_flops_per_s
+        return self.flops_per_s
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """The preset of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = accelerators().get(name)
+    if found is None:
+        raise ValueError(f"there is no accelerator {name!r}; there are: {', '.join(accelerators())}")
+    return found
+
+
+@functools.cache
+def accelerators() -> Mapping[str, Accelerator]:
+    """All presets by name."""
+    text = (importlib.resources.files("parcompile.machines") / "accelerators.json").read_text(encoding="utf-8")
+    return read_accelerators(json.loads(text))
+
+
+def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
+    """Presets out of the JSON tree of a preset file.
+
+    Raises:
+        KeyError: a figure or a link is missing.
+    """
+    links = {name: Link(name, one["title"], one["bytes_per_s"], one["source"]) for name, one in tree["links"].items()}
+    return {
+        name: Accelerator(
+            name=name,
+            title=one["title"],
+            memory_bytes=None if one["memory_mib"] is None else one["memory_mib"] * MIB,
+            flops_per_s=one["bf16_flops_per_s"],
+            memory_bytes_per_s=one["memory_bytes_per_s"],
+            node_link=links[one["node_link"]],
+            network_link=links[one["network_link"]],
+            sources=one["sources"],
+        )
+        for name, one in tree["accelerators"].items()
+    }

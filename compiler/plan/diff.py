@@ -1,0 +1,220 @@
+"""What changes from one plan to another: numbers, layout and cost, and whether a checkpoint goes over."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from parcompile.cost.estimate import estimate
+from parcompile.cost.memory import static_memory
+from parcompile.cost.workload import workload_of
+
+from .plan import Plan
+from .resume import Resumption, by_deepspeed, by_runtime, padded_vocabulary
+
+COUNTED_RANKS = 1 << 16
+"""Up to this world size moved ranks are counted one by one."""
+
+_AXES = ("tp", "cp", "dp", "pp", "ep")
+
+
+class Kind(str, enum.Enum):
+    """What a change does to the numbers of a training step."""
+
+    NUMERICS = "numerics"
+    """Other numbers: another training."""
+    ROUNDING = "rounding"
+    """The same mathematics in another order of sums."""
+    LAYOUT = "layout"
+    COST = "cost"
+
+
+TITLES = {
+    Kind.NUMERICS: "Numerics: another training",
+    Kind.ROUNDING: "Rounding: the same sums in another order",
+    Kind.LAYOUT: "Layout",
+    Kind.COST: "Cost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that differs. `note` says what follows from it."""
+
+    kind: Kind
+    what: str
+    before: Any
+    after: Any
+    note: str = ""
+
+    @property
+    def values(self) -> str:
+        """Both values for people; of a cost the share by which it changes."""
+        return f"{shown(self.before)} → {shown(self.after)}{self.share and f' ({self.share})'}"
+
+    @property
+    def share(self) -> str:
+        """By how much a cost changes, as in +4.2%; nothing for other changes."""
+        numbers = all(isinstance(one, (int, float)) for one in (self.before, self.after))
+        if self.kind is not Kind.COST or not numbers or not self.before:
+            return ""
+        return f"{(self.after - self.before) / self.before:+.1%}"
+
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Everything that differs. `moved_ranks` is None when the worlds differ or are too large to count.
+
+    `runtime` and `deepspeed` say how a checkpoint of the first plan gets into a run of the second.
+    """
+
+    changes: tuple[Change, ...]
+    moved_ranks: int | None
+    runtime: Resumption
+    deepspeed: Resumption
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.changes
+
+    def of(self, *kinds: Kind) -> tuple[Change, ...]:
+        """The changes of these kinds."""
+        return tuple(change for change in self.changes if change.kind in kinds)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "same": self.same,
+            "moved_ranks": self.moved_ranks,
+            "checkpoint": {"runtime": self.runtime.to_json(), "deepspeed": self.deepspeed.to_json()},
+            "changes": [{**asdict(change), "kind": change.kind.value} for change in self.changes],
+        }
+
+
+def difference(before: Plan, after: Plan) -> Difference:
+    """What changes from one plan to another."""
+    changes = (*_numerics(before, after), *_rounding(before, after), *_layout(before, after), *_cost(before, after))
+    return Difference(changes, _moved(before, after), by_runtime(before, after), by_deepspeed(before, after))
+
+
+def _changed(kind: Kind, before: dict[str, Any], after: dict[str, Any], note: str = "") -> Iterator[Change]:
+    for what in dict.fromkeys((*before, *after)):
+        if before.get(what) != after.get(what):
+            yield Change(kind, what, before.get(what), after.get(what), note)
+
+
+def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
+    def values(plan: Plan) -> dict[str, Any]:
+        training = plan.spec.training
+        model = {f"model.{key}": value for key, value in plan.spec.model.hf_config.items()}
+        optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
+        schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
+        return {
+            **model,
+            "sequence_length": training.sequence_length,
+            "global_batch_size": training.global_batch_size,
+            "precision": training.precision.value,
+            "gradient_accumulation_dtype": training.gradient_accumulation_dtype.value,
+            **optimizer,
+            **schedule,
+            "gradient_clipping": training.gradient_clipping,
+            "loss_scale": training.loss_scale,
+            "train_steps": training.train_steps,
+            "seed": training.seed,
+            **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
+        }
+
+    yield from _changed(Kind.NUMERICS, values(before), values(after))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {} if value is None else asdict(value)
+
+
+def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
+    def values(plan: Plan) -> dict[str, Any]:
+        parallelism, training = plan.spec.parallelism, plan.spec.training
+        return {
+            "partial sums of a linear (tp)": parallelism.tp,
+            "parts of a softmax (cp)": f"{parallelism.context.ring_ranks} {parallelism.cp_layout.value}",
+            "gradients that are summed (dp · cp)": parallelism.zero_shards,
+            "micro_batch_size": training.micro_batch_size,
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "sequence_parallel": parallelism.sequence_parallel,
+            "activation_checkpointing": training.activation_checkpointing,
+        }
+
+    yield from _changed(Kind.ROUNDING, values(before), values(after), "the same sums in another order")
+
+
+def _layout(before: Plan, after: Plan) -> Iterator[Change]:
+    def values(plan: Plan) -> dict[str, Any]:
+        parallelism, cluster = plan.spec.parallelism, plan.spec.cluster
+        return {
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
+            **{axis: getattr(parallelism, axis) for axis in _AXES},
+            "order": "-".join(parallelism.order),
+            "cp_layout": parallelism.cp_layout.value,
+            "cp_implementation": parallelism.context.name,
+            "layers of each stage": ", ".join(
+                f"{count} × {len(list(same))}" for count, same in groupby(len(one.layers) for one in plan.spec.stages)
+            ),
+            "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
+            "zero.stage": plan.spec.zero_stage,
+            "padded vocabulary": padded_vocabulary(plan),
+            "ranks that share a kv head": plan.kv_replicas,
+        }
+
+    yield from _changed(Kind.LAYOUT, values(before), values(after))
+
+
+def _cost(before: Plan, after: Plan) -> Iterator[Change]:
+    def values(plan: Plan) -> dict[str, Any]:
+        spec, topology = plan.spec, plan.to_json()["topology"]
+        memory = {f"{name} per rank": value for name, value in asdict(static_memory(spec)).items() if "bytes" in name}
+        traffic = {
+            f"{name} bytes per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()
+        }
+        found = estimate(workload_of(spec))
+        return {
+            "estimated seconds of a step": round(found.time.step.seconds, 4),
+            "estimated tokens/s per GPU": round(found.time.tokens_per_second_per_gpu, 1),
+            "estimated peak bytes per rank": round(found.memory.peak.total_bytes),
+            "static bytes per rank": static_memory(spec).total_bytes,
+            **memory,
+            **traffic,
+            "bytes leaving the node": topology["bytes_leaving_node"],
+            "balance of the ring": float(spec.parallelism.context.balance(spec.parallelism.cp_layout)),
+        }
+
+    yield from _changed(Kind.COST, values(before), values(after))
+
+
+def _moved(before: Plan, after: Plan) -> int | None:
+    """How many ranks have other coordinates than before."""
+    first, second = before.groups.grid, after.groups.grid
+    if first.world_size != second.world_size:
+        return None
+    axes = ("tp", "cp", "dp", "pp")
+    if all(first.steps((axis,)) == second.steps((axis,)) for axis in axes):
+        return 0
+    if first.world_size > COUNTED_RANKS:
+        return None
+    here, there = (
+        [tuple(grid.coordinates(rank)[axis] for axis in axes) for rank in range(grid.world_size)]
+        for grid in (first, second)
+    )
+    return sum(old != new for old, new in zip(here, there, strict=True))

@@ -1,0 +1,104 @@
+"""Which order of the axes keeps traffic inside the nodes, and what the other orders would send between them.
+
+Traffic is counted per rank and optimizer step. What a family of groups sends counts as leaving the node for the share
+of its groups that lie on more than one: the slowest link of a ring sets its pace, whatever the others do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from parcompile.cost.collectives import collectives
+from parcompile.cost.context_exchanges import context_exchanges
+from parcompile.cost.traffic import boundary_bytes
+from parcompile.cost.workload import Workload
+from parcompile.layout.grid import AXES, Grid
+from parcompile.layout.group_families import Slice
+from parcompile.layout.groups import GROUP_AXES, KV_REPLICA
+from parcompile.layout.stages import Stage
+from parcompile.layout.topology import Reach, reach
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one optimizer step, by the groups that carry them."""
+
+    tp: int
+    cp: int
+    dp_cp: int
+    pp: int
+    cp_levels: tuple[tuple[int, int, int], ...] = ()
+    """Of each level of context parallelism: ranks, the distance of neighbours in places of the cp group, bytes."""
+
+    def by_group(self) -> dict[str, int]:
+        """The bytes under the names of the groups."""
+        return {"tp": self.tp, "cp": self.cp, "dp-cp": self.dp_cp, "pp": self.pp}
+
+
+def step_traffic(work: Workload, stage: Stage) -> Traffic:
+    """What a rank of a stage sends in a step; what replicated kv heads exchange counts to tp, whose ranks they are.
+
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
+    """
+    sent = collectives(work, stage)
+
+    def over(*groups: str) -> int:
+        return int(sum(one.wire_bytes for (group, _), one in sent.items() if group in groups))
+
+    passes = len(stage.layers) * work.micro_batches
+    levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
+    return Traffic(
+        tp=over("tp", KV_REPLICA),
+        cp=sum(size for _, _, size in levels),
+        dp_cp=over("dp-cp"),
+        pp=int(boundary_bytes(work)),
+        cp_levels=levels,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One order of the axes: how far its groups reach, and the bytes that leave the node."""
+
+    order: tuple[str, ...]
+    reaches: Mapping[str, Reach]
+    leaving_bytes: int
+
+    def keeps(self, name: str) -> bool:
+        """Whether every group of this name lies on one node."""
+        return self.reaches[name].leaving_node == 0
+
+
+def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
+    """How a grid lies on the machines."""
+    reaches = {name: reach(Slice(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
+    sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != "cp"]
+    cp = grid.size(("cp",))
+    for ranks, stride, size in traffic.cp_levels:
+        level = grid.factored("cp", ("within", "level", "beyond"), (stride, ranks, cp // (stride * ranks)))
+        sent.append((reach(Slice(level, ("level",)), per_node), size))
+    leaving = sum((Fraction(size * far.leaving_node, far.count) for far, size in sent), Fraction(0))
+    return Placement(grid.order, reaches, int(leaving))
+
+
+def alternatives(grid: Grid, per_node: int, traffic: Traffic) -> list[Placement]:
+    """Every other order of the axes that puts ranks elsewhere, the one that sends least between nodes first.
+
+    Axes of size 1 keep the end of the default order, so that no two of the orders are the same grid.
+    """
+    sizes = {axis: grid.size((axis,)) for axis in DENSE_AXES}
+    large = [axis for axis in AXES if sizes.get(axis, 1) > 1]
+    small = [axis for axis in AXES if axis not in large]
+    here = tuple(axis for axis in grid.order if axis in large)
+    found = [
+        placement(Grid.of((*order, *small), sizes), per_node, traffic)
+        for order in itertools.permutations(large)
+        if order != here
+    ]
+    return sorted(found, key=lambda one: (one.leaving_bytes, one.order))

@@ -1,0 +1,251 @@
+"""The sections of a plan that follow from its layout.
+
+Whatever grows with the world is described by sizes and strides, so that a plan for a million ranks is as long as one
+for eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from parcompile.cost.context_time import choices
+from parcompile.cost.memory import rank_numel, static_memory
+from parcompile.cost.parameters import stage_numel
+from parcompile.cost.workload import workload_of
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
+from parcompile.layout.grid import Grid
+from parcompile.layout.group_families import Family
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
+from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
+from parcompile.layout.sequence import Source, chunk_ids, source_blocks, token_ranges
+from parcompile.layout.stages import Stage
+from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.topology import reach
+from parcompile.model.parameters import parameter_table
+from parcompile.model.table import Parameter
+from parcompile.spec import Spec
+
+from .placement import DENSE_AXES, alternatives, placement, step_traffic
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+EXPANDED_CP = 1024
+"""Up to this cp the plan lists the tokens of each cp rank; beyond, they follow from `layout.sequence`."""
+EXPANDED_RING = 32
+"""Up to this cp the plan lists the source of each step of each cp rank; beyond, they follow from the rule that stands
+beside them."""
+EXPERT_GRID_AXES = ("tp", "ep", "dp", "pp")
+"""The axes of the expert grid; its dp is expert-dp."""
+ALTERNATIVES = 3
+"""Other orders of the axes that the plan compares itself with."""
+
+
+def strided(family: Family) -> dict[str, Any]:
+    """A family of groups as sizes and strides, innermost first: each group is one of `starts` plus all of `members`."""
+    return {
+        "size": family.size,
+        "count": family.count,
+        "members": [list(step) for step in family.members],
+        "starts": [list(step) for step in family.starts],
+    }
+
+
+def groups(plan: Plan) -> dict[str, Any]:
+    """Every process group as sizes and strides, on its grid."""
+    groups = plan.groups
+    return {
+        "axes": _axes(groups.grid, DENSE_AXES),
+        "expert_axes": _axes(groups.expert_grid, EXPERT_GRID_AXES) if groups.ep > 1 else None,
+        "created": list(groups.names),
+        "groups": {name: strided(groups.family(name)) for name in groups.all_names},
+    }
+
+
+def _axes(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
+    return {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in grid.order if axis in axes}
+
+
+def topology(plan: Plan) -> dict[str, Any]:
+    """How far the groups reach on the machines, what they carry, and which orders would send less between nodes."""
+    spec, groups, per_node = plan.spec, plan.groups, plan.spec.cluster.gpus_per_node
+    found = {}
+    for name in groups.all_names:
+        far = reach(groups.family(name), per_node)
+        found[name] = {
+            "groups": far.count,
+            "groups_leaving_node": far.leaving_node,
+            "nodes_per_group": list(far.nodes),
+            "rails_per_group": list(far.rails),
+            "slowest_link": far.slowest_link,
+        }
+    traffic = step_traffic(workload_of(spec), spec.stages[0])
+    here = placement(groups.grid, per_node, traffic)
+    others = alternatives(groups.grid, per_node, traffic) if spec.cluster.nodes > 1 else []
+    return {
+        "gpus_per_node": per_node,
+        "families": found,
+        "bytes_per_rank_and_step": traffic.by_group(),
+        "bytes_leaving_node": here.leaving_bytes,
+        "other_orders": [
+            {"order": "-".join(other.order), "bytes_leaving_node": other.leaving_bytes}
+            for other in others[:ALTERNATIVES]
+        ],
+    }
+
+
+def tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
+    """One parameter as each tp rank holds it."""
+    return {
+        "name": parameter.name,
+        "layers": None if parameter.layers is None else [parameter.layers.start, parameter.layers.stop],
+        "shape": list(parameter.shape),
+        "padded_shape": list(layout.full_shape),
+        "local_shape": list(layout.local_shape),
+        "split_dim": layout.dim,
+        "ranges": None if layout.ranges is None else [[list(piece) for piece in pieces] for pieces in layout.ranges],
+        "replicas": layout.replicas,
+        "expert_dim": parameter.expert_dim,
+    }
+
+
+def sequence(spec: Spec) -> dict[str, Any]:
+    """What each cp rank holds, and what it computes with whose keys."""
+    parallelism, length = spec.parallelism, spec.training.sequence_length
+    cp, layout, context = parallelism.cp, parallelism.cp_layout, parallelism.context
+    places = context.ring_ranks
+    blocks = source_blocks(layout, places)
+    ranks = [
+        {
+            "chunks": list(chunk_ids(layout, cp, rank)),
+            "tokens": [[piece.start, piece.stop, piece.step] for piece in token_ranges(layout, cp, rank, length)],
+            "work": float(context.work(layout, rank)),
+            "ring": _ring_row(context, rank // context.head_ranks) if cp <= EXPANDED_RING else None,
+        }
+        for rank in range(cp if cp <= EXPANDED_CP else 0)
+    ]
+    return {
+        "layout": layout.value,
+        "chunk_length": length // (cp * layout.chunks_per_rank),
+        "balance": float(context.balance(layout)),
+        "implementation": {
+            "name": context.implementation.value,
+            "head_ranks": context.head_ranks,
+            "place": f"rank // {context.head_ranks}" if context.head_ranks > 1 else "rank",
+            "choices": choices(workload_of(spec)),
+        },
+        "ring": {
+            "places": places,
+            "inner_places": context.inner_ranks,
+            **_ring_steps(context),
+            "blocks": {kind.value: [asdict(block) for block in found] for kind, found in blocks.items()},
+        },
+        "ranks": ranks if cp <= EXPANDED_CP else None,
+    }
+
+
+def _ring_row(context: ContextParallel, place: int) -> list[list[int | str]]:
+    sources = [context.source(step, place) for step in range(context.ring_ranks)]
+    return [[source, Source.of(place, source).value] for source in sources]
+
+
+def _ring_steps(context: ContextParallel) -> dict[str, Any]:
+    """When keys come from whom, as formulas of the place, and how often they are passed on."""
+    places, inner = context.ring_ranks, context.inner_ranks
+    if context.implementation is CpImplementation.ALL_GATHER:
+        everyone = "all other places, at once"
+        return {"steps": 1, "exchanges": 1, "source": "all places", "send_to": everyone, "receive_from": everyone}
+    found = {"steps": places, "exchanges": places - 1}
+    if inner == places:
+        return found | {
+            "source": "(place - step) mod places",
+            "send_to": "(place + 1) mod places",
+            "receive_from": "(place - 1) mod places",
+        }
+    return found | {
+        "source": "seat (seat - step) mod inner_places of node (node - step // inner_places) mod nodes, "
+        "where node, seat = divmod(place, inner_places)",
+        "send_to": "whoever has this source next",
+        "receive_from": "whoever has the next source now",
+    }
+
+
+def stage_rows(spec: Spec) -> list[dict[str, Any]]:
+    """Each pp rank's stages with the optimizer shards of its ranks under each rule."""
+    return [_stage_row(spec, held, stage) for held, stage in zip(spec.virtual_stages, spec.stages, strict=True)]
+
+
+def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:
+    shards = spec.parallelism.zero_shards
+    numel = rank_numel(spec, stage)
+    padded = padded_numel(numel, shards)
+    larger = even_shard(numel, shards, 0).numel
+    return {
+        "layers": [[one.layers.start, one.layers.stop] for one in held],
+        "has_embedding": stage.has_embedding,
+        "has_head": stage.has_head,
+        "numel": numel,
+        "optimizer": {
+            "padded": {"numel": padded, "shard_numel": padded // shards, "padding": padded - numel},
+            "even": {"largest_shard": larger, "ranks_with_largest": numel % shards or shards},
+            "by_layer": _ownership(spec, stage),
+        },
+    }
+
+
+def _ownership(spec: Spec, stage: Stage) -> dict[str, Any]:
+    shards, state = spec.parallelism.zero_shards, MASTER_BYTES + ADAM_STATE_BYTES
+    sizes = _piece_sizes(spec, stage)
+    count = len(sizes.layers)
+
+    def row(found: OwnershipMap) -> dict[str, Any]:
+        load = found.load(sizes)
+        return {
+            "owners": list(found.owners),
+            "embedding": found.embedding,
+            "head": found.head,
+            "largest_bytes": max(load.values()) * state,
+            "even_bytes": -(-sizes.total // shards) * state,
+            "warning": found.warning(sizes),
+        }
+
+    return {
+        "round_robin": row(round_robin(count, shards)),
+        "contiguous": row(contiguous(count, shards)),
+        "balanced": row(balanced(sizes, shards)),
+    }
+
+
+def _piece_sizes(spec: Spec, stage: Stage) -> Sizes:
+    """Elements of each layer of a stage on one tp rank, of its embedding and of its head."""
+    table, parallelism = parameter_table(spec.model.shape), spec.parallelism
+
+    def numel(piece: Stage) -> int:
+        return stage_numel(
+            table,
+            piece,
+            parallelism.tp,
+            ep=parallelism.ep,
+            vocab_divisible_by=parallelism.make_vocab_size_divisible_by,
+            tied=spec.model.shape.tie_word_embeddings,
+        )
+
+    nothing = range(stage.layers.start, stage.layers.start)
+    layers = tuple(numel(Stage(range(layer, layer + 1), False, False)) for layer in stage.layers)
+    embedding = numel(Stage(nothing, stage.has_embedding, False))
+    return Sizes(layers, embedding, numel(Stage(nothing, stage.has_embedding, stage.has_head)) - embedding)
+
+
+def optimizer_shards(spec: Spec) -> dict[str, Any]:
+    """How ZeRO cuts the optimizer state of a rank of the largest stage."""
+    shards = spec.parallelism.zero_shards
+    memory = static_memory(spec)
+    padded = padded_numel(memory.numel, shards)
+    return {
+        "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly",
+        "shards": shards,
+        "numel": memory.numel,
+        "padded_numel": padded,
+        "shard_numel": padded // shards,
+    }

@@ -1,0 +1,133 @@
+"""The plan as the JSON tree that is written, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from parcompile.cost.memory import static_memory
+from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.sequence import CpLayout
+from parcompile.machines.preset import preset_from_tree, preset_tree
+from parcompile.model.hf_config import shape_from_config
+from parcompile.spec import (
+    Cluster,
+    LrScheduler,
+    Model,
+    Optimizer,
+    Origin,
+    Parallelism,
+    Precision,
+    Provenance,
+    Spec,
+    Training,
+)
+
+from .sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+PLAN_VERSION = 1
+
+
+def digest(tree: object) -> str:
+    """The identity of a JSON tree, whatever the order of its keys."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_tree(plan: Plan) -> dict[str, Any]:
+    """Everything of a plan but its own hash."""
+    spec = plan.spec
+    body = {
+        "plan_version": PLAN_VERSION,
+        "compiler_version": plan.compiler_version,
+        "spec_hash": plan.spec_hash,
+        "name": spec.name,
+        "cluster": _cluster(spec.cluster),
+        "parallelism": {
+            **asdict(spec.parallelism),
+            "order": "-".join(spec.parallelism.order),
+            "cp_layout": spec.parallelism.cp_layout.value,
+            "cp_implementation": spec.parallelism.cp_implementation.value,
+        },
+        "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
+        "training": _training(spec),
+        "zero": {"stage": spec.zero_stage},
+        "deepspeed": dict(spec.deepspeed),
+        "runtime": {"executable": not plan.refusals, "refusals": [asdict(refusal) for refusal in plan.refusals]},
+        "groups": groups(plan),
+        "topology": topology(plan),
+        "tensors": [tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()],
+        "sequence": sequence(spec),
+        "optimizer_shards": optimizer_shards(spec),
+        "stages": stage_rows(spec),
+        "static_memory": asdict(static_memory(spec)),
+        "provenance": {
+            path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}
+            for path, found in spec.provenance.items()
+        },
+    }
+    # As a reader will get it: tuples become lists, enums their values.
+    return dict(json.loads(json.dumps(body)))
+
+
+def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
+    """The spec of a plan's tree.
+
+    Raises:
+        KeyError, TypeError, ValueError: the tree is not a plan's.
+    """
+    cluster, parallelism, training = dict(tree["cluster"]), dict(tree["parallelism"]), dict(tree["training"])
+    cluster.pop("world_size")
+    preset = cluster.pop("preset")
+    parallelism["order"] = tuple(parallelism["order"].split("-"))
+    parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
+    parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
+    levels = parallelism["hierarchical_cp_sizes"]
+    parallelism["hierarchical_cp_sizes"] = None if levels is None else tuple(levels)
+    optimizer = dict(training.pop("optimizer"))
+    optimizer["betas"] = tuple(optimizer["betas"])
+    schedule = training.pop("lr_scheduler")
+    for name in ("precision", "gradient_accumulation_dtype"):
+        training[name] = Precision(training[name])
+    config = tree["model"]["hf_config"]
+    return Spec(
+        name=tree["name"],
+        model=Model(tree["model"]["source"], shape_from_config(config), config),
+        cluster=Cluster(**{**cluster, "preset": None if preset is None else preset_from_tree(preset)}),
+        parallelism=Parallelism(**parallelism),
+        training=Training(
+            **training,
+            optimizer=Optimizer(**optimizer),
+            lr_scheduler=None if schedule is None else LrScheduler(**schedule),
+        ),
+        zero_stage=tree["zero"]["stage"],
+        deepspeed=tree["deepspeed"],
+        provenance={
+            path: Provenance(found["value"], Origin(found["origin"]), found["detail"])
+            for path, found in tree["provenance"].items()
+        },
+    )
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "accelerator": cluster.accelerator,
+        "preset": None if cluster.preset is None else preset_tree(cluster.preset),
+        "world_size": cluster.world_size,
+    }
+
+
+def _training(spec: Spec) -> dict[str, Any]:
+    training = asdict(spec.training)
+    training["precision"] = spec.training.precision.value
+    training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
+    training["optimizer"]["betas"] = list(spec.training.optimizer.betas)
+    return training

@@ -1,0 +1,217 @@
+"""How attention runs over the context-parallel ranks: heads, levels, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.cost.context_time import context_fault
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
+from parcompile.layout.grid import AXES
+from parcompile.layout.sequence import CpLayout
+from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.resolve.cp_implementation import AUTO
+
+from .arithmetic import divisors, listed
+from .places import also
+from .registry import Finding, rule
+
+_CP = ("parallelism", "cp")
+_NAME = ("parallelism", "cp_implementation")
+_SIZES = ("parallelism", "hierarchical_cp_sizes")
+_LAYOUT = ("parallelism", "cp_layout")
+
+
+def _named(spec: Resolution) -> CpImplementation:
+    """The implementation that is written by name, with more than one rank to run on."""
+    name = spec.named_implementation
+    if name == AUTO or spec.axis("cp") == 1:
+        raise Unavailable("cp_implementation")
+    return CpImplementation(name)
+
+
+def _heads(spec: Resolution) -> tuple[int, int]:
+    """Query and key/value heads of a tensor-parallel rank."""
+    heads, kv_heads, tp = spec.shape.num_attention_heads, spec.shape.num_key_value_heads, spec.axis("tp")
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise Unavailable("model")  # T001 or T002 speaks of it
+    return heads // tp, max(1, kv_heads // tp)
+
+
+def _use(name: CpImplementation) -> Fix:
+    edits = [Edit(_NAME, name.value)]
+    return Fix(f"set cp_implementation to {name.value}", Safety.CHANGES_COST, tuple(edits))
+
+
+def resize(sizes: tuple[int, int]) -> Fix:
+    """Other sizes of the two levels."""
+    title = f"set hierarchical_cp_sizes to [{sizes[0]}, {sizes[1]}]"
+    return Fix(title, Safety.CHANGES_COST, (Edit(_SIZES, list(sizes)),))
+
+
+def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
+    """Sizes of both levels that heads and layout allow, the largest inner level on a node first."""
+    heads, cp = _heads(spec), spec.axis("cp")
+    on_node = spec.cluster.gpus_per_node
+    found = [
+        sizes
+        for sizes in level_sizes(cp)
+        if context_fault(ContextParallel(kind, cp, sizes), *heads, spec.cp_layout) is None
+    ]
+    return sorted(found, key=lambda sizes: (sizes[0] > on_node, -sizes[0]))
+
+
+@rule(
+    "C005",
+    "heads do not divide over the ranks that exchange them",
+    """ulysses deals the heads of a tensor-parallel rank to all cp ranks, usp to the inner ones: that number of ranks
+    divides num_attention_heads / tp, and it divides the key/value heads or is a multiple of them (they are repeated
+    then). The rings and all_gather take any number of heads.""",
+    wrong={"parallelism": {"tp": 2, "cp": 3, "cp_implementation": "ulysses"}, "cluster": {"gpus_per_node": 6}},
+    right={"parallelism": {"tp": 2, "cp": 4, "cp_implementation": "ulysses"}},
+    sources=("arXiv 2309.14509, section 3", "TransformerEngine context_parallel.py"),
+)
+def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
+    """Fires for ulysses, and for usp with the sizes that are given."""
+    kind, cp, sizes = _named(spec), spec.axis("cp"), spec.given_sizes
+    if kind is CpImplementation.ULYSSES:
+        ranks, place, path = cp, f"cp {cp}", _NAME
+    elif kind is CpImplementation.USP and sizes is not None and sizes[0] * sizes[1] == cp:
+        ranks, place, path = sizes[0], f"inner level {sizes[0]}", _SIZES
+    else:
+        return
+    heads, kv_heads = _heads(spec)
+    fault = heads_fault(heads, kv_heads, ranks)
+    if fault is None:
+        return
+    fits = [one for one in divisors(heads) if heads_fault(heads, kv_heads, one) is None]
+    resized = [resize(one) for one in possible_sizes(spec, CpImplementation.USP)] if path == _SIZES else []
+    yield Finding(
+        f"{kind.value} with {place}: {fault} (heads / tp {spec.axis('tp')}); possible: {listed(fits)} ranks",
+        path,
+        help="the rings and all_gather take any number of heads",
+        fixes=(*resized, _use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
+        related=also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,))),
+    )
+
+
+@rule(
+    "C006",
+    "usp takes no striped chunks",
+    """Ranks that exchange heads hold the tokens of neighbours together, and around the ring they act as one rank of a
+    shorter one. Neighbouring zigzag or contiguous chunks are such a rank's chunks; neighbouring stripes are not a
+    stripe of a shorter ring.""",
+    wrong={"parallelism": {"cp": 4, "cp_implementation": "usp", "cp_layout": "striped"}},
+    right={"parallelism": {"cp": 4, "cp_implementation": "usp", "cp_layout": "zigzag"}},
+    sources=("arXiv 2405.07719", "arXiv 2311.09431"),
+)
+def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
+    """Fires for usp with the striped layout."""
+    if _named(spec) is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
+        yield Finding(
+            "cp_implementation usp with cp_layout striped: neighbouring stripes are not a stripe of a shorter ring",
+            _NAME,
+            help="write cp_layout zigzag, or another implementation",
+            fixes=(
+                Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),
+                _use(CpImplementation.RING),
+            ),
+            related=also(spec, _LAYOUT),
+        )
+
+
+@rule(
+    "C007",
+    "cp cannot be cut into two levels",
+    """usp and double_ring have an inner and an outer level. Without hierarchical_cp_sizes the cost model chooses among
+    the sizes above 1 whose product is cp; with usp the inner size also has to fit the heads.""",
+    wrong={"parallelism": {"cp": 2, "cp_implementation": "double_ring"}},
+    right={"parallelism": {"cp": 4, "cp_implementation": "double_ring"}},
+    sources=("arXiv 2406.18485, section 4.4", "arXiv 2405.07719"),
+)
+def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
+    """Fires when no sizes are given and none are possible."""
+    kind, cp = _named(spec), spec.axis("cp")
+    if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
+        return
+    if kind is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
+        return  # C006 speaks of it
+    if possible_sizes(spec, kind):
+        return
+    levels = level_sizes(cp)
+    if levels:
+        heads, kv_heads = _heads(spec)
+        faults = "; ".join(f"{inner} · {outer}: {heads_fault(heads, kv_heads, inner)}" for inner, outer in levels)
+        message = f"{kind.value} with cp {cp}: no inner level fits the heads ({faults})"
+    else:
+        message = f"{kind.value} with cp {cp}: it has no two factors above 1"
+    yield Finding(
+        message,
+        _NAME,
+        help="write ring, all_gather or ulysses, which have one level",
+        fixes=(_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
+        related=also(spec, _CP, ("parallelism", "tp")),
+    )
+
+
+@rule(
+    "C008",
+    "a setting of context parallelism has no effect",
+    """cp_implementation says how ranks that share a sequence exchange it: with cp 1 nobody does. hierarchical_cp_sizes
+    are those of usp and double_ring.""",
+    wrong={"parallelism": {"cp": 4, "hierarchical_cp_sizes": [2, 2]}},
+    right={"parallelism": {"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
+    severity=Severity.INFO,
+)
+def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
+    """Fires for either key where nothing reads it."""
+
+    def unused(path: Path, message: str) -> Finding:
+        fix = Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),))
+        return Finding(message, path, fixes=(fix,))
+
+    cp = spec.axis("cp")
+    if cp == 1 and spec.given(*_NAME):
+        yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
+    sizes = spec.given_sizes
+    if sizes is None or (cp > 1 and spec.named_implementation == AUTO and sizes[0] * sizes[1] != cp):
+        return  # W012 speaks of another product
+    if cp == 1 or not spec.context_parallel.implementation.has_levels:
+        name = f"cp_implementation {spec.context_parallel.implementation.value}" if cp > 1 else "cp 1"
+        yield unused(_SIZES, f"hierarchical_cp_sizes have no effect with {name}")
+
+
+@rule(
+    "C009",
+    "the inner level of cp leaves its node",
+    """The inner ranks of usp exchange heads in every layer, those of double_ring keys in most steps: both are meant for
+    the links inside a node. The outer level is what crosses nodes.""",
+    wrong={
+        "cluster": {"nodes": 2},
+        "parallelism": {"tp": 2, "cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [8, 1]},
+    },
+    right={
+        "cluster": {"nodes": 2},
+        "parallelism": {"tp": 2, "cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [4, 2]},
+    },
+    severity=Severity.WARNING,
+    sources=("arXiv 2405.07719, section 3", "arXiv 2406.18485, section 4.4"),
+)
+def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
+    """Fires for sizes that are given and reach over more ranks than a node has."""
+    sizes, per_node = spec.given_sizes, spec.cluster.gpus_per_node
+    if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
+        return
+    order = spec.order
+    inside = [axis for axis in AXES if axis != "ep" and order.index(axis) < order.index("cp")]
+    stride = 1
+    for axis in inside:
+        stride *= spec.axis(axis)
+    if stride * sizes[0] > per_node:
+        yield Finding(
+            f"inner level {sizes[0]} · {stride} ranks from one to the next = {stride * sizes[0]} ranks > gpus_per_node "
+            f"{per_node}",
+            _SIZES,
+            help=f"an inner level of at most {max(1, per_node // stride)} stays on its node",
+            related=also(spec, _CP, ("cluster", "gpus_per_node")),
+        )

@@ -1,0 +1,107 @@
+"""The sequence divides over cp and, with sequence parallelism, over tp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
+from parcompile.layout.sequence import CpLayout
+from parcompile.spec.resolve import Resolution
+
+from .arithmetic import listed, nearest_multiples
+from .places import also
+from .registry import Finding, rule
+
+_LENGTH = ("training", "sequence_length")
+_CP = ("parallelism", "cp")
+_LAYOUT = ("parallelism", "cp_layout")
+
+
+def _divisor(spec: Resolution) -> int:
+    """What the sequence length has to be a multiple of, for cp and sequence parallelism together."""
+    cp, tp = spec.axis("cp"), spec.axis("tp")
+    chunks = spec.cp_layout.chunks_per_rank if cp > 1 else 1
+    local = math.lcm(chunks, tp) if spec.sequence_parallel else chunks
+    return cp * local
+
+
+def length_finding(spec: Resolution, message: str, related: tuple[Related, ...]) -> Finding:
+    """A length that does not divide, with the lengths next to it that do."""
+    divisor = _divisor(spec)
+    near = nearest_multiples(spec.sequence_length, divisor)
+    return Finding(
+        f"{message}; nearest: {listed(near)}",
+        _LENGTH,
+        help=f"write a multiple of {divisor}",
+        fixes=tuple(
+            Fix(f"set sequence_length to {value}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, value),)) for value in near
+        ),
+        related=related,
+    )
+
+
+@rule(
+    "C001",
+    "the sequence does not divide over cp",
+    """Each context-parallel rank holds chunks of equal length: two with the zigzag layout
+    (sequence_length % (2 · cp) = 0), one with the contiguous layout (sequence_length % cp = 0).""",
+    wrong={"parallelism": {"cp": 4}, "training": {"sequence_length": 8188}},
+    right={"parallelism": {"cp": 4}, "training": {"sequence_length": 8184}},
+    sources=("Megatron-LM arguments.py", "TransformerEngine context_parallel.py"),
+)
+def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the chunks are not whole."""
+    length, cp, layout = spec.sequence_length, spec.axis("cp"), spec.cp_layout
+    chunks = cp * layout.chunks_per_rank
+    if cp > 1 and length % chunks:
+        factor = f"{layout.chunks_per_rank} · cp {cp}" if layout.chunks_per_rank > 1 else f"cp {cp}"
+        yield length_finding(
+            spec,
+            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout cuts it into "
+            f"{chunks} chunks",
+            also(spec, _CP, _LAYOUT),
+        )
+
+
+@rule(
+    "C003",
+    "the context-parallel layout has no effect",
+    """With cp 1 each rank holds whole sequences in their order: there is nothing to deal out.""",
+    wrong={"parallelism": {"cp_layout": "zigzag"}},
+    right={"parallelism": {"cp": 2, "cp_layout": "zigzag"}},
+    severity=Severity.INFO,
+)
+def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
+    """Fires when cp_layout is given at cp 1."""
+    if spec.given(*_LAYOUT) and spec.axis("cp") == 1:
+        yield Finding(
+            f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
+            _LAYOUT,
+            fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(_LAYOUT, remove=True),)),),
+        )
+
+
+@rule(
+    "C004",
+    "contiguous chunks leave ranks idle",
+    """Under a causal mask a late chunk attends to more keys than an early one. With one chunk per rank the last rank
+    computes 2 · cp − 1 times what the first does, and the others wait; zigzag gives every rank the same work.
+    Ranks that exchange heads for tokens (ulysses) share all chunks evenly.""",
+    wrong={"parallelism": {"cp": 4, "cp_layout": "contiguous"}},
+    right={"parallelism": {"cp": 4, "cp_layout": "zigzag"}},
+    severity=Severity.WARNING,
+    sources=("arXiv 2407.21783, section 3.3.2",),
+)
+def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the contiguous layout where more than one rank has chunks of its own."""
+    cp = spec.axis("cp")
+    if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
+        share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
+        yield Finding(
+            f"cp_layout contiguous with cp {cp}: ranks do {share:.0%} of the busiest rank's attention on average",
+            _LAYOUT,
+            help="zigzag does 100%",
+            fixes=(Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),),
+            related=also(spec, _CP),
+        )

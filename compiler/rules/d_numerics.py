@@ -1,0 +1,81 @@
+"""Further DeepSpeed keys that change the numbers of a run, wrongly or merely differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.spec.resolve import Resolution
+
+from .places import also
+from .registry import Finding, rule
+
+_PREDIVIDE = ("deepspeed", "gradient_predivide_factor")
+_SCATTER = ("deepspeed", "zero_optimization", "reduce_scatter")
+_REDUCTION = ("deepspeed", "gradient_allreduce_op")
+
+
+@rule(
+    "D005",
+    "a DeepSpeed key gives wrong gradients",
+    """The plan's loss is a sum over cp and a mean over dp, which DeepSpeed's default reduction completes. A
+    gradient_predivide_factor other than 1 without reduce_scatter, and gradient_allreduce_op "sum", scale gradients by
+    something else; Adam with clipping hides that in the loss curve.""",
+    wrong={"deepspeed": {"gradient_allreduce_op": "sum"}},
+    right={"deepspeed": {"prescale_gradients": True}},
+    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
+    targets=("deepspeed",),
+)
+def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
+    """Fires for both."""
+    if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
+        yield Finding(
+            f"gradient_allreduce_op sum: gradients become dp {spec.axis('dp')} times too large",
+            _REDUCTION,
+            help="remove it: the mean over dp is what the plan's loss needs",
+            fixes=(_removal(_REDUCTION),),
+        )
+    if not spec.given(*_PREDIVIDE) or not spec.given(*_SCATTER):
+        return
+    factor = spec.get(*_PREDIVIDE)
+    if factor != 1 and spec.get(*_SCATTER) is False:
+        yield Finding(
+            f"gradient_predivide_factor {factor} with reduce_scatter false: the factor is not taken back",
+            _PREDIVIDE,
+            help="remove one of the two",
+            fixes=(_removal(_PREDIVIDE), _removal(_SCATTER)),
+            related=also(spec, _SCATTER),
+        )
+
+
+@rule(
+    "D006",
+    "a DeepSpeed key replaces a value of the plan",
+    """The emitted configuration names every key that affects numerics. A further key of the same name takes the place
+    of the plan's value.""",
+    wrong={"deepspeed": {"communication_data_type": "fp32"}},
+    right={"deepspeed": {"wall_clock_breakdown": True}},
+    severity=Severity.INFO,
+    targets=("deepspeed",),
+)
+def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says which value of the plan is replaced."""
+    planned: dict[tuple[str, ...], object] = {
+        ("prescale_gradients",): False,
+        ("gradient_predivide_factor",): 1.0,
+        ("communication_data_type",): spec.precision.value,
+        ("seq_parallel_communication_data_type",): "fp32",
+        ("zero_allow_untested_optimizer",): False,
+        ("zero_optimization", "reduce_scatter"): True,
+        ("zero_optimization", "contiguous_gradients"): True,
+        ("zero_optimization", "overlap_comm"): False,
+        ("zero_optimization", "allgather_partitions"): True,
+    }
+    for path, value in planned.items():
+        place = ("deepspeed", *path)
+        if spec.given(*place) and spec.get(*place) != value:
+            yield Finding(f"{path[-1]} {spec.get(*place)} replaces the plan's {value}", place)
+
+
+def _removal(path: tuple[str, ...]) -> Fix:
+    return Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))

@@ -1,0 +1,120 @@
+"""Registers rules for files that are no specs: a DeepSpeed configuration or Megatron-LM arguments on their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.diagnostics import Diagnostic, Path, Severity
+
+from .registry import Finding, import_modules
+
+DEEPSPEED, MEGATRON, GPT_NEOX = "ds_config", "megatron", "gpt_neox"
+
+
+class Settings:
+    """The values of such a file. What the schema refused is named in `invalid` and reads as left out."""
+
+    def __init__(self, tree: object, invalid: frozenset[Path]) -> None:
+        self.tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
+        self._invalid = invalid
+
+    def get(self, *path: str, default: Any = None) -> Any:
+        """The value at a path; the default when there is none, or none that can be used."""
+        node: Any = self.tree
+        for length, step in enumerate(path, 1):
+            if not isinstance(node, dict) or step not in node or path[:length] in self._invalid:
+                return default
+            node = node[step]
+        return default if node == "auto" else node
+
+    def left_out(self, *path: str) -> bool:
+        """Whether a key is not there, under no misspelt name either."""
+        node: Any = self.tree
+        for length, step in enumerate(path, 1):
+            if path[:length] in self._invalid:
+                return False
+            if not isinstance(node, dict) or step not in node:
+                return True
+            node = node[step]
+        return False
+
+    def number(self, *path: str) -> float | None:
+        """The same when it is a number."""
+        value = self.get(*path)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def section(self, *path: str) -> Mapping[str, Any]:
+        """The same when it is an object, else an empty one."""
+        value = self.get(*path)
+        return value if isinstance(value, dict) else {}
+
+
+Check = Callable[[Settings], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRule:
+    """A rule for one kind of file, with its page; `wrong` and `right` are whole files."""
+
+    code: str
+    kind: str
+    severity: Severity
+    title: str
+    explanation: str
+    wrong: Mapping[str, Any]
+    right: Mapping[str, Any]
+    sources: tuple[str, ...]
+    check: Check
+
+
+_RULES: dict[str, FileRule] = {}
+
+
+def file_rule(
+    code: str,
+    kind: str,
+    title: str,
+    explanation: str,
+    *,
+    wrong: Mapping[str, Any],
+    right: Mapping[str, Any],
+    severity: Severity = Severity.ERROR,
+    sources: tuple[str, ...] = (),
+) -> Callable[[Check], Check]:
+    """Registers the decorated function as the rule `code` for files of `kind`."""
+
+    def register(check: Check) -> Check:
+        assert code not in _RULES, f"two rules are called {code}"
+        text = " ".join(explanation.split())
+        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check)
+        return check
+
+    return register
+
+
+@functools.cache
+def file_rules() -> tuple[FileRule, ...]:
+    """Every such rule, by code."""
+    import_modules()
+    return tuple(_RULES[code] for code in sorted(_RULES))
+
+
+def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
+    """Runs every rule for files of `kind` once."""
+    return [
+        Diagnostic(
+            code=entry.code,
+            severity=entry.severity,
+            message=finding.message,
+            path=finding.path,
+            help=finding.help,
+            fixes=finding.fixes,
+            related=finding.related,
+        )
+        for entry in file_rules()
+        if entry.kind == kind
+        for finding in entry.check(settings)
+    ]

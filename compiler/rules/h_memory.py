@@ -1,0 +1,91 @@
+"""What a rank holds fits into its accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.cost.memory import static_memory
+from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.diagnostics.suggest import closest
+from parcompile.layout.tensor import SplitError
+from parcompile.machines.accelerator import accelerators
+from parcompile.machines.preset import PresetError, is_preset_file
+from parcompile.spec.resolve import Resolution, Unavailable
+
+from .places import also, model_path
+from .registry import Finding, rule
+
+
+@rule(
+    "H001",
+    "weights, gradients and optimizer do not fit",
+    """What is held for the whole run (weights, gradients, fp32 master weights, optimizer state, the reduce bucket)
+    has to be smaller than the accelerator's memory; activations come on top. Counted for ZeRO stage 0 and 1, where it
+    is exact.""",
+    wrong={"model": {"preset": "llama-3-70b"}},
+    right={"model": {"preset": "llama-3-70b"}, "parallelism": {"tp": 8}, "cluster": {"nodes": 8}},
+    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
+)
+def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the static bytes of the fullest rank exceed the device's memory."""
+    machine, stage = spec.cluster.preset or accelerators().get(spec.cluster.accelerator), spec.zero_stage
+    device = None if machine is None else machine.memory_bytes
+    if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis("tp"):
+        return
+    try:
+        memory = static_memory(spec.spec())
+    except (SplitError, ValueError):
+        # The layout cannot be cut as written, which other rules say.
+        raise Unavailable("memory") from None
+    parts = {
+        "weights": memory.weight_bytes,
+        "gradients": memory.gradient_bytes,
+        "fp32 master weights": memory.master_bytes,
+        "optimizer state": memory.optimizer_bytes,
+        "reduce bucket": memory.bucket_bytes,
+    }
+    if memory.total_bytes <= device:
+        return
+    largest = max(parts, key=lambda name: parts[name])
+    terms = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    shards = spec.axis("dp") * spec.axis("cp")
+    yield Finding(
+        f"{terms} = {_gib(memory.total_bytes)} GiB > {_gib(device)} GiB of {machine.name}, without "
+        f"activations; the largest part is {largest}",
+        model_path(spec, "hidden_size"),
+        help=f"tp {spec.axis('tp')} and pp {spec.axis('pp')} divide all of it; dp · cp {shards} divides the fp32 "
+        "master weights and the optimizer state, at ZeRO stage 1",
+        related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
+    )
+
+
+@rule(
+    "H002",
+    "the accelerator's file cannot be used",
+    """cluster.accelerator is the name of a preset, or a .json file (relative to the spec) of the form that
+    `parcompile profile` writes: the schema `accelerator`. The message names the first place in that file that is
+    wrong.""",
+    wrong={"cluster": {"accelerator": "missing.json"}},
+    right={"cluster": {"accelerator": "h200"}},
+)
+def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
+    """Fires on files that are missing or are no presets."""
+    name = spec.get("cluster", "accelerator", default="h100-sxm")
+    if not is_preset_file(name):
+        return
+    try:
+        spec.accelerator_preset(name)
+    except PresetError as error:
+        place, stem = ("cluster", "accelerator"), name.removesuffix(".json")
+        known = next((one for one in accelerators() if one.startswith(stem)), closest(stem, list(accelerators())))
+        fix = Fix(f"use the preset {known}", Safety.CHANGES_COST, (Edit(place, known),))
+        yield Finding(
+            f"accelerator {name}: {error}",
+            place,
+            help=f"write the file with `parcompile profile -o {name}`, or name a preset: {', '.join(accelerators())}",
+            fixes=(fix,) if known else (),
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 1024**3:.1f}"

@@ -1,0 +1,289 @@
+"""The layers divide into pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.stages import Slots
+from parcompile.spec.resolve import Resolution, Unavailable
+
+from .arithmetic import divisors, listed, nearest_divisors, nearest_multiples
+from .places import also, layout_change, model_path
+from .registry import Finding, rule
+
+_PP = ("parallelism", "pp")
+_FIRST = ("parallelism", "num_layers_in_first_pipeline_stage")
+_LAST = ("parallelism", "num_layers_in_last_pipeline_stage")
+_EMBEDDING = ("parallelism", "account_for_embedding_in_pipeline_split")
+_LOSS = ("parallelism", "account_for_loss_in_pipeline_split")
+_VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
+_FP32_SUMS = {"training": {"gradient_accumulation_dtype": "fp32"}}
+_SOURCES = ("Megatron-LM arguments.py", "Megatron-Core transformer_config.py")
+
+
+def _counted(spec: Resolution) -> tuple[int, str]:
+    """Layers that are dealt to the stages, those that embedding and loss stand for included, and how they add up."""
+    layers, slots = spec.shape.num_hidden_layers, spec.slots
+    terms = str(layers) + " + 1 for the embedding" * slots.embedding + " + 1 for the loss" * slots.loss
+    total = layers + slots.embedding + slots.loss
+    return total, f"{layers} layers" if total == layers else f"({terms}) layers"
+
+
+def _has_ends(slots: Slots) -> bool:
+    return slots.first is not None or slots.last is not None
+
+
+@rule(
+    "L001",
+    "the layers do not divide into stages",
+    """Every pipeline stage holds the same number of layers; a layer is never dropped. With
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split the embedding and the head with its
+    loss take the place of a layer each, which lightens the first and the last stage.""",
+    wrong={"model": {"preset": "qwen2.5-7b"}, "parallelism": {"pp": 8}, **_FP32_SUMS},
+    right={"model": {"preset": "qwen2.5-7b"}, "parallelism": {"pp": 4}, **_FP32_SUMS},
+    sources=("Megatron-LM arguments.py; Megatron-LM#1304",),
+)
+def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
+    slots, pp = spec.slots, spec.axis("pp")
+    total, terms = _counted(spec)
+    if _has_ends(slots) or total % pp == 0:
+        return
+    layers = spec.shape.num_hidden_layers
+    near = nearest_divisors(pp, total, count=4)
+    hint = f"pp can be {listed(divisors(total))}"
+    fixes = [_accounted(spec, embedding, loss) for embedding, loss in _accounts(layers, pp)]
+    if fixes:
+        extra = sum(edit.value is True for edit in fixes[0].edits)
+        hint += f"; or {fixes[0].title}: ({layers} + {extra}) / {pp} = {(layers + extra) // pp}"
+    fixes += [Fix(f"set pp to {size}", layout_change(spec), (Edit(_PP, size),)) for size in near]
+    yield Finding(
+        f"{terms} on pp {pp}: {total} / {pp} is not whole; nearest: {listed(near[:2])}",
+        _PP,
+        help=hint,
+        fixes=tuple(fixes),
+        related=also(spec, _EMBEDDING, _LOSS),
+    )
+
+
+def _accounts(layers: int, pp: int) -> Iterator[tuple[bool, bool]]:
+    """The ways of counting embedding and loss with which the layers divide, both before one."""
+    for embedding, loss in ((True, True), (False, True), (True, False), (False, False)):
+        total = layers + embedding + loss
+        if total % pp == 0:
+            yield embedding, loss
+
+
+def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
+    wanted = {_EMBEDDING: embedding, _LOSS: loss}
+    edits = tuple(Edit(path, value) for path, value in wanted.items() if value or spec.given(*path))
+    named = " and ".join(f"{edit.path[-1]} to {str(edit.value).lower()}" for edit in edits)
+    return Fix(f"set {named}", Safety.CHANGES_COST, edits)
+
+
+@rule(
+    "L002",
+    "tied embeddings on two stages",
+    """With tied embeddings the first and the last stage both hold the embedding. Its copy takes memory, and the
+    gradients of both are summed in every step.""",
+    wrong={"model": {"preset": "llama-3.2-1b"}, "parallelism": {"pp": 2}, **_FP32_SUMS},
+    right={"model": {"preset": "llama-3-8b"}, "parallelism": {"pp": 2}, **_FP32_SUMS},
+    severity=Severity.INFO,
+    sources=("Megatron-LM parallel_state.py, embedding group",),
+)
+def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says the size of the copy."""
+    pp, shape = spec.axis("pp"), spec.shape
+    if pp > 1 and shape.tie_word_embeddings:
+        rows, width, tp = spec.padded_vocab_size, shape.hidden_size, spec.axis("tp")
+        yield Finding(
+            f"tied embeddings with pp {pp}: the last stage holds a copy of {rows} · {width} / tp {tp} = "
+            f"{rows * width // tp:,} parameters, whose gradient is summed with the first stage's",
+            model_path(spec, "tie_word_embeddings"),
+        )
+
+
+@rule(
+    "L003",
+    "two ways of dealing out the layers",
+    """Either the embedding and the loss take slots (account_for_…_in_pipeline_split), or the first and the last stage
+    get numbers of their own (num_layers_in_…_pipeline_stage), not both.""",
+    wrong={
+        "parallelism": {
+            "pp": 4,
+            "num_layers_in_first_pipeline_stage": 5,
+            "account_for_embedding_in_pipeline_split": True,
+        },
+        **_FP32_SUMS,
+    },
+    right={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 5}, **_FP32_SUMS},
+    sources=_SOURCES,
+)
+def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
+    """Fires on each account that stands beside a given number."""
+    slots = spec.slots
+    given = [path for path, value in ((_FIRST, slots.first), (_LAST, slots.last)) if value is not None]
+    counted = [path for path, value in ((_EMBEDDING, slots.embedding), (_LOSS, slots.loss)) if value]
+    if not given or not counted:
+        return
+    removals = (("the accounts", counted), ("the given numbers", given))
+    yield Finding(
+        f"{' and '.join(path[-1] for path in counted)} with {' and '.join(path[-1] for path in given)}: "
+        "embedding and loss cannot take slots when layers of a stage are given",
+        counted[0],
+        help=f"remove {' and '.join(path[-1] for path in counted)}",
+        fixes=tuple(
+            Fix(f"remove {what}", Safety.CHANGES_COST, tuple(Edit(path, remove=True) for path in paths))
+            for what, paths in removals
+        ),
+        related=also(spec, *given, *counted[1:]),
+    )
+
+
+@rule(
+    "L004",
+    "the layers between the first and the last stage do not divide",
+    """The layers that the first and the last stage leave are shared evenly by the stages between: (layers − first −
+    last) % (pp − the number of given stages) = 0, and there are layers left exactly when there are stages left.""",
+    wrong={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 6}, **_FP32_SUMS},
+    right={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 5}, **_FP32_SUMS},
+    sources=_SOURCES,
+)
+def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires when what is left is negative, is not whole, or has no stage to go to."""
+    slots, layers, pp = spec.slots, spec.shape.num_hidden_layers, spec.axis("pp")
+    ends = {path: value for path, value in ((_FIRST, slots.first), (_LAST, slots.last)) if value is not None}
+    if not ends or slots.embedding or slots.loss:
+        return
+    middle, rest = pp - len(ends), layers - sum(ends.values())
+    if middle >= 0 and bool(middle) == bool(rest) and rest >= 0 and (not middle or rest % middle == 0):
+        return
+    terms = " − ".join(f"{path[-1].split('_')[3]} {value}" for path, value in ends.items())
+    equation = f"({layers} layers − {terms}) on the {max(middle, 0)} other stages of pp {pp}"
+    if middle < 0:
+        why = "the first stage is the last"
+    elif bool(middle) != bool(rest) or rest < 0:
+        why = f"{rest} layers are left for {middle} stages"
+    else:
+        why = f"{rest} / {middle} is not whole"
+    path = next(iter(ends))
+    near = _nearest_end(path, ends, layers, middle)
+    fixes = [Fix(f"set {path[-1]} to {value}", Safety.CHANGES_COST, (Edit(path, value),)) for value in near]
+    fixes.append(
+        Fix(
+            f"remove {' and '.join(one[-1] for one in ends)}",
+            Safety.CHANGES_COST,
+            tuple(Edit(one, remove=True) for one in ends),
+        )
+    )
+    yield Finding(
+        f"{equation}: {why}" + (f"; nearest {path[-1]}: {listed(near)}" if near else ""),
+        path,
+        help=f"write a {path[-1]} that leaves a multiple of {middle}" if middle > 0 else "leave it out",
+        fixes=tuple(fixes),
+        related=also(spec, *[one for one in ends if one != path], _PP),
+    )
+
+
+def _nearest_end(path: Path, ends: dict[tuple[str, str], int], layers: int, middle: int) -> tuple[int, ...]:
+    """The numbers of layers next to the given one with which the rest divides."""
+    room = layers - sum(value for other, value in ends.items() if other != path)
+    value = next(value for other, value in ends.items() if other == path)
+    if middle < 1:
+        return (room,) if room > 0 and middle == 0 else ()
+    lefts = nearest_multiples(max(room - value, 1), middle)
+    return tuple(room - left for left in lefts if room - left > 0)
+
+
+@rule(
+    "L005",
+    "the layers of a stage do not divide into virtual stages",
+    """In the interleaved schedule each pp rank holds the same number of virtual stages with equally many layers: layers
+    of the rank % num_virtual_stages_per_pipeline_rank = 0. Embedding and loss count when they take slots.""",
+    wrong={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 3}, **_FP32_SUMS},
+    right={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}, **_FP32_SUMS},
+    sources=("arXiv 2104.04473, section 2.2", *_SOURCES),
+)
+def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
+    slots, virtual, pp = spec.slots, spec.virtual_stages, spec.axis("pp")
+    if virtual == 1 or pp == 1:
+        return
+    counts = _per_rank(spec)
+    bad = next((rank for rank, count in enumerate(counts) if count % virtual), None)
+    if bad is None:
+        return
+    total, _ = _counted(spec)
+    share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(slots) else f"{counts[bad]}"
+    near = nearest_divisors(virtual, *set(counts), count=3)
+    yield Finding(
+        f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; nearest: "
+        f"{listed(near[:2])}",
+        _VIRTUAL,
+        help=f"use a divisor of {listed(set(counts))}",
+        fixes=tuple(
+            Fix(f"set {_VIRTUAL[-1]} to {size}", Safety.CHANGES_COST, (Edit(_VIRTUAL, size),)) for size in near
+        ),
+        related=also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS),
+    )
+
+
+def _per_rank(spec: Resolution) -> tuple[int, ...]:
+    """Layers of each pp rank, slots that embedding and loss take included."""
+    slots, total = spec.slots, _counted(spec)[0]
+    if not _has_ends(slots):
+        if total % slots.pp:
+            raise Unavailable("pp")
+        return (total // slots.pp,) * slots.pp
+    try:
+        return Slots(slots.pp, 1, first=slots.first, last=slots.last).counts(spec.shape.num_hidden_layers)
+    except ValueError:
+        raise Unavailable("pp") from None
+
+
+@rule(
+    "L006",
+    "virtual stages without a pipeline",
+    """The interleaved schedule goes around the ranks of a pipeline: num_virtual_stages_per_pipeline_rank > 1 needs
+    pp > 1.""",
+    wrong={"parallelism": {"num_virtual_stages_per_pipeline_rank": 2}},
+    right={"parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}, **_FP32_SUMS},
+    sources=_SOURCES,
+)
+def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
+    """Fires for virtual stages at pp 1."""
+    if spec.virtual_stages > 1 and spec.axis("pp") == 1:
+        yield Finding(
+            f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave",
+            _VIRTUAL,
+            help=f"remove {_VIRTUAL[-1]}, or use pp 2 or more",
+            fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.SAFE, (Edit(_VIRTUAL, remove=True),)),),
+            related=also(spec, _PP),
+        )
+
+
+@rule(
+    "L007",
+    "slots for embedding and loss without a pipeline",
+    """When embedding or loss take the place of a layer, their stage has one layer less than the others; with pp 1
+    there are no others.""",
+    wrong={"parallelism": {"account_for_embedding_in_pipeline_split": True}},
+    right={"parallelism": {"account_for_embedding_in_pipeline_split": False}},
+    severity=Severity.WARNING,
+    sources=_SOURCES,
+)
+def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
+    """Fires for accounts at pp 1."""
+    if spec.axis("pp") > 1:
+        return
+    slots = spec.slots
+    for path, value in ((_EMBEDDING, slots.embedding), (_LOSS, slots.loss)):
+        if value:
+            yield Finding(
+                f"{path[-1]} has no effect with pp 1: one stage holds all layers",
+                path,
+                help=f"remove {path[-1]}",
+                fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
+                related=also(spec, _PP),
+            )

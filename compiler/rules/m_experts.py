@@ -1,0 +1,119 @@
+"""Mixtures of experts, and latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.spec.resolve import Resolution
+
+from .arithmetic import listed, nearest_divisors
+from .places import also, layout_change, model_path
+from .registry import Finding, rule
+
+_EP = ("parallelism", "ep")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "num_local_experts": 4,
+}
+_LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "n_routed_experts": 8,
+}
+
+
+@rule(
+    "M001",
+    "the experts do not divide over ep",
+    """Expert parallelism gives each rank the same number of routed experts: the model needs experts, and their
+    number % ep = 0.""",
+    wrong={"parallelism": {"ep": 2}},
+    right={"model": {**_MIXTRAL}, "parallelism": {"ep": 4}},
+    sources=("Megatron-LM arguments.py",),
+)
+def experts_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires for ep > 1 without experts, or when they do not divide."""
+    ep, moe = spec.axis("ep"), spec.shape.moe
+    related = also(spec, model_path(spec, *_EXPERTS, "model_type"))
+    if ep > 1 and moe is None:
+        removal = Fix("remove ep", Safety.CHANGES_COST, (Edit(_EP, remove=True),))
+        message = f"ep {ep}, but {spec.shape.model_type} has no experts"
+        yield Finding(message, _EP, help="remove ep", fixes=(removal,), related=related)
+    elif moe is not None and moe.num_experts % ep:
+        near = nearest_divisors(ep, moe.num_experts, count=4)
+        yield Finding(
+            f"{moe.num_experts} experts on ep {ep}: {moe.num_experts} / {ep} is not whole; nearest: {listed(near[:2])}",
+            _EP,
+            help="choose an ep that divides the experts",
+            fixes=tuple(Fix(f"set ep to {size}", layout_change(spec), (Edit(_EP, size),)) for size in near),
+            related=related,
+        )
+
+
+@rule(
+    "M002",
+    "more experts per token than experts",
+    """A token visits num_experts_per_tok different experts, so there have to be as many.""",
+    wrong={"model": {**_MIXTRAL, "num_experts_per_tok": 8}},
+    right={"model": {**_MIXTRAL, "num_experts_per_tok": 2}},
+    sources=("Megatron-Core transformer_config.py",),
+)
+def enough_experts(spec: Resolution) -> Iterator[Finding]:
+    """Fires when top-k exceeds the number of experts."""
+    moe = spec.shape.moe
+    if moe is None or moe.num_experts_per_token <= moe.num_experts:
+        return
+    path = model_path(spec, "num_experts_per_tok", *_EXPERTS)
+    fixes: tuple[Fix, ...] = ()
+    if path[-1] == "num_experts_per_tok":
+        edit = Edit(path, moe.num_experts)
+        title = f"set num_experts_per_tok to {moe.num_experts}"
+        fixes = (Fix(title, Safety.CHANGES_NUMERICS, (edit,)),)
+    yield Finding(
+        f"num_experts_per_tok {moe.num_experts_per_token} > {moe.num_experts} experts",
+        path,
+        help=f"write {moe.num_experts} or less",
+        fixes=fixes,
+        related=also(spec, *(("model", name) for name in _EXPERTS if name != path[-1])),
+    )
+
+
+@rule(
+    "M003",
+    "latent attention has no kv heads of its own",
+    """Multi-head latent attention (deepseek_v3) makes a key and a value for every query head out of one compressed
+    vector: num_key_value_heads is num_attention_heads, and grouped-query attention is ruled out.""",
+    wrong={"model": {**_LATENT, "num_key_value_heads": 4}},
+    right={"model": {**_LATENT, "num_key_value_heads": 16}},
+    sources=("Megatron-LM arguments.py", "arXiv 2405.04434, section 2.1"),
+)
+def latent_attention_is_not_grouped(spec: Resolution) -> Iterator[Finding]:
+    """Fires when a deepseek_v3 model has fewer kv heads than heads."""
+    shape = spec.shape
+    if shape.mla is None or shape.num_key_value_heads == shape.num_attention_heads:
+        return
+    heads, path = shape.num_attention_heads, model_path(spec, "num_key_value_heads")
+    fixes: tuple[Fix, ...] = ()
+    if path[-1] == "num_key_value_heads":
+        fixes = (Fix("remove num_key_value_heads", Safety.SAFE, (Edit(path, remove=True),)),)
+    yield Finding(
+        f"num_key_value_heads {shape.num_key_value_heads} ≠ num_attention_heads {heads} with latent attention",
+        path,
+        help="leave num_key_value_heads out",
+        fixes=fixes,
+        related=also(spec, ("model", "num_attention_heads")),
+    )

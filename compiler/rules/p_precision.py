@@ -1,0 +1,127 @@
+"""Precision and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.spec import Precision
+from parcompile.spec.resolve import Resolution
+
+from .places import also
+from .registry import Finding, rule
+
+_PRECISION = ("training", "precision")
+_SUMS = ("training", "gradient_accumulation_dtype")
+_DECAY = ("training", "optimizer", "weight_decay")
+
+
+@rule(
+    "P001",
+    "gradients are summed in a narrower type than they have",
+    """Gradients are summed over micro-batches in the type of the weights or in fp32; a narrower or merely different
+    16-bit type loses what the weights' type keeps.""",
+    wrong={"training": {"precision": "bf16", "gradient_accumulation_dtype": "fp16"}},
+    right={"training": {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}},
+    sources=("DeepSpeed runtime/engine.py",),
+)
+def accumulation_is_not_narrower(spec: Resolution) -> Iterator[Finding]:
+    """Fires when gradient_accumulation_dtype is neither fp32 nor the precision."""
+    sums, weights = spec.gradient_accumulation_dtype, spec.precision
+    if sums not in (Precision.FP32, weights):
+        yield Finding(
+            f"gradient_accumulation_dtype {sums.value} with precision {weights.value}",
+            _SUMS,
+            help=f"write {weights.value} or fp32",
+            fixes=tuple(
+                Fix(f"accumulate in {name}", Safety.CHANGES_NUMERICS, (Edit(_SUMS, name),))
+                for name in dict.fromkeys((weights.value, "fp32"))
+            ),
+            related=also(spec, _PRECISION),
+        )
+
+
+@rule(
+    "P002",
+    "fp32 accumulation keeps a whole fp32 gradient on every rank",
+    """With bf16 weights, ZeRO-1 and fp32 accumulation DeepSpeed uses its BF16_Optimizer, which holds an unpartitioned
+    fp32 gradient: 4 bytes for each parameter of the rank, 2 more than in bf16.""",
+    wrong={"training": {"gradient_accumulation_dtype": "fp32"}},
+    right={"training": {"gradient_accumulation_dtype": "bf16"}},
+    severity=Severity.INFO,
+    sources=("DeepSpeed runtime/bf16_optimizer.py",),
+    targets=("deepspeed",),
+)
+def fp32_accumulation_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says what fp32 accumulation costs."""
+    if spec.precision is Precision.BF16 and spec.gradient_accumulation_dtype is Precision.FP32:
+        yield Finding("gradients are summed in fp32: 4 bytes per parameter on every rank, not sharded", _SUMS)
+
+
+@rule(
+    "P003",
+    "loss scaling without fp16",
+    """Only fp16 needs its loss scaled: fp32 and bf16 have the range. DeepSpeed refuses the key in its bf16 section.""",
+    wrong={"training": {"precision": "bf16", "loss_scale": 1024}},
+    right={"training": {"precision": "fp16", "loss_scale": 1024}},
+    sources=("DeepSpeed runtime/precision_config.py",),
+)
+def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
+    """Fires when a loss scale is given with another precision."""
+    path = ("training", "loss_scale")
+    if spec.given(*path) and spec.precision is not Precision.FP16:
+        yield Finding(
+            f"loss_scale {spec.get(*path)} with precision {spec.precision.value}: only fp16 is scaled",
+            path,
+            help="remove loss_scale, or set precision to fp16",
+            fixes=(
+                Fix("remove loss_scale", Safety.SAFE, (Edit(path, remove=True),)),
+                Fix("set precision to fp16", Safety.CHANGES_NUMERICS, (Edit(_PRECISION, "fp16"),)),
+            ),
+            related=also(spec, _PRECISION),
+        )
+
+
+@rule(
+    "P004",
+    "bf16 with ZeRO-1 and pipeline stages needs fp32 accumulation",
+    """DeepSpeed's pipeline engine runs bf16 with ZeRO-1 only through its BF16_Optimizer, which is chosen by
+    accumulating in fp32.""",
+    wrong={"parallelism": {"pp": 2}},
+    right={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    sources=("DeepSpeed runtime/engine.py; DeepSpeed#1835",),
+    targets=("deepspeed",),
+)
+def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
+    """Fires for pp > 1, bf16, ZeRO-1 without fp32 accumulation."""
+    pp, sums = spec.axis("pp"), spec.gradient_accumulation_dtype
+    if pp > 1 and spec.precision is Precision.BF16 and spec.zero_stage == 1 and sums is Precision.BF16:
+        yield Finding(
+            f"pp {pp} with precision bf16 and ZeRO stage 1 accumulates in {sums.value}",
+            _SUMS if spec.given(*_SUMS) else _PRECISION if spec.given(*_PRECISION) else ("parallelism", "pp"),
+            help='set "gradient_accumulation_dtype": "fp32"',
+            fixes=(Fix("accumulate in fp32", Safety.CHANGES_NUMERICS, (Edit(_SUMS, "fp32"),)),),
+            related=also(spec, ("parallelism", "pp"), ("zero", "stage")),
+        )
+
+
+@rule(
+    "P007",
+    "Adam adds weight decay to the gradient",
+    """adamw decays weights directly; adam adds weight_decay · weight to the gradient (L2 regularisation), which its
+    second moment then rescales. The same number means something else.""",
+    wrong={"training": {"optimizer": {"type": "adam", "weight_decay": 0.1}}},
+    right={"training": {"optimizer": {"type": "adamw", "weight_decay": 0.1}}},
+    severity=Severity.INFO,
+    sources=("arXiv 1711.05101",),
+)
+def coupled_decay_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Fires for adam with weight decay, the default of 0.1 included."""
+    path = ("training", "optimizer", "type")
+    decay = float(spec.get(*_DECAY, default=0.1))
+    if spec.given(*path) and spec.get(*path) == "adam" and decay > 0:
+        yield Finding(
+            f"adam with weight_decay {decay}: the decay is part of the gradient (L2), not decoupled as in adamw",
+            _DECAY if spec.given(*_DECAY) else path,
+            help='use "adamw", or set weight_decay to 0',
+        )

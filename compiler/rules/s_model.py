@@ -1,0 +1,148 @@
+"""The model can be read, and its positions reach as far as the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics.suggest import closest
+from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
+from parcompile.model.presets import presets
+from parcompile.spec.resolve import Resolution
+
+from .places import model_path
+from .registry import Finding, rule
+
+_LENGTH = ("training", "sequence_length")
+_TINY = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "intermediate_size": 5632,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+_SHARED = (
+    "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
+    "tie_word_embeddings initializer_range hidden_act"
+)
+_ROTARY = "num_key_value_heads head_dim rope_theta rms_norm_eps"
+_KEYS = {
+    "llama": f"{_ROTARY} attention_bias mlp_bias",
+    "mistral": f"{_ROTARY} sliding_window",
+    "qwen2": _ROTARY,
+    "qwen3": f"{_ROTARY} attention_bias",
+    "qwen3_moe": f"{_ROTARY} attention_bias num_experts num_experts_per_tok moe_intermediate_size",
+    "gemma": f"{_ROTARY} attention_bias",
+    "gemma2": f"{_ROTARY} attention_bias sliding_window",
+    "mixtral": f"{_ROTARY} sliding_window num_local_experts num_experts_per_tok",
+    "deepseek_v3": (
+        "num_key_value_heads rope_theta rms_norm_eps attention_bias n_routed_experts n_shared_experts "
+        "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_nope_head_dim "
+        "qk_rope_head_dim v_head_dim"
+    ),
+    "gpt_neox": "rope_theta attention_bias",
+    "gpt2": "",
+}
+"""What the configuration class of each family reads beside the keys that all read."""
+
+
+@rule(
+    "S003",
+    "the model cannot be read",
+    """The model is a preset, a Hugging Face config.json, or dimensions written out; its dimensions have to be complete
+    and of a known family. head_dim is hidden_size / num_attention_heads only where a family leaves it out, and has to
+    be whole then.""",
+    wrong={"model": {"preset": "lama-3-8b"}},
+    right={"model": {"preset": "llama-3-8b"}},
+    sources=("transformers configuration classes",),
+)
+def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
+    """Fires on unknown presets, missing files, missing or impossible dimensions."""
+    try:
+        shape_from_config(spec.model_config)
+    except InjectionError:
+        return  # rule S008 says what is wrong
+    except ModelConfigError as error:
+        path = model_path(spec, str(error.key))
+        given = spec.get("model")
+        hint: str | None = None
+        fixes: tuple[Fix, ...] = ()
+        if "preset" in given:
+            known = closest(given["preset"], list(presets()))
+            hint = f"did you mean {known}?" if known else f"known presets: {', '.join(presets())}"
+            if known:
+                fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
+        elif "preset" not in given and "hf_config" not in given:
+            hint = "write head_dim, or other heads" if error.key == "num_attention_heads" else f"add {error.key}"
+        yield Finding(str(error), path, help=hint, fixes=fixes)
+
+
+@rule(
+    "S001",
+    "the sequence is longer than the model's position table",
+    """A learned position table has max_position_embeddings rows and cannot be read beyond them.""",
+    wrong={"model": {"preset": "gpt2-xl"}, "training": {"sequence_length": 2048}},
+    right={"model": {"preset": "gpt2-xl"}, "training": {"sequence_length": 1024}},
+    sources=("Megatron-LM arguments.py",),
+)
+def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
+    """Fires for learned positions; S004 warns for rotary ones."""
+    length, limit = spec.sequence_length, spec.shape.max_position_embeddings
+    if not spec.shape.rotary and length > limit:
+        yield Finding(
+            f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows",
+            _LENGTH,
+            help=f"write {limit} or less",
+            fixes=(Fix(f"set sequence_length to {limit}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, limit),)),),
+        )
+
+
+@rule(
+    "S004",
+    "the sequence is longer than the model's rotary positions were made for",
+    """Rotary positions beyond max_position_embeddings are computed, but pre-trained weights have never seen them;
+    long-context training changes the base (rope_theta) or scales the positions.""",
+    wrong={"training": {"sequence_length": 65536}},
+    right={"model": {"preset": "llama-3.2-1b"}, "training": {"sequence_length": 65536}},
+    severity=Severity.WARNING,
+)
+def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
+    """Fires for rotary positions."""
+    length, limit = spec.sequence_length, spec.shape.max_position_embeddings
+    if spec.shape.rotary and length > limit:
+        base = spec.model_config.get("rope_theta", 10000.0)
+        scaling = spec.model_config.get("rope_scaling") or "none"
+        yield Finding(
+            f"sequence_length {length} > max_position_embeddings {limit} (rope_theta {base}, rope_scaling {scaling})",
+            _LENGTH,
+            help="for long-context training use a config with a larger rope_theta and max_position_embeddings",
+        )
+
+
+@rule(
+    "S005",
+    "a dimension has no effect",
+    """Each family reads its own keys; a key of another family (experts in a dense model, an MLP bias where the family
+    has none) would be carried along and change nothing.""",
+    wrong={"model": {**_TINY, "num_experts": 8}},
+    right={"model": {**_TINY, "num_key_value_heads": 4}},
+    severity=Severity.WARNING,
+    sources=("transformers configuration classes",),
+)
+def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
+    """Fires for each key of a written-out model that its family does not read."""
+    given = spec.get("model")
+    family = spec.get("model", "model_type", default=None) if "model_type" in given else None
+    if family not in _KEYS:
+        return
+    for key in given:
+        if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
+            yield Finding(
+                f"{key} has no effect: a {family} model does not read it",
+                ("model", key),
+                help="remove it, or choose the model_type that has it",
+                fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(("model", key), remove=True),)),),
+            )

@@ -1,0 +1,101 @@
+"""What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.spec.resolve import Resolution
+
+from .places import also, model_path
+from .registry import Finding, rule
+
+_TP = ("parallelism", "tp")
+_FEW_CONNECTIONS = ("a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "l40s")
+"""CUDA devices before compute capability 10."""
+
+
+@rule(
+    "T003",
+    "kv heads are replicated",
+    """With fewer kv heads than tensor-parallel ranks, several ranks hold the same head: its weights take memory on each
+    of them and their gradients are summed.""",
+    wrong={"model": {"preset": "gemma-2b"}, "parallelism": {"tp": 8}},
+    right={"model": {"preset": "gemma-7b"}, "parallelism": {"tp": 8}},
+    severity=Severity.INFO,
+    sources=("Megatron-Core attention.py",),
+)
+def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says how many ranks share a head."""
+    heads, tp = spec.shape.num_key_value_heads, spec.axis("tp")
+    if tp > heads and tp % heads == 0:
+        yield Finding(
+            f"num_key_value_heads {heads} < tp {tp}: each kv head is held by {tp // heads} ranks",
+            _TP,
+            related=also(spec, model_path(spec, "num_key_value_heads")),
+        )
+
+
+@rule(
+    "T005",
+    "the vocabulary is padded",
+    """Embedding and head are cut over tp after padding the vocabulary to a multiple of make_vocab_size_divisible_by ·
+    tp. Padded rows never receive a token or a gradient; a checkpoint is exported without them.""",
+    wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
+    right={"model": {"preset": "llama-3-8b"}},
+    severity=Severity.INFO,
+    sources=("Megatron-LM vocab_utils.py; Megatron-LM#1754",),
+)
+def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says the padded size."""
+    vocab, padded, tp = spec.shape.vocab_size, spec.padded_vocab_size, spec.axis("tp")
+    if padded != vocab:
+        yield Finding(
+            f"vocab_size {vocab} is padded to {padded}, a multiple of {spec.make_vocab_size_divisible_by} · tp {tp}",
+            ("parallelism", "make_vocab_size_divisible_by"),
+            help=f"another tp pads to another size; {padded - vocab} rows are never used",
+        )
+
+
+@rule(
+    "T006",
+    "sequence parallelism has no effect",
+    """Sequence parallelism splits activations over the tensor-parallel ranks; with tp 1 there is nothing to split,
+    and it is switched off.""",
+    wrong={"parallelism": {"sequence_parallel": True}},
+    right={"parallelism": {"tp": 2, "sequence_parallel": True}},
+    severity=Severity.WARNING,
+    sources=("Megatron-LM arguments.py",),
+)
+def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
+    """Fires when sequence_parallel is on at tp 1."""
+    path = ("parallelism", "sequence_parallel")
+    if spec.sequence_parallel and spec.axis("tp") == 1:
+        yield Finding(
+            "sequence_parallel has no effect with tp 1: it is switched off",
+            path,
+            help="remove it, or set tp to 2 or more",
+            fixes=(Fix("remove sequence_parallel", Safety.SAFE, (Edit(path, remove=True),)),),
+            related=also(spec, _TP),
+        )
+
+
+@rule(
+    "T010",
+    "Megatron-LM needs CUDA_DEVICE_MAX_CONNECTIONS=1",
+    """Before compute capability 10, Megatron-LM overlaps tensor- and context-parallel communication with computation
+    only when kernels start in the order of their launch: CUDA_DEVICE_MAX_CONNECTIONS=1, which it checks.""",
+    wrong={"parallelism": {"tp": 2}},
+    right={"parallelism": {"tp": 2}, "cluster": {"accelerator": "b200"}},
+    severity=Severity.INFO,
+    sources=("Megatron-LM arguments.py",),
+    targets=("megatron",),
+)
+def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
+    """Says what has to be exported before Megatron-LM starts."""
+    tp, cp, accelerator = spec.axis("tp"), spec.axis("cp"), spec.cluster.accelerator
+    if (tp > 1 or cp > 1) and accelerator in _FEW_CONNECTIONS:
+        yield Finding(
+            f"tp {tp}, cp {cp} on {accelerator}: export CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-LM",
+            _TP if tp > 1 else ("parallelism", "cp"),
+        )

@@ -1,0 +1,150 @@
+"""What tensor parallelism cuts has to be divisible: heads, kv heads, MLP width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.model.families import FAMILIES
+from parcompile.spec.resolve import Resolution
+
+from .arithmetic import listed, nearest_divisors
+from .places import also, layout_change, model_path
+from .registry import Finding, rule
+
+_TP = ("parallelism", "tp")
+
+
+def _legal_tp(spec: Resolution) -> tuple[int, ...]:
+    """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
+    shape = spec.shape
+    sizes = [shape.num_attention_heads]
+    if shape.moe is None or shape.moe.first_moe_layer:
+        sizes.append(shape.intermediate_size)
+    if shape.moe is not None:
+        sizes.append(shape.moe.intermediate_size)
+    kv_heads = shape.num_key_value_heads
+    near = nearest_divisors(spec.axis("tp"), *sizes, count=99)
+    return tuple(tp for tp in near if kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> Finding:
+    near = _legal_tp(spec)
+    return Finding(
+        f"{message}; nearest tp: {listed(near[:2])}",
+        _TP if spec.given(*_TP) else model_path(spec, *keys),
+        help=help_text,
+        fixes=tp_fixes(spec, near[:4]),
+        related=also(spec, model_path(spec, *keys)),
+    )
+
+
+def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
+    """Other sizes of tp; where dp is given, it takes up the difference."""
+    fixes = []
+    dp_path = ("parallelism", "dp")
+    for tp in sizes:
+        edits = [Edit(_TP, tp)]
+        title = f"set tp to {tp}"
+        if spec.given(*dp_path) and "dp" not in spec.auto_axes:
+            ranks = spec.axis("tp") * spec.axis("dp")
+            if ranks % tp == 0:
+                edits.append(Edit(dp_path, ranks // tp))
+                title += f" and dp to {ranks // tp}"
+        fixes.append(Fix(title, layout_change(spec), tuple(edits)))
+    return tuple(fixes)
+
+
+@rule(
+    "T001",
+    "attention heads do not divide over tp",
+    """Each tensor-parallel rank computes whole attention heads: num_attention_heads % tp = 0.""",
+    wrong={"model": {"preset": "gpt2-xl"}, "parallelism": {"tp": 2}, "training": {"sequence_length": 1024}},
+    right={"model": {"preset": "gpt2-medium"}, "parallelism": {"tp": 2}, "training": {"sequence_length": 1024}},
+    sources=("Megatron-Core transformer_config.py",),
+)
+def heads_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires when num_attention_heads % tp is not 0."""
+    heads, tp = spec.shape.num_attention_heads, spec.axis("tp")
+    if heads % tp:
+        yield _indivisible(
+            spec,
+            f"num_attention_heads {heads} on tp {tp}: {heads} / {tp} is not whole",
+            f"choose a tp that divides the {heads} heads",
+            "num_attention_heads",
+        )
+
+
+@rule(
+    "T002",
+    "kv heads neither divide over tp nor replicate",
+    """Key and value heads are divided over tp when num_key_value_heads % tp = 0, and replicated when
+    tp % num_key_value_heads = 0: consecutive ranks then hold the same head.""",
+    wrong={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 12}, "cluster": {"gpus_per_node": 12}},
+    right={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 8}, "cluster": {"gpus_per_node": 8}},
+    sources=("Megatron-Core attention.py; torchtitan#2577",),
+)
+def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
+    """Fires when neither way divides."""
+    heads, tp = spec.shape.num_key_value_heads, spec.axis("tp")
+    if heads % tp and tp % heads and spec.shape.num_attention_heads % tp == 0:
+        yield _indivisible(
+            spec,
+            f"num_key_value_heads {heads} on tp {tp}: neither {heads} / {tp} nor {tp} / {heads} is whole",
+            "choose a tp that divides the kv heads, or a multiple of them",
+            "num_key_value_heads",
+        )
+
+
+@rule(
+    "T004",
+    "the MLP does not divide over tp",
+    """The hidden width of the MLP (of each expert, in a mixture of experts) is cut over tp: intermediate_size % tp = 0.
+    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
+    wrong={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 5}, "cluster": {"gpus_per_node": 5}},
+    right={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
+    sources=("Megatron-LM arguments.py",),
+)
+def mlp_divides(spec: Resolution) -> Iterator[Finding]:
+    """Fires when intermediate_size % tp, or an expert's width % tp, is not 0."""
+    shape, tp = spec.shape, spec.axis("tp")
+    if shape.own is not None:
+        return  # rule T011 looks at the module's own weights
+    widths = []
+    if shape.moe is None or shape.moe.first_moe_layer:
+        widths.append(("intermediate_size", shape.intermediate_size))
+    if shape.moe is not None:
+        experts = FAMILIES[shape.model_type].experts
+        name = experts.width[0] if experts else "moe_intermediate_size"
+        widths.append((name, shape.moe.intermediate_size))
+    for name, width in widths:
+        if width % tp:
+            message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"
+            yield _indivisible(spec, message, f"choose a tp that divides {name} {width}", name)
+
+
+@rule(
+    "T009",
+    "Megatron-LM runs experts with tp only under sequence parallelism",
+    """Megatron-LM's mixture-of-experts layer needs sequence parallelism when tp > 1, and says so only in the first
+    training step.""",
+    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 8}, "cluster": {"nodes": 2}},
+    right={
+        "model": {"preset": "mixtral-8x7b"},
+        "parallelism": {"tp": 8, "sequence_parallel": True},
+        "cluster": {"nodes": 2},
+    },
+    sources=("Megatron-LM core/transformer/moe/moe_layer.py",),
+    targets=("megatron",),
+)
+def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Finding]:
+    """Fires for experts with tp > 1 and no sequence parallelism."""
+    path, tp = ("parallelism", "sequence_parallel"), spec.axis("tp")
+    if spec.shape.has_moe and tp > 1 and not spec.sequence_parallel:
+        yield Finding(
+            f"a mixture of experts with tp {tp} and sequence_parallel false",
+            path if spec.given(*path) else _TP,
+            help='set "sequence_parallel": true',
+            fixes=(Fix("set sequence_parallel to true", Safety.CHANGES_COST, (Edit(path, value=True),)),),
+            related=also(spec, _TP),
+        )

@@ -1,0 +1,115 @@
+"""How the groups lie on the machines: tensor and context parallelism want to stay on a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.cost.workload import workload_of
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.grid import Grid
+from parcompile.plan.placement import Placement, Traffic, alternatives, placement, step_traffic
+from parcompile.spec.resolve import Resolution, Unavailable
+
+from .registry import Finding, rule
+
+_ORDER = ("parallelism", "order")
+
+
+def _grid(spec: Resolution) -> Grid:
+    grid = Grid.of(spec.order, {axis: spec.axis(axis) for axis in ("tp", "cp", "dp", "pp")})
+    if grid.world_size != spec.world_size or len(set(spec.order)) != len(spec.order):
+        raise Unavailable("parallelism")  # W001 or W004 speaks of it
+    return grid
+
+
+def _traffic(spec: Resolution) -> Traffic:
+    try:
+        whole = spec.spec()
+        return step_traffic(workload_of(whole), whole.stages[0])
+    except ValueError:
+        raise Unavailable("model") from None
+
+
+def _leaving(spec: Resolution) -> Iterator[tuple[str, Placement, Placement | None]]:
+    """Each of tp and cp whose groups leave the node, with the best order in which none of both does."""
+    per_node = spec.cluster.gpus_per_node
+    if spec.cluster.nodes == 1:
+        return
+    grid, traffic = _grid(spec), _traffic(spec)
+    here = placement(grid, per_node, traffic)
+    leaving = [axis for axis in ("tp", "cp") if not here.keeps(axis)]
+    if not leaving:
+        return
+    # A better order takes no axis off the node that is on it now.
+    others = [
+        other
+        for other in alternatives(grid, per_node, traffic)
+        if other.leaving_bytes < here.leaving_bytes
+        and all(other.keeps(axis) or axis in leaving for axis in ("tp", "cp"))
+    ]
+    for axis in leaving:
+        yield axis, here, next((other for other in others if other.keeps(axis)), None)
+
+
+@rule(
+    "W010",
+    "an order of the axes keeps tp or cp off its node",
+    """Tensor and context parallelism communicate in every
+    layer, data parallelism once in a step. Inner axes get neighbouring ranks: when groups of tp or cp lie on several
+    nodes although another order would keep them on one, every layer waits for the network.""",
+    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "dp-tp-cp-pp"}},
+    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "tp-cp-dp-pp"}},
+    severity=Severity.WARNING,
+    sources=("Megatron-LM, arXiv 2104.04473, section 3.2: tensor parallelism inside a node",),
+)
+def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
+    """Fires when a different order keeps groups of tp or cp on a node and sends less between nodes."""
+    for axis, here, better in _leaving(spec):
+        if better is None:
+            continue
+        found, order = here.reaches[axis], "-".join(better.order)
+        yield Finding(
+            f"{found.leaving_node} of {found.count} {axis} groups leave their node ({found.nodes[1]} nodes each): with "
+            f"order {'-'.join(here.order)} each rank sends {_bytes(here.leaving_bytes)} per step in groups that leave "
+            f"it, with order {order} {_bytes(better.leaving_bytes)}",
+            _place(spec, axis),
+            help=f"write order {order}",
+            fixes=(Fix(f"set order to {order}", Safety.CHANGES_COST, (Edit(_ORDER, order),)),),
+        )
+
+
+@rule(
+    "W011",
+    "cp leaves the node in every order",
+    """A ring that is larger than what tp leaves of a node crosses nodes in
+    any order of the axes. The ring hides its exchange behind attention when the local sequence is long enough for the
+    network.""",
+    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 4}},
+    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 2}},
+    severity=Severity.INFO,
+    sources=("ring attention, arXiv 2310.01889, section 3",),
+)
+def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says how far the ring reaches and what it sends."""
+    for axis, here, better in _leaving(spec):
+        if axis == "cp" and better is None:
+            found, size = here.reaches["cp"], _traffic(spec).cp
+            yield Finding(
+                f"tp {spec.axis('tp')} · cp {spec.axis('cp')} on nodes of {spec.cluster.gpus_per_node}: "
+                f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
+                f"{_bytes(size)} per step in its cp group",
+                _place(spec, "cp"),
+            )
+
+
+def _place(spec: Resolution, axis: str) -> Path:
+    return _ORDER if spec.given(*_ORDER) else ("parallelism", axis)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.4g} GiB"

@@ -1,0 +1,164 @@
+"""The world is the product of the axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Edit, Fix, Severity
+from parcompile.spec.resolve import Resolution
+
+from .arithmetic import divisors, listed, nearest_divisors
+from .places import also, layout_change
+from .registry import Finding, rule
+
+_DENSE = ("tp", "cp", "pp", "dp")
+
+
+@rule(
+    "W001",
+    "the axes do not multiply to the world size",
+    """The world has nodes · gpus_per_node ranks, as declared in the spec and never as counted on some machine, and each
+    rank has exactly one place on the grid: tp · cp · pp · dp = world size.""",
+    wrong={"parallelism": {"tp": 3}},
+    right={"parallelism": {"tp": 2}},
+    sources=("Megatron-LM arguments.py; parallel_state.py", "gpt-neox#1251"),
+)
+def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the product differs, or does not leave a whole number for the "auto" axis."""
+    if len(spec.auto_axes) > 1:
+        return
+    world, cluster = spec.world_size, spec.cluster
+    fixed = [axis for axis in _DENSE if axis not in spec.auto_axes]
+    sizes = {axis: spec.axis(axis) for axis in fixed}
+    product = math.prod(sizes.values())
+    equation = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
+    machines = f"{cluster.nodes} nodes · {cluster.gpus_per_node} GPUs = {world}"
+    given = [axis for axis in fixed if spec.given("parallelism", axis) and sizes[axis] > 1]
+    path = ("parallelism", given[0]) if given else ("cluster", "gpus_per_node")
+    related = also(spec, ("cluster", "nodes"), ("cluster", "gpus_per_node"))
+    related += also(spec, *(("parallelism", axis) for axis in given[1:]))
+    if spec.auto_axes and world % product:
+        yield Finding(
+            f"{equation} = {product} does not divide the world of {machines}: {world} / {product} is not whole",
+            path,
+            help=f'the axes beside the "auto" {spec.auto_axes[0]} have to multiply to a divisor of {world}: '
+            f"{listed(divisors(world))}",
+            fixes=_resized(spec, given, sizes),
+            related=related,
+        )
+    elif not spec.auto_axes and product != world:
+        fixes = _resized(spec, given, sizes)
+        hint = f"tp · cp · pp · dp has to be {world}"
+        without_dp = product // sizes["dp"]
+        if world % without_dp == 0:
+            fits = world // without_dp
+            hint = f'write dp {fits}, or "auto": {world} / {without_dp} = {fits}'
+            fixes = (_resize(spec, "dp", fits), *(fix for fix in fixes if fix.edits[0].path[-1] != "dp"))
+        yield Finding(f"{equation} = {product} ≠ world of {machines}", path, help=hint, fixes=fixes, related=related)
+
+
+def _resized(spec: Resolution, given: list[str], sizes: dict[str, int]) -> tuple[Fix, ...]:
+    """Other sizes of one axis with which the product fits, the smallest change first."""
+    found: list[tuple[int, Fix]] = []
+    for axis in given:
+        rest = math.prod(size for other, size in sizes.items() if other != axis)
+        if spec.world_size % rest == 0:
+            room = spec.world_size // rest
+            near = nearest_divisors(sizes[axis], room, count=2) if spec.auto_axes else (room,)
+            found += [(abs(size - sizes[axis]), _resize(spec, axis, size)) for size in near if size != sizes[axis]]
+    return tuple(fix for _, fix in sorted(found, key=lambda one: (one[0], one[1].title)))
+
+
+def _resize(spec: Resolution, axis: str, size: int) -> Fix:
+    return Fix(f"set {axis} to {size}", layout_change(spec), (Edit(("parallelism", axis), size),))
+
+
+@rule(
+    "W002",
+    'more than one axis is "auto"',
+    """One axis can be inferred from the world size; two cannot. Choosing several is a search over layouts.""",
+    wrong={"parallelism": {"tp": "auto", "dp": "auto"}},
+    right={"parallelism": {"tp": 2, "dp": "auto"}},
+)
+def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
+    """Fires when two axes or more are "auto"."""
+    if len(spec.auto_axes) > 1:
+        named = " and ".join(f'{axis} "auto"' for axis in spec.auto_axes)
+        first, second = spec.auto_axes[:2]
+        yield Finding(
+            f"{named}: only one axis can follow from the world size",
+            ("parallelism", second),
+            help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
+            "CHOSEN` choose",
+            fixes=tuple(
+                Fix(f"set {axis} to 1", layout_change(spec), (Edit(("parallelism", axis), 1),))
+                for axis in spec.auto_axes
+                if axis != "dp"
+            ),
+            related=also(spec, ("parallelism", first)),
+        )
+
+
+@rule(
+    "W003",
+    "the expert grid does not cover the world",
+    """Experts are laid over the same ranks on a grid of their own: tp · ep · expert-dp · pp = world size, so ep divides
+    dp · cp.""",
+    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 4}},
+    right={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}, "cluster": {"accelerator": "b200"}},
+    sources=("Megatron-LM parallel_state.py",),
+)
+def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
+    """Fires when ep does not fit into dp · cp."""
+    ep, dp, cp = spec.axis("ep"), spec.axis("dp"), spec.axis("cp")
+    room = dp * cp
+    if room % ep:
+        near = nearest_divisors(ep, room)
+        yield Finding(
+            f"ep {ep} does not divide dp {dp} · cp {cp} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
+            ("parallelism", "ep"),
+            help="experts are shared by ranks of dp · cp: choose ep among its divisors",
+            fixes=tuple(_resize(spec, "ep", size) for size in near),
+            related=also(spec, ("parallelism", "dp"), ("parallelism", "cp")),
+        )
+
+
+@rule(
+    "W005",
+    "an axis follows from the world size",
+    """An axis that is "auto" (dp when it is left out) gets what the world leaves.""",
+    wrong={"parallelism": {"tp": 2}},
+    right={"parallelism": {"tp": 2, "dp": 4}},
+    severity=Severity.INFO,
+)
+def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says what was inferred."""
+    for axis in spec.auto_axes[:1]:
+        size = spec.axis(axis)
+        how = spec.provenance[f"parallelism.{axis}"].detail
+        yield Finding(f"{axis} = {size}: {how}", ("parallelism", axis))
+
+
+@rule(
+    "W008",
+    "tensor parallelism leaves the node",
+    """Tensor parallelism communicates twice in every layer and direction; between nodes that is several times slower
+    than within one. Groups of tp neighbouring ranks stay on a node only when tp divides its GPUs.""",
+    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 16, "dp": 1}},
+    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 8, "dp": 2}},
+    severity=Severity.WARNING,
+    sources=("arXiv 2104.04473, section 3.2",),
+)
+def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
+    """Fires when some tp group has ranks on two nodes in every order."""
+    tp, node = spec.axis("tp"), spec.cluster.gpus_per_node
+    if spec.cluster.nodes > 1 and node % tp:
+        yield Finding(
+            f"tp {tp} > gpus_per_node {node}: every tensor-parallel collective crosses nodes"
+            if tp > node
+            else f"tp {tp} does not divide gpus_per_node {node}: some tensor-parallel groups lie on two nodes",
+            ("parallelism", "tp"),
+            help=f"use a tp that divides {node}, and more pp, cp or dp",
+            related=also(spec, ("cluster", "gpus_per_node")),
+        )

@@ -1,0 +1,80 @@
+"""What the runtime executes today. Other plans compile, for other launchers; the runtime refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.diagnostics import Severity
+from parcompile.model.families import FAMILIES
+from parcompile.spec.resolve import Resolution
+
+from .places import model_path
+from .registry import Finding, rule
+
+RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2"})
+"""Model types that the runtime injects."""
+
+
+@rule(
+    "X001",
+    "the runtime does not run pipeline stages",
+    """The runtime executes tp, cp, dp and ZeRO-1. A plan with pp > 1 compiles for other launchers.""",
+    wrong={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    right={"parallelism": {"tp": 2}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_has_no_pipeline(spec: Resolution) -> Iterator[Finding]:
+    """Fires for pp > 1."""
+    if spec.axis("pp") > 1:
+        yield Finding(f"pp {spec.axis('pp')}: parcompile.runtime runs pp 1 only", ("parallelism", "pp"))
+
+
+@rule(
+    "X002",
+    "the runtime does not run expert parallelism",
+    """The runtime executes tp, cp, dp and ZeRO-1. A plan with ep > 1 compiles for other launchers.""",
+    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}},
+    right={"parallelism": {"tp": 4}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_has_no_expert_parallelism(spec: Resolution) -> Iterator[Finding]:
+    """Fires for ep > 1."""
+    if spec.axis("ep") > 1:
+        yield Finding(f"ep {spec.axis('ep')}: parcompile.runtime runs ep 1 only", ("parallelism", "ep"))
+
+
+@rule(
+    "X003",
+    "the runtime runs ZeRO stage 1",
+    """The runtime shards the optimizer state over dp · cp. Other stages are planned and emitted, not executed.""",
+    wrong={"zero": {"stage": 2}},
+    right={"zero": {"stage": 1}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_needs_zero_1(spec: Resolution) -> Iterator[Finding]:
+    """Fires for other stages."""
+    if spec.zero_stage != 1:
+        yield Finding(f"zero.stage {spec.zero_stage}: parcompile.runtime runs stage 1 only", ("zero", "stage"))
+
+
+@rule(
+    "X004",
+    "the runtime cannot inject this model",
+    """The runtime replaces the linears, the attention and the loss of a model; it knows how for some families.""",
+    wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
+    right={"model": {"preset": "llama-2-7b"}, "training": {"sequence_length": 4096}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
+    """Fires for families that are not injected yet."""
+    family = spec.shape.model_type
+    if spec.shape.own is None and family not in RUNTIME_FAMILIES:
+        yield Finding(
+            f"parcompile.runtime does not inject {family}",
+            model_path(spec, "model_type"),
+            help=f"it injects {', '.join(RUNTIME_FAMILIES)}",
+        )

@@ -1,0 +1,153 @@
+"""ZeRO and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.spec.resolve import Resolution
+
+from .places import also, model_path
+from .registry import Finding, rule
+
+_STAGE = ("zero", "stage")
+_ZERO: Path = ("deepspeed", "zero_optimization")
+
+_FROM_STAGE = {
+    "offload_param": 3,
+    "sub_group_size": 3,
+    "param_persistence_threshold": 3,
+    "model_persistence_threshold": 3,
+    "max_live_parameters": 3,
+    "max_reuse_distance": 3,
+    "prefetch_bucket_size": 3,
+    "gather_16bit_weights_on_model_save": 3,
+    "memory_efficient_linear": 3,
+    "zero_hpz_partition_size": 3,
+    "zero_quantized_weights": 3,
+    "zero_quantized_nontrainable_weights": 3,
+    "zero_quantized_gradients": 3,
+    "zeropp_loco_param": 3,
+    "mics_shard_size": 3,
+    "mics_hierarchical_params_gather": 3,
+    "leaf_module": 3,
+    "contiguous_gradients": 1,
+    "reduce_scatter": 1,
+    "reduce_bucket_size": 1,
+    "allgather_partitions": 1,
+    "allgather_bucket_size": 1,
+    "overlap_comm": 1,
+}
+"""Keys of zero_optimization and the first stage at which DeepSpeed reads them."""
+
+
+def first_effective_stage(key: str) -> int:
+    """The first ZeRO stage at which DeepSpeed reads a key of zero_optimization; 0 when it always does."""
+    return 3 if key.startswith("stage3_") else _FROM_STAGE.get(key, 0)
+
+
+@rule(
+    "Z001",
+    "ZeRO stage 2 or 3 with pipeline stages",
+    """A pipeline stage keeps gradients of several micro-batches and runs its layers on demand; DeepSpeed's pipeline
+    engine refuses to have gradients or weights sharded as well.""",
+    wrong={"parallelism": {"pp": 2}, "zero": {"stage": 2}},
+    right={
+        "parallelism": {"pp": 2},
+        "zero": {"stage": 1},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
+    sources=("DeepSpeed runtime/pipe/engine.py",),
+    targets=("deepspeed",),
+)
+def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
+    """Fires for stage ≥ 2 and pp > 1."""
+    stage, pp = spec.zero_stage, spec.axis("pp")
+    if stage >= 2 and pp > 1:
+        yield Finding(
+            f"zero.stage {stage} with pp {pp}: DeepSpeed runs pipelines up to stage 1",
+            _STAGE,
+            help="use stage 1, or pp 1",
+            fixes=_lower(),
+            related=also(spec, ("parallelism", "pp")),
+        )
+
+
+@rule(
+    "Z002",
+    "ZeRO stage 2 or 3 with a mixture of experts",
+    """DeepSpeed shards experts and dense parameters over different groups only at stage 1.""",
+    wrong={
+        "model": {"preset": "qwen3-30b-a3b"},
+        "parallelism": {"tp": 2},
+        "zero": {"stage": 2},
+        "cluster": {"nodes": 4},
+    },
+    right={
+        "model": {"preset": "qwen3-30b-a3b"},
+        "parallelism": {"tp": 2},
+        "zero": {"stage": 1},
+        "cluster": {"nodes": 4},
+    },
+    sources=("gpt-neox arguments.py",),
+    targets=("deepspeed",),
+)
+def zero_2_excludes_experts(spec: Resolution) -> Iterator[Finding]:
+    """Fires for stage ≥ 2 with experts."""
+    if spec.zero_stage >= 2 and spec.shape.has_moe:
+        yield Finding(
+            f"zero.stage {spec.zero_stage} with a mixture of experts",
+            _STAGE,
+            help="use stage 1",
+            fixes=_lower(),
+            related=also(spec, model_path(spec, "model_type")),
+        )
+
+
+@rule(
+    "Z003",
+    "a ZeRO key has no effect at this stage",
+    """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those of a higher one: a
+    stage-3 key or offload_param below stage 3, bucket sizes at stage 0.""",
+    wrong={"deepspeed": {"zero_optimization": {"stage3_prefetch_bucket_size": 10000000}}},
+    right={"deepspeed": {"zero_optimization": {"overlap_comm": True}}},
+    severity=Severity.WARNING,
+    sources=("DeepSpeed runtime/zero/config.py",),
+    targets=("deepspeed",),
+)
+def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
+    """Fires for each key of zero_optimization that the stage ignores."""
+    stage = spec.zero_stage
+    zero = spec.get("deepspeed", "zero_optimization", default={})
+    for key in zero if isinstance(zero, Mapping) else ():
+        needed = first_effective_stage(key)
+        path = (*_ZERO, key)
+        if needed > stage:
+            yield Finding(
+                f"{key} has no effect at zero.stage {stage}: DeepSpeed reads it from stage {needed} on",
+                path,
+                help="remove it",
+                fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(path, remove=True),)),),
+                related=also(spec, _STAGE),
+            )
+
+
+@rule(
+    "Z004",
+    "ZeRO has nothing to shard",
+    """ZeRO shards over the dp · cp ranks that hold the same weights. When there is only one, each rank keeps the whole
+    state of what it holds.""",
+    wrong={"parallelism": {"tp": 8}},
+    right={"parallelism": {"tp": 4}},
+    severity=Severity.INFO,
+)
+def zero_has_something_to_shard(spec: Resolution) -> Iterator[Finding]:
+    """Says that dp · cp is 1."""
+    stage = spec.zero_stage
+    if stage > 0 and spec.world_size > 1 and spec.axis("dp") * spec.axis("cp") == 1:
+        place = _STAGE if spec.given(*_STAGE) else ("parallelism", "dp")
+        yield Finding(f"zero.stage {stage} with dp 1 · cp 1 = 1 shard: nothing is divided", place)
+
+
+def _lower() -> tuple[Fix, ...]:
+    return (Fix("set zero.stage to 1", Safety.CHANGES_COST, (Edit(_STAGE, 1),)),)

@@ -1,0 +1,112 @@
+"""What the page computes with: sizes and strides, from which it tells everything about any rank.
+
+As long for a million ranks as for eight: nothing here grows with the world.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parcompile.cost.memory import static_memory
+from parcompile.layout.groups import EMBEDDING_GROUPS
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.plan import Plan
+from parcompile.plan.process_groups import shown_names
+from parcompile.plan.sections import strided
+from parcompile.show.pictures.colours import SHADES, colour
+from parcompile.show.pictures.subject import DENSE_AXES
+
+USES = {
+    "tp": "layers",
+    "cp": "one sequence",
+    "dp": "batches",
+    "pp": "stages",
+    "dp-cp": "gradients and ZeRO",
+    "tp-pp": "one copy of the model",
+    "kv-replica": "gradients of shared kv heads",
+    "cp-inner": "attention, neighbours",
+    "cp-outer": "attention, across",
+    "ep": "routed experts",
+    "expert-dp": "gradients of experts",
+}
+
+
+def page_data(plan: Plan) -> dict[str, Any]:
+    """The plan for the page's script."""
+    spec, groups = plan.spec, plan.groups
+    parallelism, training, cluster = spec.parallelism, spec.training, spec.cluster
+    grid = groups.grid
+    return {
+        "world": plan.world_size,
+        "perNode": cluster.gpus_per_node,
+        "nodes": cluster.nodes,
+        "axes": {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in DENSE_AXES},
+        "groups": [
+            {
+                "name": name,
+                "use": USES.get(name, ""),
+                "members": strided(groups.family(name))["members"],
+                "ends": name in EMBEDDING_GROUPS,
+            }
+            for name in shown_names(groups)
+        ],
+        "sequence": {
+            "length": training.sequence_length,
+            "layout": parallelism.cp_layout.value,
+            "chunks": parallelism.cp_layout.chunks_per_rank,
+        },
+        "batch": {"micro": training.micro_batch_size, "steps": training.gradient_accumulation_steps},
+        "shards": parallelism.zero_shards if spec.zero_stage else 1,
+        "stateBytes": MASTER_BYTES + ADAM_STATE_BYTES,
+        "stages": _stages(plan),
+        "tensors": _tensors(plan),
+        "tied": spec.model.shape.tie_word_embeddings,
+        "colours": {scheme: _colours(dark=scheme == "dark") for scheme in ("light", "dark")},
+        "shades": SHADES,
+    }
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    spec = plan.spec
+    found = []
+    for held, stage in zip(spec.virtual_stages, spec.stages, strict=True):
+        memory = static_memory(spec, stage)
+        found.append(
+            {
+                "layers": [[one.layers.start, one.layers.stop] for one in held],
+                "embedding": stage.has_embedding,
+                "head": stage.has_head,
+                "numel": memory.numel,
+                "shard": memory.shard_numel,
+            }
+        )
+    return found
+
+
+def _tensors(plan: Plan) -> list[dict[str, Any]]:
+    """Each parameter with the slices of every tp rank; `place` says which stages hold it."""
+    before = {parameter.name for parameter in plan.parameters.before}
+    found = []
+    for parameter, layout in plan.tensors().values():
+        layers = parameter.layers
+        place = "layers" if layers is not None else "embedding" if parameter.name in before else "head"
+        found.append(
+            {
+                "name": parameter.name,
+                "place": place,
+                "layers": None if layers is None else [layers.start, layers.stop],
+                "shape": layout.local_shape,
+                "dim": layout.dim,
+                "ranges": layout.ranges,
+                "expertDim": parameter.expert_dim if plan.groups.ep > 1 else None,
+            }
+        )
+    return found
+
+
+def _colours(*, dark: bool) -> dict[str, Any]:
+    roles = ("surface", "ink", "soft", "track", "line", *DENSE_AXES, "ep")
+    return {
+        **{role: colour(role, dark=dark) for role in roles},
+        "ramps": {axis: [colour(f"{axis}-{shade}", dark=dark) for shade in range(SHADES)] for axis in DENSE_AXES},
+    }

@@ -1,0 +1,89 @@
+"""Puts the page together: one file, nothing of it from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from string import Template
+from typing import Any
+
+from parcompile.diagnostics import Diagnostic
+from parcompile.show.pictures.colours import DARK, LIGHT, rules
+from parcompile.show.pictures.subject import DENSE_AXES, Subject
+from parcompile.version import __version__
+
+from .data import page_data
+from .html import joined, script_json, tag
+from .remarks import remarks
+from .search_result import section as search_section
+from .sections import diagnostics, figures, section, summary_line, tiles, values
+
+SCRIPTS = ("ranks.js", "grid.js", "panel.js", "values.js")
+"""Parts of the page's script, in their order."""
+
+
+def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Mapping[str, Any] | None = None) -> str:
+    """The report as HTML.
+
+    Args:
+        subject: the plan.
+        found: the spec's diagnostics; without, those that the plan's values tell.
+        search: what `parcompile search --format json` printed.
+    """
+    plan = subject.plan
+    pictures, drawn = figures(subject)
+    said = remarks(plan) if found is None else found
+    more = [section("diagnostics", "Diagnostics", diagnostics(said, subject))]
+    if search is not None:
+        more.append(section("search", "Search", search_section(search, _layout(subject))))
+    more.append(section("values", "Values", values(subject)))
+    links = [("ranks", "Ranks"), ("cuts", "Cuts"), ("memory", "Memory"), ("traffic", "Traffic"), ("ring", "Ring")]
+    links += [("step", "Step"), ("diagnostics", "Diagnostics")]
+    links += [*([("search", "Search")] if search is not None else []), ("values", "Values")]
+    axes = [axis for axis in DENSE_AXES if getattr(plan.spec.parallelism, axis) > 1] or ["tp"]
+    choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
+    fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in drawn), strict=True))
+    colours = {
+        scheme: variables + rules(fills, strokes, dark=scheme == "dark")
+        for scheme, variables in (("light", _variables(LIGHT)), ("dark", _variables(DARK)))
+    }
+    dark = f"@media screen and (prefers-color-scheme:dark){{{colours['dark']}}}"
+    return Template(_read("page.html")).substitute(
+        title=joined([plan.spec.name]),
+        style=colours["light"] + dark + _read("page.css"),
+        summary=joined([summary_line(subject)]),
+        links=joined(tag("a", name, href=f"#{anchor}") for anchor, name in links),
+        tiles=tiles(subject),
+        axes=choices,
+        last_rank=str(plan.world_size - 1),
+        pictures=pictures,
+        more=joined(more),
+        version=joined([f"parcompile {__version__}, plan {plan.plan_hash}"]),
+        data=script_json(page_data(plan)),
+        script="\n".join(_read(name) for name in SCRIPTS),
+    )
+
+
+def _layout(subject: Subject) -> dict[str, object]:
+    """What a search may set, as this plan has it."""
+    spec = subject.plan.spec
+    axes = {axis: getattr(spec.parallelism, axis) for axis in (*DENSE_AXES, "ep")}
+    sizes = spec.parallelism.hierarchical_cp_sizes
+    return {
+        **axes,
+        "sequence_parallel": spec.parallelism.sequence_parallel,
+        "order": "-".join(spec.parallelism.order),
+        "cp_implementation": spec.parallelism.cp_implementation.value,
+        "hierarchical_cp_sizes": sizes and list(sizes),
+        "micro_batch_size": spec.training.micro_batch_size,
+        "activation_checkpointing": spec.training.activation_checkpointing,
+        "gradient_accumulation_dtype": spec.training.gradient_accumulation_dtype.value,
+    }
+
+
+def _variables(scheme: Mapping[str, str]) -> str:
+    return ":root{" + "".join(f"--{role}:{value};" for role, value in scheme.items()) + "}"
+
+
+def _read(name: str) -> str:
+    return (importlib.resources.files("parcompile.show.page") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,127 @@
+"""The parts of the page that need no script: headline, figures, pictures, diagnostics, values."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+from parcompile.diagnostics import Diagnostic, Severity, format_path
+from parcompile.rules import all_rules
+from parcompile.show.pictures.markdown import TABLES
+from parcompile.show.pictures.named import picture
+from parcompile.show.pictures.shapes import NARROW, WIDE, Picture
+from parcompile.show.pictures.subject import DENSE_AXES, Subject, gib, seconds
+from parcompile.show.pictures.svg import inline
+
+from .html import Html, folded, joined, table, tag
+
+
+def tiles(subject: Subject) -> Html:
+    """The figures that a reader looks for first."""
+    plan, found = subject.plan, subject.estimate
+    low, high = found.time.interval_seconds
+    memory = found.memory
+    chance = "" if memory.probability is None else f"fits with probability {memory.probability:.0%}"
+    mesh = " × ".join(f"{axis} {getattr(plan.spec.parallelism, axis)}" for axis in DENSE_AXES)
+    static = max(stage.static_bytes for stage in memory.stages)
+    entries = [
+        ("Ranks", f"{plan.world_size:,}", mesh),
+        ("Peak memory", gib(memory.peak.total_bytes), chance),
+        ("Exact part of it", gib(static), f"{max(found.parameters.by_stage):,} parameters on a rank"),
+        ("Step", seconds(found.time.step.seconds), f"90 % interval {seconds(low)} to {seconds(high)}"),
+        ("Throughput", f"{found.time.tokens_per_second_per_gpu:,.0f}", "tokens/s per GPU"),
+        ("MFU", f"{found.time.utilisation:.1%}", "of the peak rate in use"),
+    ]
+    return tag(
+        "dl",
+        *(tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", note))) for name, value, note in entries),
+        class_="tiles",
+    )
+
+
+def figures(subject: Subject) -> tuple[Html, list[Picture]]:
+    """The pictures as sections, each wide and narrow, with its table; and the pictures, for their colours."""
+    drawn, parts = [], []
+    for name, anchor in (
+        ("cuts", "cuts"),
+        ("memory", "memory"),
+        ("traffic", "traffic"),
+        ("schedule", "ring"),
+        ("timeline", "step"),
+    ):
+        wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
+        drawn += [wide, narrow]
+        body = [tag("p", wide.subtitle, class_="note")]
+        if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
+            parts.append(section(anchor, wide.title, *body))
+            continue
+        body += [
+            tag("div", Html(inline(wide)), class_="picture wide"),
+            tag("div", Html(inline(narrow)), class_="picture narrow"),
+        ]
+        if name in TABLES:
+            body.append(folded("As a table", table(TABLES[name](subject), caption=wide.title)))
+        parts.append(section(anchor, wide.title, *body))
+    return joined(parts), drawn
+
+
+def section(anchor: str, title: str, *content: Html) -> Html:
+    """A part of the page with a heading that can be linked."""
+    heading = tag("h2", title, id=f"{anchor}-title")
+    return tag("section", heading, *content, id=anchor, aria_labelledby=f"{anchor}-title")
+
+
+def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
+    """Every finding with its code, what to do, and the rule's explanation."""
+    if not found:
+        return tag("p", "The rules have nothing to say.")
+    pages = {rule.code: rule for rule in all_rules()}
+    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    entries = []
+    for one in sorted(found, key=lambda one: order.index(one.severity)):
+        place = format_path(one.path)
+        if one.position is not None:
+            place = f"{one.file}:{one.position.line}:{one.position.column} {place}"
+        body = [tag("b", one.code), " ", tag("span", one.severity.value, class_=f"severity {one.severity.value}")]
+        body += [" ", tag("code", place)] if place else []
+        body.append(tag("p", one.message))
+        if one.help:
+            body.append(tag("p", f"Help: {one.help}", class_="note"))
+        if one.code in pages:
+            rule = pages[one.code]
+            body.append(folded(rule.title, tag("p", rule.explanation)))
+        entries.append(tag("li", *body))
+    counts = Counter(one.severity.value for one in found)
+    runs = "The runtime executes this plan." if not subject.plan.refusals else "The runtime refuses this plan."
+    names = {"info": "remark"}
+    words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
+    return joined([tag("p", f"{words}. {runs}"), tag("ul", *entries, class_="findings")])
+
+
+def values(subject: Subject) -> Html:
+    """Every resolved value with where it comes from."""
+    rows: list[tuple[str, ...]] = [("value of", "is", "from", "how")]
+    for path, found in subject.plan.spec.provenance.items():
+        rows.append((path, json.dumps(found.value, ensure_ascii=False), found.origin.value, found.detail))
+    origins = sorted({row[2] for row in rows[1:]})
+    options = joined(tag("option", name) for name in ("all", *origins))
+    controls = tag(
+        "div",
+        tag("label", "Search ", tag("input", type="search", id="value-text", autocomplete="off")),
+        tag("label", "From ", tag("select", options, id="value-origin")),
+        tag("output", f"{len(rows) - 1} values", id="value-count", aria_live="polite"),
+        class_="controls",
+    )
+    return joined([controls, table(rows, caption="Every value and where it comes from", id="values-table")])
+
+
+def summary_line(subject: Subject) -> str:
+    """The plan in a sentence, for the headline."""
+    spec = subject.plan.spec
+    machine = subject.estimate.work.machine.title
+    return (
+        f"{spec.model.source} on {spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "
+        f"{spec.training.global_batch_size:,} sequences of {spec.training.sequence_length:,} tokens, "
+        f"{spec.training.precision.value}, ZeRO-{spec.zero_stage}."
+    )

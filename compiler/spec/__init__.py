@@ -1,0 +1,27 @@
+"""The spec: its values after resolution, and how each of them is decided."""
+
+from .values import (
+    Cluster,
+    LrScheduler,
+    Model,
+    Optimizer,
+    Origin,
+    Parallelism,
+    Precision,
+    Provenance,
+    Spec,
+    Training,
+)
+
+__all__ = [
+    "Cluster",
+    "LrScheduler",
+    "Model",
+    "Optimizer",
+    "Origin",
+    "Parallelism",
+    "Precision",
+    "Provenance",
+    "Spec",
+    "Training",
+]

@@ -1,0 +1,160 @@
+"""The cluster and the axes of parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from parcompile.layout.context_parallel import ContextParallel
+from parcompile.layout.grid import AXES
+from parcompile.layout.sequence import CpLayout
+from parcompile.layout.stages import Slots
+from parcompile.machines.accelerator import Accelerator
+from parcompile.machines.preset import PresetError, is_preset_file, read_preset
+from parcompile.spec import Cluster, Origin, Parallelism
+
+from .reader import MISSING, SpecReader, Unavailable
+
+
+class ParallelismValues(SpecReader):
+    """What the sections `cluster` and `parallelism` say."""
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """The machines."""
+        name, preset = str(self.get("cluster", "accelerator", default="h100-sxm")), None
+        if is_preset_file(name):
+            # Rule H002 speaks of a file that cannot be used; the other rules need the number of ranks.
+            with contextlib.suppress(PresetError):
+                preset = self.accelerator_preset(name)
+        return Cluster(
+            nodes=int(self.get("cluster", "nodes", default=1)),
+            gpus_per_node=int(self.get("cluster", "gpus_per_node")),
+            accelerator=preset.measured.like if preset and preset.measured else name,
+            preset=preset,
+        )
+
+    def accelerator_preset(self, name: str) -> Accelerator:
+        """The machine that a file beside the spec describes.
+
+        Raises:
+            PresetError: the file cannot be used.
+        """
+        return read_preset(self.folder / name)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run: nodes · gpus_per_node."""
+        return self.cluster.world_size
+
+    @functools.cached_property
+    def auto_axes(self) -> tuple[str, ...]:
+        """The axes that the world size decides: those that are "auto", and dp when it is left out."""
+        found = [axis for axis in ("tp", "cp", "pp", "dp") if self._axis_text(axis) == "auto"]
+        return tuple(found)
+
+    def _axis_text(self, axis: str) -> object:
+        node = self.lookup(("parallelism", axis))
+        if node is MISSING:
+            # Left out, dp takes what the world leaves, unless another axis is to.
+            others = ("tp", "cp", "pp")
+            return "auto" if axis == "dp" and all(self._axis_text(other) != "auto" for other in others) else 1
+        return node
+
+    def axis(self, name: str) -> int:
+        """The size of an axis.
+
+        Raises:
+            Unavailable: it is invalid, or "auto" and the world does not decide it.
+        """
+        if name == "ep":
+            return int(self.get("parallelism", "ep", default=1))
+        if name not in self.auto_axes:
+            return int(self.get("parallelism", name, default=1))
+        if len(self.auto_axes) > 1 or self.is_invalid(("parallelism", name)):
+            raise Unavailable(name)
+        rest = 1
+        for other in ("tp", "cp", "pp", "dp"):
+            if other != name:
+                rest *= self.axis(other)
+        if self.world_size % rest:
+            raise Unavailable(name)
+        others = " · ".join(f"{axis} {self.axis(axis)}" for axis in ("tp", "cp", "pp", "dp") if axis != name)
+        size = self.world_size // rest
+        self.record(("parallelism", name), size, Origin.DERIVED, f"world {self.world_size} / ({others})")
+        return size
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes, innermost first. An axis that is not named comes last: it has size 1 (rule W004)."""
+        named = tuple(self.get("parallelism", "order", default="-".join(AXES)).split("-"))
+        return named + tuple(axis for axis in AXES if axis not in named)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between tensor-parallel blocks are split over tp."""
+        return bool(self.get("parallelism", "sequence_parallel", default=False))
+
+    @property
+    def cp_layout(self) -> CpLayout:
+        """How the sequence is dealt to the cp ranks."""
+        return CpLayout(self.get("parallelism", "cp_layout", default="zigzag"))
+
+    @property
+    def make_vocab_size_divisible_by(self) -> int:
+        """The divisor of the padded vocabulary, per tp rank."""
+        return int(self.get("parallelism", "make_vocab_size_divisible_by", default=128))
+
+    @property
+    def slots(self) -> Slots:
+        """How the layers are counted out to the pipeline stages."""
+        first, last = (
+            self.get("parallelism", f"num_layers_in_{end}_pipeline_stage", default=None) for end in ("first", "last")
+        )
+        embedding, loss = (
+            bool(self.get("parallelism", f"account_for_{part}_in_pipeline_split", default=False))
+            for part in ("embedding", "loss")
+        )
+        return Slots(
+            self.axis("pp"),
+            self.virtual_stages,
+            embedding=embedding,
+            loss=loss,
+            first=None if first is None else int(first),
+            last=None if last is None else int(last),
+        )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages that each pp rank holds."""
+        return int(self.get("parallelism", "num_virtual_stages_per_pipeline_rank", default=1))
+
+    @property
+    def microbatch_group_size(self) -> int | None:
+        """Micro-batches that run one after the other on a virtual stage; None without virtual stages."""
+        name = "microbatch_group_size_per_virtual_pipeline_stage"
+        if self.virtual_stages == 1:
+            return None
+        if self.given("parallelism", name):
+            return int(self.get("parallelism", name))
+        return int(self.record(("parallelism", name), self.axis("pp"), Origin.DERIVED, f"pp {self.axis('pp')}"))
+
+    def parallelism(self, context: ContextParallel) -> Parallelism:
+        """The whole section, with the way in which attention runs over cp."""
+        slots = self.slots
+        return Parallelism(
+            **{axis: self.axis(axis) for axis in AXES},
+            order=self.order,
+            sequence_parallel=self.sequence_parallel and self.axis("tp") > 1,
+            # One rank holds the whole sequence in order: there is nothing to deal.
+            cp_layout=self.cp_layout if self.axis("cp") > 1 else CpLayout.CONTIGUOUS,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+            cp_implementation=context.implementation,
+            hierarchical_cp_sizes=context.sizes,
+            account_for_embedding_in_pipeline_split=slots.embedding,
+            account_for_loss_in_pipeline_split=slots.loss,
+            num_layers_in_first_pipeline_stage=slots.first,
+            num_layers_in_last_pipeline_stage=slots.last,
+            num_virtual_stages_per_pipeline_rank=slots.virtual,
+            microbatch_group_size_per_virtual_pipeline_stage=self.microbatch_group_size,
+        )

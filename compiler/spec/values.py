@@ -1,0 +1,193 @@
+"""The spec after resolution: every value decided, nothing optional, nothing "auto"."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
+from parcompile.layout.grid import Grid
+from parcompile.layout.sequence import CpLayout
+from parcompile.layout.stages import Slots, Stage, merged, rank_stages
+from parcompile.machines.accelerator import Accelerator
+from parcompile.model.shape import ModelShape
+
+
+class Precision(str, enum.Enum):
+    """The type of weights and activations."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is Precision.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines. With a measured `preset`, `accelerator` names the built-in one that it is like."""
+
+    nodes: int
+    gpus_per_node: int
+    accelerator: str
+    preset: Accelerator | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Sizes and order of the axes."""
+
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+    order: tuple[str, ...]
+    sequence_parallel: bool
+    cp_layout: CpLayout
+    make_vocab_size_divisible_by: int
+    cp_implementation: CpImplementation = CpImplementation.RING
+    hierarchical_cp_sizes: tuple[int, int] | None = None
+    """Ranks of the inner and of the outer level of an implementation that has two."""
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int = 1
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+
+    @property
+    def grid(self) -> Grid:
+        """The dense grid. Experts are laid over its dp · cp ranks, so ep takes no ranks of its own."""
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return Grid.of(self.order, sizes)
+
+    @property
+    def context(self) -> ContextParallel:
+        """How attention runs over the cp ranks."""
+        return ContextParallel(self.cp_implementation, self.cp, self.hierarchical_cp_sizes)
+
+    @property
+    def slots(self) -> Slots:
+        """How the layers are counted out to the stages."""
+        return Slots(
+            self.pp,
+            self.num_virtual_stages_per_pipeline_rank,
+            embedding=self.account_for_embedding_in_pipeline_split,
+            loss=self.account_for_loss_in_pipeline_split,
+            first=self.num_layers_in_first_pipeline_stage,
+            last=self.num_layers_in_last_pipeline_stage,
+        )
+
+    @property
+    def zero_shards(self) -> int:
+        """Ranks that share the optimizer state."""
+        return self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """The optimizer and its settings."""
+
+    type: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class LrScheduler:
+    """The learning rate rises from `min_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
+
+    `type` is "constant", or "linear" or "cosine": from lr to `min_lr` at the last of the training steps.
+    """
+
+    type: str
+    warmup_steps: int
+    min_lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Batch, sequence, precision and optimizer. Sizes are in sequences and tokens."""
+
+    sequence_length: int
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    eval_global_batch_size: int
+    eval_micro_batch_size: int
+    precision: Precision
+    gradient_accumulation_dtype: Precision
+    optimizer: Optimizer
+    lr_scheduler: LrScheduler | None
+    gradient_clipping: float
+    activation_checkpointing: str
+    loss_scale: float
+    train_steps: int | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model: its shape, and the Hugging Face configuration from which the runtime builds it."""
+
+    source: str
+    shape: ModelShape
+    hf_config: Mapping[str, Any]
+
+
+class Origin(str, enum.Enum):
+    """Where a resolved value comes from."""
+
+    SPEC = "spec"
+    DERIVED = "derived"
+    PRESET = "preset"
+    CONFIG = "config"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """A resolved value, where it comes from, and how: the equation for a derived one, the file for a config's."""
+
+    value: object
+    origin: Origin
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A resolved spec. `provenance` tells for every value, by its dotted path, where it comes from."""
+
+    name: str
+    model: Model
+    cluster: Cluster
+    parallelism: Parallelism
+    training: Training
+    zero_stage: int
+    deepspeed: Mapping[str, Any]
+    provenance: Mapping[str, Provenance]
+
+    @property
+    def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """For each pp rank its virtual stages (one unless they are interleaved)."""
+        return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.slots)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One stage for each pp rank, in which the layers that it holds are counted."""
+        shape = self.model.shape
+        boundary = shape.num_hidden_layers if shape.moe is None else shape.moe.first_moe_layer
+        return tuple(merged(held, boundary) for held in self.virtual_stages)

@@ -1,0 +1,21 @@
+"""Text to plain data with the line and column of every key and value, and a diagnostic for what is no JSON or YAML."""
+
+from parcompile.diagnostics import Position
+
+from .document import Document, Place, Result, SourceError
+from .reading import MAX_BYTES, STDIN, parse, parse_bytes, read_file
+from .source_text import SourceText
+
+__all__ = [
+    "MAX_BYTES",
+    "STDIN",
+    "Document",
+    "Place",
+    "Position",
+    "Result",
+    "SourceError",
+    "SourceText",
+    "parse",
+    "parse_bytes",
+    "read_file",
+]

@@ -1,0 +1,127 @@
+"""A parsed file: its values as plain data, and where each key and value stands in the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from parcompile.diagnostics import Diagnostic, Path, Position
+
+from .source_text import SourceText
+
+
+class SourceError(Exception):
+    """A file that cannot be read at all: missing, a directory, no permission. The message is for the user."""
+
+
+class Place(NamedTuple):
+    """Where a value stands: character offsets of the value and of its key (-1 when it has none)."""
+
+    start: int
+    end: int
+    key_start: int
+    key_end: int
+    children: dict[str, Place] | list[Place] | None
+    """Places of the entries, by key or index; None for a scalar."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file's tree of dict, list, str, int, float, bool and None, and the place of everything in it.
+
+    Paths in `invalid` hold a stand-in for a value that could not be taken as written (NaN, 10**400); those in
+    `duplicates` were written more than once, and hold the last value. Both kinds have been reported already.
+    """
+
+    source: SourceText
+    tree: object
+    root: Place = field(repr=False)
+    format: str = "json"
+    invalid: frozenset[Path] = frozenset()
+    duplicates: frozenset[Path] = frozenset()
+
+    @property
+    def file(self) -> str:
+        """The name under which the file was read."""
+        return self.source.file
+
+    @property
+    def text(self) -> str:
+        """The file's characters, without a byte order mark."""
+        return self.source.text
+
+    def place(self, path: Path) -> Place | None:
+        """The place of the value at `path`, None when there is no such value."""
+        place = self.root
+        for step in path:
+            child = _entry(place.children, step, None)
+            if child is None:
+                return None
+            place = child
+        return place
+
+    def span(self, path: Path, *, key: bool = False) -> tuple[int, int]:
+        """Start and end offset of the value at `path`, or of its key; of the nearest ancestor that exists otherwise."""
+        for length in range(len(path), -1, -1):
+            place = self.place(path[:length])
+            if place is None:
+                continue
+            if key and place.key_start >= 0 and length == len(path):
+                return place.key_start, place.key_end
+            if length < len(path) and place.key_start >= 0:
+                return place.key_start, place.key_end
+            return place.start, place.end
+        raise AssertionError("the root is always there")
+
+    def position(self, path: Path, *, key: bool = False) -> Position:
+        """Line and column of the value at `path` (or of its key).
+
+        When the path does not exist: of the key of its nearest ancestor, where a missing entry belongs.
+        """
+        return self.source.position(self.span(path, key=key)[0])
+
+    def locate(self, diagnostic: Diagnostic, *, key: bool = False) -> Diagnostic:
+        """`diagnostic` with the file and the positions of its path and of the places it relates to.
+
+        `key` says that it is about keys rather than values.
+        """
+        related = tuple(
+            one if one.position is not None else replace(one, position=self.position(one.path, key=key))
+            for one in diagnostic.related
+        )
+        position = self.position(diagnostic.path, key=key)
+        return replace(diagnostic, file=self.file, position=position, related=related)
+
+    def line(self, number: int) -> str:
+        """Line `number` (from 1) of the text, without its line break."""
+        return self.source.line(number)
+
+    def get(self, path: Path, default: object = None) -> object:
+        """The value at `path`, or `default`."""
+        value: Any = self.tree
+        for step in path:
+            value = _entry(value, step, _NOTHING)
+            if value is _NOTHING:
+                return default
+        return value
+
+
+_NOTHING = object()
+
+
+def _entry(container: Any, step: str | int, default: Any) -> Any:
+    """Entry `step` of a dict or list; a bool is no index."""
+    if isinstance(container, dict) and isinstance(step, str):
+        return container.get(step, default)
+    if isinstance(container, list) and type(step) is int and -len(container) <= step < len(container):
+        return container[step]
+    return default
+
+
+@dataclass(frozen=True)
+class Result:
+    """What reading a file gave. `document` is None when the text makes no sense; errors may stand beside one."""
+
+    source: SourceText
+    document: Document | None
+    diagnostics: tuple[Diagnostic, ...] = ()

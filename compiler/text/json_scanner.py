@@ -1,0 +1,279 @@
+"""JSON tokens with their offsets, and a precise word about everything that is nearly JSON.
+
+What can be understood although it is not JSON (a comment, single quotes, `True`) is reported once and read as it was
+meant, so that the rest of the file is still checked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from json.decoder import (  # type: ignore[attr-defined]  # the type stubs leave scanstring out
+    JSONDecodeError,
+    scanstring,
+)
+from typing import NamedTuple
+
+from parcompile.diagnostics import Diagnostic
+
+from .literals import MAX_DIGITS, read_number, shown
+from .source_text import SourceText
+
+PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
+
+_TOKEN = re.compile(
+    r"""[ \t\n\r]*(?:
+        (?P<punctuation>[{}\[\],:])
+      | (?P<string>"[^"\\\x00-\x1f]*")
+      | (?P<number>-?(?:0|[1-9][0-9]*)(?P<fraction>\.[0-9]+)?(?P<exponent>[eE][+-]?[0-9]+)?(?![\w.+\-]))
+      | (?P<word>true|false|null)(?![\w.\-])
+      | (?P<end>\Z)
+    )""",
+    re.VERBOSE,
+)
+_SPACE = re.compile(r"[ \t\n\r]*")
+_ODD_SPACE = re.compile(r"[\u00a0\u2000-\u200b\u2028\u2029\u202f\u3000\ufeff\x0b\x0c\x85]+")
+_COMMENT = re.compile(r"//[^\n\r]*|#[^\n\r]*|/\*.*?\*/", re.DOTALL)
+_BARE = re.compile(r"[^\s\"'{}\[\],:]+")
+_NUMBER_LIKE = re.compile(r"[+-]?\.?[0-9]")
+_PYTHON_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][+-]?[0-9_]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CONSTANTS: dict[str, object] = {"true": True, "false": False, "null": None}
+_NOT_A_NUMBER = {"nan", "inf", "infinity", ".nan", ".inf"}
+_QUOTES = {"'": "'", "\u2018": "\u2019", "\u2019": "\u2019", "\u201c": "\u201d", "\u201d": "\u201d", "`": "`"}
+
+MAX_PROBLEMS = 50
+"""After so many mistakes a text is not worth reading on."""
+
+
+class Token(NamedTuple):
+    """One token. `valid` is false when `value` only stands in for what was written."""
+
+    kind: str
+    value: object
+    start: int
+    end: int
+    valid: bool = True
+
+
+class Fatal(Exception):  # noqa: N818 - control flow inside this package, never seen outside
+    """The text cannot be read any further."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        super().__init__(diagnostic.message)
+        self.diagnostic = diagnostic
+
+
+class Scanner:
+    """Hands out the tokens of a text one by one, collecting `problems` on the way."""
+
+    def __init__(self, source: SourceText) -> None:
+        self.source = source
+        self.text = source.text
+        self.offset = 0
+        self.problems: list[Diagnostic] = []
+        self._said: set[str] = set()
+
+    def next(self, *, as_key: bool = False) -> Token:
+        """The next token; `as_key` says that a key is expected, where a bare word is read as one."""
+        match = _TOKEN.match(self.text, self.offset)
+        while match is None:
+            token = self._odd(as_key=as_key)
+            if token is not None:
+                return token
+            match = _TOKEN.match(self.text, self.offset)
+        self.offset = match.end()
+        kind = match.lastgroup
+        if kind == "string":
+            start = match.start("string")
+            value = self.text[start + 1 : self.offset - 1]
+            return Token(STRING, value, start, self.offset)
+        if kind == "punctuation":
+            return Token(PUNCTUATION, self.text[self.offset - 1], self.offset - 1, self.offset)
+        if kind == "word":
+            return Token(WORD, _CONSTANTS[match["word"]], match.start("word"), self.offset)
+        if kind == "end":
+            return Token(END, None, self.offset, self.offset)
+        return self._number(match["number"], match.start("number"), match["fraction"], match["exponent"])
+
+    def report(self, diagnostic: Diagnostic) -> None:
+        """Report, and give the file up when there is no end to it."""
+        self.problems.append(diagnostic)
+        if len(self.problems) >= MAX_PROBLEMS:
+            message = f"more than {MAX_PROBLEMS} mistakes: the rest was not read"
+            raise Fatal(self.source.problem("J004", message, self.offset))
+
+    def once(self, diagnostic: Diagnostic) -> None:
+        """Report only the first of its code: twenty trailing commas are one habit, not twenty mistakes."""
+        if diagnostic.code not in self._said:
+            self._said.add(diagnostic.code)
+            self.report(diagnostic)
+
+    def _number(self, literal: str, start: int, fraction: str | None, exponent: str | None) -> Token:
+        value, reason = read_number(literal, is_integer=fraction is None and exponent is None)
+        if reason is not None:
+            message, advice = reason
+            self.report(self.source.problem("J011", message, start, advice=advice))
+        return Token(NUMBER, value, start, start + len(literal), reason is None)
+
+    def _odd(self, *, as_key: bool) -> Token | None:
+        """What is not a JSON token: None when it was skipped, a token when it can be read as one."""
+        text = self.text
+        space = _SPACE.match(text, self.offset)
+        start = space.end() if space else self.offset
+        character = text[start]
+        if odd := _ODD_SPACE.match(text, start):
+            self.once(
+                self.source.problem(
+                    "J004",
+                    f"U+{ord(character):04X} is not white space in JSON",
+                    start,
+                    advice="write an ordinary space",
+                )
+            )
+            self.offset = odd.end()
+            return None
+        if comment := _COMMENT.match(text, start):
+            self.once(
+                self.source.problem(
+                    "J014",
+                    "JSON has no comments",
+                    start,
+                    advice="remove it, or keep the file as YAML (.yaml), where `# …` is a comment",
+                )
+            )
+            self.offset = comment.end()
+            return None
+        if text.startswith("/*", start):
+            raise Fatal(self.source.problem("J014", "this comment is never closed, and JSON has no comments", start))
+        if character == '"':
+            return self._string(start)
+        if character in _QUOTES:
+            return self._odd_quotes(start)
+        return self._bare(start, as_key=as_key)
+
+    def _string(self, start: int) -> Token:
+        try:
+            value, end = scanstring(self.text, start + 1, True)
+        except JSONDecodeError as error:
+            raise Fatal(self._bad_string(start, error)) from None
+        self.offset = end
+        if _SURROGATE.search(value):
+            self.report(
+                self.source.problem(
+                    "J006",
+                    f'"{shown(self.text[start + 1 : end - 1])}" holds half of a surrogate pair, which is no character',
+                    start,
+                    advice="write the character itself: the file is UTF-8",
+                )
+            )
+            return Token(STRING, _SURROGATE.sub("\ufffd", value), start, end, valid=False)
+        return Token(STRING, value, start, end)
+
+    def _bad_string(self, start: int, error: JSONDecodeError) -> Diagnostic:
+        at = error.pos
+        if "escape" in error.msg:
+            at = self.text.rfind("\\", start, at + 1)
+            escape = self.text[at : at + (6 if self.text[at + 1 : at + 2] == "u" else 2)]
+            return self.source.problem(
+                "J006",
+                f"{shown(escape)} is not an escape that JSON knows",
+                at,
+                advice=r"write \\ for a backslash; JSON knows \" \\ \/ \b \f \n \r \t and \uXXXX",
+            )
+        line_end = re.compile(r"[\r\n]|\Z").search(self.text, start)
+        beyond = line_end.start() if line_end else len(self.text)
+        if "control character" in error.msg and at < beyond:
+            name = "a tab" if self.text[at] == "\t" else f"the control character U+{ord(self.text[at]):04X}"
+            write = r"\t" if self.text[at] == "\t" else f"\\u{ord(self.text[at]):04x}"
+            return self.source.problem("J005", f"a string cannot hold {name} as it is", at, advice=f"write {write}")
+        return self.source.problem(
+            "J005",
+            f"this string is never closed on its line: {shown(self.text[start:beyond])}",
+            start,
+            advice='close it with "',
+        )
+
+    def _odd_quotes(self, start: int) -> Token:
+        quote = self.text[start]
+        close = _QUOTES[quote]
+        end = start + 1
+        while end < len(self.text) and self.text[end] not in (close, "\n", "\r"):
+            end += 2 if self.text[end] == "\\" else 1
+        if end >= len(self.text) or self.text[end] != close:
+            raise Fatal(self.source.problem("J005", "this string is never closed on its line", start, advice='use "…"'))
+        value = self.text[start + 1 : end]
+        self.once(
+            self.source.problem(
+                "J015",
+                f"strings stand in double quotes, not in {quote}…{close}",
+                start,
+                advice=f'write "{shown(value)}"',
+            )
+        )
+        self.offset = end + 1
+        return Token(STRING, value, start, end + 1)
+
+    def _bare(self, start: int, *, as_key: bool) -> Token:
+        bare = _BARE.match(self.text, start)
+        if bare is None or not re.match(r"[\w.+\-$]", bare[0]):
+            advice = {"=": "write : between a key and its value", ";": "write , between two entries"}.get(
+                self.text[start]
+            )
+            raise Fatal(
+                self.source.problem(
+                    "J004", f"unexpected {shown(self.text[start])!r}", start, advice=advice or _expected(as_key)
+                )
+            )
+        word = bare[0].rstrip(";")
+        end = start + len(word)
+        self.offset = bare.end()
+        if as_key:
+            self.once(
+                self.source.problem(
+                    "J016", f"the key {shown(word)} is not in quotes", start, advice=f'write "{shown(word)}"'
+                )
+            )
+            return Token(STRING, word, start, end)
+        if word.lower() in ("true", "false", "none", "null"):
+            right = "null" if word.lower() in ("none", "null") else word.lower()
+            self.once(self.source.problem("J016", f"{word} is written {right} in JSON", start, advice=f"write {right}"))
+            return Token(WORD, _CONSTANTS[right], start, end)
+        if word.lstrip("+-").lower() in _NOT_A_NUMBER:
+            self.report(
+                self.source.problem(
+                    "J010", f"{word} is not a number that can be used here", start, advice="write a finite number"
+                )
+            )
+            return Token(NUMBER, 0, start, end, valid=False)
+        if _NUMBER_LIKE.match(word):
+            return self._bad_number(word, start, end)
+        self.report(
+            self.source.problem(
+                "J016", f"{shown(word)} is not a value", start, advice=f'text stands in quotes: "{shown(word)}"'
+            )
+        )
+        return Token(STRING, word, start, end, valid=False)
+
+    def _bad_number(self, word: str, start: int, end: int) -> Token:
+        value: int | float = 0
+        advice = "write digits, with a point or an exponent if needed: 8, 0.1, 3e-4"
+        if _PYTHON_NUMBER.fullmatch(word) and len(word) < MAX_DIGITS:
+            plain = word.replace("_", "")
+            value = float(plain) if re.search(r"[.eE]", plain) else int(plain)
+            if isinstance(value, float) and not math.isfinite(value):
+                value = sys.float_info.max
+            advice = f"write {value!r}"
+        self.report(
+            self.source.problem("J012", f"{shown(word)} is not how a number is written in JSON", start, advice=advice)
+        )
+        return Token(NUMBER, value, start, end, valid=False)
+
+
+def _expected(as_key: bool) -> str:
+    return (
+        "expected a key in double quotes"
+        if as_key
+        else "expected a value: a string, a number, true, false, null, { or ["
+    )
