@@ -76,8 +76,8 @@ def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes
     from transformers import AutoModelForCausalLM
 
     from parcompile.pipeline import compile_file
-    from parcompile.runtime import engine as module
     from parcompile.runtime import initialize, load_pretrained, reduce_loss, split_batch
+    from parcompile.runtime.engine import initialization as module
 
     file = Path(folder) / f"spec-{os.getpid()}.json"
     file.write_text(json.dumps(spec(parallelism)), encoding="utf-8")
@@ -90,7 +90,7 @@ def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes
             setattr(module.SelfCheck, name, timed(getattr(module.SelfCheck, name), notes, "self-check"))
         module.inject = timed(module.inject, notes, "injection")
     else:
-        from parcompile.runtime import model as loading
+        from parcompile.runtime.model import building as loading
 
         loading.inject = timed(loading.inject, notes, "injection")
         model = load_pretrained(folder, plan)

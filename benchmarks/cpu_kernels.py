@@ -18,12 +18,12 @@ import torch
 from meters import quartiles
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.cpu_products import kept_memory
-from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
-from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels import Kernel, has_bf16_products_alone
-from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band
+from parcompile.runtime.ring_attention.kernels.cpu_products import kept_memory
+from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
+from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
+from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.selection import Kernel, has_bf16_products_alone
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 
 
 class Block(NamedTuple):

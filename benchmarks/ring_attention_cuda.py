@@ -29,13 +29,13 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
-from parcompile.runtime.ring_attention.fused import CudaEfficientKernel
-from parcompile.runtime.ring_attention.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels import add_gradients, attend, select_kernel
-from parcompile.runtime.ring_attention.merge import RunningAttention
-from parcompile.runtime.ring_attention.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel
+from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.merge import RunningAttention
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.selection import add_gradients, attend, select_kernel
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.route import Masking, plan_route
-from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 

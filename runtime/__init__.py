@@ -9,15 +9,15 @@
 
 from parcompile.plan import Plan, PlanError
 
-from .batches import PlanLoader, shift_labels, split_batch
+from .data.batches import PlanLoader, shift_labels, split_batch
+from .data.packed_loader import PackedPlanLoader
 from .engine import decay_groups, initialize
+from .engine.evaluation import evaluate
 from .errors import RunError, report_errors
-from .evaluation import evaluate
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .loss import ParallelCausalLoss, reduce_loss
-from .model import build_model, load_pretrained
-from .packed_loader import PackedPlanLoader
+from .model.building import build_model, load_pretrained
 from .preflight.live import live_check
 
 __all__ = [

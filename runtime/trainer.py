@@ -19,13 +19,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
 
-from .batches import PlanLoader
 from .checkpoint import load, save
+from .data.batches import PlanLoader
 from .engine import prepare, seed_ranks, take_over
+from .engine.evaluation import evaluate
 from .errors import RunError
-from .evaluation import evaluate
 from .groups import Mesh, join
-from .mpu import Mpu
+from .groups.mpu import Mpu
 
 __all__ = ["PlanTrainer", "training_arguments"]
 

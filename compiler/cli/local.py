@@ -27,7 +27,7 @@ def command(context: click.Context, plan: Path, timeout: float) -> None:
         # Only here: the compiler itself works without torch.
         from parcompile.runtime import RunError
         from parcompile.runtime.local import RankError
-        from parcompile.runtime.slices import view
+        from parcompile.runtime.local.comparison import view
     except ImportError as error:
         raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
     try:

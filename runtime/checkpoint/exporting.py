@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.lora import matrix_of, merged, saved_name
+from parcompile.runtime.model.lora import matrix_of, merged, saved_name
 from parcompile.spec import Precision
 
 from .manifest import read_note

@@ -18,7 +18,7 @@ from torch import Tensor
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.lora import matrix_layout, matrix_of, plain_name
+from parcompile.runtime.model.lora import matrix_layout, matrix_of, plain_name
 from parcompile.runtime.tensor_parallel import merge_ranges
 
 from .manifest import Note

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parcompile.plan.resume import ADAPTABLE, file_layout
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.lora import describe_adapters
+from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
 from .manifest import LATEST, NOTE, Note, damages, digest_of, locate, read_note, write_atomically

@@ -21,11 +21,11 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.resume import file_layout
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
 
 from .manifest import LATEST, NOTE, Note, digest_of, read_note, write_atomically
-from .pretrained import PretrainedFolder
 from .reading import MASTER, SavedRun
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -97,7 +97,7 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     Raises:
         RunError: the folder does not hold the plan's model, or as for `convert`.
     """
-    from parcompile.runtime.model import persistent_buffers
+    from parcompile.runtime.model.building import persistent_buffers
 
     source, buffers = PretrainedFolder(folder), persistent_buffers(plan)
     source.check(plan, buffers)

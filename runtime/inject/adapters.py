@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
+from parcompile.runtime.model.lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
+from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,7 +27,6 @@ from parcompile.runtime.tensor_parallel import (
 
 from .regions import BLOCK_TAKES_INPUT, Region, sum_gradient
 from .shared_rows import mark, sum_repeated_gradient
-from .slices import Slice, Slices
 
 
 @dataclass(frozen=True, slots=True)

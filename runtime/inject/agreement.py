@@ -7,8 +7,7 @@ import re
 from torch import nn
 
 from parcompile.runtime.errors import RunError
-
-from .slices import Slices
+from parcompile.runtime.model.slices import Slices
 
 EXPERTS = "moe_tp_experts"
 """The entry of a module whose experts are cut, each of them, over all tp ranks."""

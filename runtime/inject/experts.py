@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 
 from .regions import Region
-from .slices import Slices
 
 
 def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> None:

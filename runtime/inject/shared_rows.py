@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.slices import Slice
 from parcompile.runtime.tensor_parallel import mark_shard
-
-from .slices import Slice
 
 _ROWS = "parcompile_repeated_rows"
 

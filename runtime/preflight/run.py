@@ -12,7 +12,7 @@ import torch
 
 import parcompile
 from parcompile.plan import Plan
-from parcompile.runtime import groups as joined
+from parcompile.runtime import errors
 from parcompile.runtime.errors import RunError
 
 from .compare import (
@@ -119,7 +119,7 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
 
 
 def _failure(error: Exception) -> str:
-    ours = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, parcompile.__file__, joined.__file__))
+    ours = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, parcompile.__file__, errors.__file__))
     frames = traceback.extract_tb(error.__traceback__)
     where = next((one for one in reversed(frames) if not one.filename.startswith(ours)), frames[-1])
     reason = str(error).strip().partition("\n")[0]

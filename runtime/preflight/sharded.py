@@ -14,8 +14,8 @@ from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, sum_partial_gradients
-from parcompile.runtime.inject.own import recompute_layers
-from parcompile.runtime.model import DTYPES, instantiate
+from parcompile.runtime.inject.user_module import recompute_layers
+from parcompile.runtime.model.building import DTYPES, instantiate
 from parcompile.runtime.ring_attention import keep_attention
 
 from .stand_in import META, Following

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
-from parcompile.runtime import groups as joined
-from parcompile.runtime import transport
-from parcompile.runtime.environment import forbid_jit_builds
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.groups import Mesh, create_group
+from parcompile.runtime.groups.environment import forbid_jit_builds
+from parcompile.runtime.transport import dispatch
 
 from .counting import Counting
 
@@ -55,13 +54,13 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
             set_accelerator(_accelerator())
             dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
-                transport.EXCHANGING.add(META.type)
-            groups = {name: joined.create_group(plan, name, rank, others=False) for name in plan.groups.names}
+                dispatch.EXCHANGING.add(META.type)
+            groups = {name: create_group(plan, name, rank, others=False) for name in plan.groups.names}
             yield Mesh(plan, rank, META, groups)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        transport.EXCHANGING.discard(META.type)
+        dispatch.EXCHANGING.discard(META.type)
         _forget_deepspeed()
         set_accelerator(before)
         os.environ.clear()

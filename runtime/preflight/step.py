@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.stages import Stage
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.mpu import Mpu
+from parcompile.runtime.groups.mpu import Mpu
 
 from .counting import Counts, Tally
 from .sharded import StageModel
@@ -163,7 +163,7 @@ def _batch(mesh: Mesh) -> dict[str, Tensor]:
 
 def _received(mesh: Mesh) -> Tensor:
     """Hidden states as the stage before sends them."""
-    from parcompile.runtime.model import DTYPES
+    from parcompile.runtime.model.building import DTYPES
 
     spec = mesh.plan.spec
     length = spec.training.sequence_length // mesh.size("cp")

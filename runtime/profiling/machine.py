@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parcompile.machines.accelerator import MIB, Accelerator, Link, Measured, find_accelerator
 from parcompile.machines.preset import preset_tree
-from parcompile.runtime.environment import Environment, backend_of, device_of
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups.environment import Environment, backend_of, device_of
 
 from .compute import Rate, compute_rates
 from .links import NETWORK, NODE, LinkRate, link_rates

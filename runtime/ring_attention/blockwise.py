@@ -20,18 +20,18 @@ from parcompile.layout.sequence import CpLayout
 
 from .all_gather import gathered, gathered_backward
 from .documents import Documents, documents_of_rows
-from .gathering import Gathering, plan_gathering
-from .gradients import Gradients, Queries
+from .gather_schedule import Gathering, plan_gathering
 from .inputs import autocast, check_inputs, check_terms
-from .kernels import attend, select_kernel
-from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .kernels.gradients import Gradients, Queries
+from .kernels.merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .kernels.selection import attend, select_kernel
+from .kernels.terms import Terms
+from .kernels.tiles import Tile
 from .passes import Job, Pass, head_groups
 from .recompute import attention_once
 from .ring import around, ring_backward
 from .route import Masking, Step, effective_layout, plan_route
 from .sequence import local_positions
-from .terms import Terms
-from .tiles import Tile
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

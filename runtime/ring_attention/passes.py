@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parcompile.layout.context_parallel import heads_per_pass
 
-from .gathering import Gathering
-from .kernels import Kernel
-from .merge import accumulation_dtype
+from .gather_schedule import Gathering
+from .kernels.merge import accumulation_dtype
+from .kernels.selection import Kernel
+from .kernels.terms import Terms
 from .route import Step
-from .terms import Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Exchange, Pair, Stream, post_exchange
-from .gathering import Gathering
-from .gradients import Gradients, Queries
-from .kernels import add_gradients
+from .gather_schedule import Gathering
+from .kernels.gradients import Gradients, Queries
+from .kernels.selection import add_gradients
 from .passes import Job, Pass, keep, zeroed_sum_for
 from .route import Step
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from parcompile.layout.context_parallel import ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
 
-from .tiles import CAUSAL, FULL, STRICT, Band, Tile
+from .kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
 
 _BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
 

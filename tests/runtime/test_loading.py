@@ -15,8 +15,8 @@ from training_runs import whole_parameters
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
-from parcompile.runtime.checkpoint.pretrained import PretrainedFolder
 from parcompile.runtime.checkpoint.writing import import_pretrained
+from parcompile.runtime.model.pretrained import PretrainedFolder
 
 FAMILIES = (
     *("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2"),
@@ -34,14 +34,15 @@ def load(rank: int, plans: list[Plan], folder: str) -> list[dict[str, Any]]:
     """The loaded parameters, and loss and gradients of one batch."""
     from dataclasses import replace
 
-    from parcompile.runtime import join, model, reduce_loss, split_batch
+    from parcompile.runtime import join, reduce_loss, split_batch
+    from parcompile.runtime.model import building
 
     mesh = join(plans[0])
     found = []
     for plan in plans:
         here = replace(mesh, plan=plan)
-        model.join = lambda _, here=here: here  # one world for all plans
-        loaded = model.load_pretrained(Path(folder) / plan.spec.name, plan)
+        building.join = lambda _, here=here: here  # one world for all plans
+        loaded = building.load_pretrained(Path(folder) / plan.spec.name, plan)
         # As drawn_model: Phi-MoE draws its experts at random in training.
         loaded.train(plan.spec.model.shape.model_type != "phimoe")
         loss = loaded(**split_batch(batch_of(plan), here)).loss

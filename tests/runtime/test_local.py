@@ -21,7 +21,7 @@ from training_runs import make_plan
 from parcompile.cli.main import cli
 from parcompile.runtime import RunError
 from parcompile.runtime.local import LocalWorld, RankError, run_local
-from parcompile.runtime.slices import Step, View, slice_table, view
+from parcompile.runtime.local.comparison import Step, View, slice_table, view
 
 pytestmark = pytest.mark.ranks
 

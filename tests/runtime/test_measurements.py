@@ -19,7 +19,7 @@ from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
-from parcompile.runtime.measurements import FIRST_WRITE, put_row
+from parcompile.runtime.profiling.recorder import FIRST_WRITE, put_row
 
 RUNS = 5
 TRAINING = {"global_batch_size": 4, "micro_batch_size": 1}

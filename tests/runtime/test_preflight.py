@@ -123,7 +123,7 @@ def test_a_slice_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forgotten_kv_replica_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from parcompile.runtime.inject.slices import Slices
+    from parcompile.runtime.model.slices import Slices
 
     right = Slices.of
     monkeypatch.setattr(Slices, "of", lambda self, name: replace(right(self, name), replica_group=None))

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.plan import Plan, PlanError
-from parcompile.runtime.environment import Environment, forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store
+from parcompile.runtime.groups.environment import Environment, forbid_jit_builds
 
 from .report import LiveReport
 from .room import Room

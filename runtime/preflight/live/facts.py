@@ -16,8 +16,8 @@ import torch
 from parcompile import __version__
 from parcompile.backends.environment import variables
 from parcompile.plan import Plan
-from parcompile.runtime.environment import Environment, device_of
-from parcompile.runtime.model import DTYPES
+from parcompile.runtime.groups.environment import Environment, device_of
+from parcompile.runtime.model.building import DTYPES
 from parcompile.spec import Precision
 
 from .disk import disk_of, free_bytes

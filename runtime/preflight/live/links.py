@@ -17,7 +17,7 @@ from parcompile.cost.rates import time_values
 from parcompile.cost.workload import workload_of
 from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
-from parcompile.runtime.model import DTYPES
+from parcompile.runtime.model.building import DTYPES
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import matmul_rates
 from parcompile.runtime.profiling.links import (

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from parcompile.plan import Plan
 from parcompile.runtime.engine import initialize
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.measurements import peak_bytes
-from parcompile.runtime.model import random_model
+from parcompile.runtime.model.building import random_model
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import synchronize
+from parcompile.runtime.profiling.recorder import peak_bytes
 from parcompile.spec import Precision
 
 from .agreement import Arrived

@@ -12,15 +12,22 @@ from attention_cases import Case, errors, reference, relative_error
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.ring_attention import attention, kernels, ring_attention
-from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
-from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels import Kernel, _announce, add_gradients, attend, select_kernel
-from parcompile.runtime.ring_attention.merge import RunningAttention, unseen_rows_to_infinity
-from parcompile.runtime.ring_attention.plain import PlainKernel
-from parcompile.runtime.ring_attention.terms import Terms
-from parcompile.runtime.ring_attention.tiles import CAUSAL, Tile
+from parcompile.runtime.ring_attention import attention, ring_attention
+from parcompile.runtime.ring_attention.kernels import selection
+from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
+from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
+from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.selection import (
+    Kernel,
+    _announce,
+    add_gradients,
+    attend,
+    select_kernel,
+)
+from parcompile.runtime.ring_attention.kernels.terms import Terms
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Tile
 
 KERNELS: dict[str, Kernel] = {
     "cpu-flash": CpuFlashKernel(),
@@ -67,7 +74,7 @@ def _full(queries: slice, keys: slice) -> Tile:
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("length", [2, 3, 130, 1200])
 def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "BACKWARD_KEY_NUMBERS", 100 * 16)  # keys are cut where rows are
+    monkeypatch.setattr(selection, "BACKWARD_KEY_NUMBERS", 100 * 16)  # keys are cut where rows are
     half = length // 2
     # As in a zigzag ring: the second half sees the first in another step than itself.
     tiles = [
@@ -195,7 +202,7 @@ def test_plain_kernel_computes_in_high_precision(dtype: torch.dtype) -> None:
 def test_the_kernel_of_cpus_is_the_faster_one(
     products: bool, threads: int, bf16: tuple[str, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "has_bf16_products_alone", lambda: products)
+    monkeypatch.setattr(selection, "has_bf16_products_alone", lambda: products)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, _, value, _ = _inputs(10)
     for dtype, wanted in ((torch.float64, ("cpu-flash", None)), (torch.bfloat16, bf16)):
@@ -213,7 +220,7 @@ def test_a_matrix_unit_is_for_the_fused_kernel(
 ) -> None:
     for name, here in zip(("avx512_bf16", "amx_tile"), supported, strict=True):
         monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda here=here: here, raising=False)
-    assert kernels.has_bf16_products_alone.__wrapped__() is wanted
+    assert selection.has_bf16_products_alone.__wrapped__() is wanted
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from parcompile.layout.sequence import CpLayout, Mask, ring_schedule
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
 from parcompile.runtime.ring_attention.documents import documents_of_rows
-from parcompile.runtime.ring_attention.gathering import plan_gathering
+from parcompile.runtime.ring_attention.gather_schedule import plan_gathering
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
 from parcompile.runtime.ring_attention.route import Masking, Step, plan_route
-from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, STRICT, Band, Tile
 
 LAYOUTS = list(CpLayout)
 

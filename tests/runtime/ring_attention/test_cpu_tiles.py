@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention import cpu_products, cpu_tiles
-from parcompile.runtime.ring_attention.cpu_tiles import CpuTileKernel
-from parcompile.runtime.ring_attention.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels import Kernel
-from parcompile.runtime.ring_attention.plain import PlainKernel
-from parcompile.runtime.ring_attention.tiles import CAUSAL, FULL, Band, Tile
+from parcompile.runtime.ring_attention.kernels import cpu_products, cpu_tiles
+from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
+from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
+from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.selection import Kernel
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band, Tile
 
 
 def _everything(

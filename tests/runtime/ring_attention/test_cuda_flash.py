@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention import cuda_flash, kernels
-from parcompile.runtime.ring_attention.cuda_flash import (
+from parcompile.runtime.ring_attention.kernels import cuda_flash, selection
+from parcompile.runtime.ring_attention.kernels.cuda_flash import (
     CudaFlashKernel,
     FlashAttnKernel,
     installed_flash_attn,
 )
-from parcompile.runtime.ring_attention.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels import Kernel, select_kernel
-from parcompile.runtime.ring_attention.plain import PlainKernel
-from parcompile.runtime.ring_attention.tiles import CAUSAL, Band, Tile
+from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.selection import Kernel, select_kernel
+from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Band, Tile
 
 
 def _weights(
@@ -190,7 +190,7 @@ def test_flash_attn_is_taken_where_it_is_installed_and_known(monkeypatch: pytest
         (PACKAGE, None, "flash_attn"),
         (PACKAGE, 30.0, "flash_attn"),
     ):
-        monkeypatch.setattr(kernels, "installed_flash_attn", lambda functions=functions: functions)
+        monkeypatch.setattr(selection, "installed_flash_attn", lambda functions=functions: functions)
         assert select_kernel(query, query, banded=True, softcap=softcap).name == name  # type: ignore[arg-type]
     query.dtype = torch.float32
     assert select_kernel(query, query).name == "cuda-efficient"  # type: ignore[arg-type]

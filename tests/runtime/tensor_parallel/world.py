@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from parcompile.runtime import transport
 from parcompile.runtime.local import LocalWorld, RankError
+from parcompile.runtime.transport import dispatch
 
 
 class World:
@@ -43,12 +43,12 @@ def _without_rank(_: int, check, args):
 
 def each_transport() -> Iterator[str]:
     """Once as small tensors travel and once as large ones do, whatever the size of the tensors."""
-    usual = transport.EXCHANGE_BYTES, transport.SWAP_BYTES
+    usual = dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES
     try:
-        for name, transport.EXCHANGE_BYTES, transport.SWAP_BYTES in (("small", 2**62, 2**62), ("large", 0, 0)):
+        for name, dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES in (("small", 2**62, 2**62), ("large", 0, 0)):
             yield name
     finally:
-        transport.EXCHANGE_BYTES, transport.SWAP_BYTES = usual
+        dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

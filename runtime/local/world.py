@@ -10,7 +10,7 @@ For teaching, debugging and tests: real ranks and real collectives, without a la
     if __name__ == "__main__":
         print(run_local(4, add_up))  # [6.0, 6.0, 6.0, 6.0]
 
-`parcompile local PLAN` runs a whole plan this way: see `slices`.
+`parcompile local PLAN` runs a whole plan this way: see `comparison`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from .errors import LOST_PEER
+from parcompile.runtime.errors import LOST_PEER
 
 __all__ = ["MAX_RANKS", "LocalWorld", "RankError", "run_local"]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from parcompile.layout.groups import KV_REPLICA
 from parcompile.plan import Plan
+from parcompile.runtime.errors import RunError
 
 from .environment import Environment, backend_of, device_of, forbid_jit_builds
-from .errors import RunError
 from .handshake import agree, statement
 
 if TYPE_CHECKING:

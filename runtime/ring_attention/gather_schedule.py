@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from parcompile.layout.sequence import CpLayout, chunk_ids
 
+from .kernels.tiles import FULL, Tile
 from .route import Hop, Masking, check_route, dealt_alone, effective_layout, needed_steps, source_tiles
-from .tiles import FULL, Tile
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batches_of_tokens
+
 from .batches import Batch, PlanLoader
-from .groups import Mesh
-from .ring_attention import PackedCollator, PackingCosts, batches_of_tokens
 
 
 class PackedPlanLoader(PlanLoader):

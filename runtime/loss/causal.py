@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Mesh
-from .tensor_parallel import vocab_parallel_cross_entropy
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
 
 IGNORED = -100
 """The label of a token that is not predicted."""

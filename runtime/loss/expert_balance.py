@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.loss import ParallelCausalLoss
+
+from .causal import ParallelCausalLoss
 
 
 class BalancedLoss:

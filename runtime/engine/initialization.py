@@ -12,19 +12,18 @@ from torch import nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
-
-from .batches import PlanLoader
-from .errors import RunError
-from .groups import Mesh, join
-from .inject import inject
-from .inject.own import adopt, recompute_layers
-from .inject.selfcheck import SMALL_NUMEL, SelfCheck
-from .inject.shared_rows import count_once
-from .lora import without_peft
-from .measurements import FILE, Recorder
-from .model import build_model
-from .mpu import Mpu
-from .ring_attention import keep_attention
+from parcompile.runtime.data.batches import PlanLoader
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh, join
+from parcompile.runtime.groups.mpu import Mpu
+from parcompile.runtime.inject import inject
+from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
+from parcompile.runtime.inject.shared_rows import count_once
+from parcompile.runtime.inject.user_module import adopt, recompute_layers
+from parcompile.runtime.model.building import build_model
+from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.profiling.recorder import FILE, Recorder
+from parcompile.runtime.ring_attention import keep_attention
 
 
 def initialize(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batches import Batch, split_batch, stack
-from .inject.balancing import BalancedLoss
-from .loss import IGNORED
+from parcompile.runtime.data.batches import Batch, split_batch, stack
+from parcompile.runtime.loss import IGNORED
+from parcompile.runtime.loss.expert_balance import BalancedLoss
 
 
 def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None) -> float:

@@ -21,15 +21,15 @@ from parcompile.model.user_module import LAYER, OwnModule
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
+from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.ring_attention import keep_attention
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from .attention import RING, RingPlace, take_documents
 from .heads import localise_heads
-from .own_attention import run_around_ring
 from .regions import Region
 from .shared_rows import mark
-from .slices import Slice, Slices
+from .user_attention import run_around_ring
 
 _CALL = "parcompile_call"
 

@@ -23,12 +23,12 @@ from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.building import build_model
+from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
 
-from .errors import RunError
-from .local import MAX_RANKS, run_local
-from .model import build_model
-from .tensor_parallel import take_ranges
+from .world import MAX_RANKS, run_local
 
 __all__ = ["Step", "View", "slice_table", "view"]
 
@@ -142,8 +142,8 @@ def slice_table(plan: Plan) -> str:
 def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- run_local's signature
     from deepspeed.utils import logger
 
-    from .engine import initialize
-    from .loss import reduce_loss
+    from parcompile.runtime.engine import initialize
+    from parcompile.runtime.loss import reduce_loss
 
     logger.setLevel("ERROR")
     # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.

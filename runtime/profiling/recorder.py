@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.cost.measurements import PLAIN_COLUMNS, plain_row
-
-from .groups import Mesh
+from parcompile.runtime.groups import Mesh
 
 FILE = "measurements.csv"
 WARM_UP = 3

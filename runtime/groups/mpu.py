@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from .groups import Mesh
+from .joining import Mesh
 
 
 class Mpu:

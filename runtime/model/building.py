@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh, join
+from parcompile.runtime.inject import Slice, Slices, inject, sum_partial_gradients
+from parcompile.runtime.inject.adapters import add_adapter
 from parcompile.spec import Precision
 
-from .checkpoint.pretrained import PretrainedFolder
-from .errors import RunError
-from .groups import Mesh, join
-from .inject import Slice, Slices, inject, sum_partial_gradients
-from .inject.adapters import add_adapter
 from .lora import plain_name
+from .pretrained import PretrainedFolder
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 """What a plan's precision is called in torch."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .errors import RunError
+from parcompile.runtime.errors import RunError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

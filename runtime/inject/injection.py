@@ -12,21 +12,21 @@ from torch import nn
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.loss import ParallelCausalLoss
+from parcompile.runtime.loss.expert_balance import BalancedLoss
+from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
+from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_ranges
 
 from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
-from .balancing import BalancedLoss
 from .experts import cut_experts
 from .heads import localise_heads
 from .norms import SpreadRMSNorm
-from .own import adopt, inject_own
 from .regions import Region, sum_gradient
 from .shared_rows import mark, sum_repeated_gradient
-from .slices import Slice, Slices
+from .user_module import adopt, inject_own
 from .vocabulary import cut_vocabulary
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .groups import Mesh
-from .inject.attention import DOCUMENTS, FIRST_SAMPLE
-from .loss import IGNORED
-from .ring_attention import document_borders, local_positions, split_sequence
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.attention import DOCUMENTS, FIRST_SAMPLE
+from parcompile.runtime.loss import IGNORED
+from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
 
 Batch = dict[str, Any]
 

@@ -1,0 +1,5 @@
+"""A DeepSpeed engine that trains as a plan says."""
+
+from .initialization import decay_groups, initialize, prepare, seed_ranks, take_over
+
+__all__ = ["decay_groups", "initialize", "prepare", "seed_ranks", "take_over"]
