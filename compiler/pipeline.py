@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import schema
+from .backends.deepspeed.facts import refusal
 from .backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON, SPEC, kind_of
 from .backends.megatron.file import from_shell, from_tree, is_shell_arguments
 from .diagnostics import Diagnostic, has_errors, in_file_order
@@ -114,7 +115,6 @@ def _in_spec(document: Document, folder: Path, targets: Collection[str]) -> tupl
 
 def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
     """What DeepSpeed's own schema finds wrong in a spec's further DeepSpeed keys, with paths from the spec's root."""
-    from .rules.d_deepspeed import refused
     from .rules.f_deepspeed import autos
 
     prefix = (_FURTHER,)
@@ -132,7 +132,7 @@ def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[Diagnos
     unfilled = set(autos(part.tree))
 
     def counts(path: DiagnosticPath) -> bool:
-        return bool(path) and path not in unfilled and not refused(path)
+        return bool(path) and path not in unfilled and refusal(path) is None
 
     found = [_under(prefix, one) for one in validation.diagnostics if counts(one.path)]
     return found, frozenset((*prefix, *path) for path in validation.invalid_paths if counts(path))

@@ -192,15 +192,16 @@ def _schedule(flat: dict[str, Any], result: Imported) -> None:
 
 def _rest(flat: dict[str, Any], result: Imported, tree: Mapping[str, Any], *, deepspeed: bool) -> None:
     """What is left is lost, unless it is a further DeepSpeed key that the plan takes."""
-    from parcompile.rules.d_deepspeed import refused
     from parcompile.schema import load
+
+    from .deepspeed.facts import refusal
 
     known = load("ds_config")["properties"] if deepspeed else {}
     for name, value in flat.items():
         path = tuple(name.split("."))
         if value == "auto":
             result.lost[name] = '"auto" has no value'
-        elif path[0] in known and _get(tree, path) is not None and not refused(path):
+        elif path[0] in known and _get(tree, path) is not None and refusal(path) is None:
             _set(result.spec, ("deepspeed", *path), value)
             result.carried[name] = f"deepspeed.{name}"
         elif path[0] in known:

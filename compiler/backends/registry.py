@@ -17,7 +17,8 @@ from parcompile.plan.process_groups import process_groups
 from parcompile.spec import Origin
 
 from .accelerate import write as accelerate
-from .deepspeed.write import DEEPSPEED_VERSION, ds_config
+from .deepspeed import facts as deepspeed
+from .deepspeed.write import ds_config
 from .json_text import to_text
 from .launch import kubernetes, scripts
 from .losses import Loss
@@ -47,7 +48,7 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target("deepspeed", _deepspeed, backend="deepspeed", version=DEEPSPEED_VERSION),
+        Target("deepspeed", _deepspeed, backend="deepspeed", version=deepspeed.VERSION),
         Target("torchrun", scripts.torchrun_script),
         Target("slurm", scripts.slurm_script),
         Target("kubernetes", kubernetes.files),

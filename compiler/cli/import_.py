@@ -3,73 +3,169 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from parcompile.backends.conversion import Imported, import_tree
+from parcompile.backends import conversion
+from parcompile.backends.importers import IMPORTERS
+from parcompile.backends.kinds import SPEC
+from parcompile.backends.reading import Outcome, SpecPath
+from parcompile.importing import ImportConflictError, Imported, import_tree
 from parcompile.pipeline import recognised
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
 
+_OPTIONS: dict[SpecPath, str] = {
+    ("model",): "--model",
+    ("model", "vocab_size"): "--vocab-size",
+    ("cluster", "nodes"): "--nodes",
+    ("cluster", "gpus_per_node"): "--gpus-per-node",
+    ("cluster", "accelerator"): "--accelerator",
+    ("training", "sequence_length"): "--sequence-length",
+    ("training", "precision"): "--precision",
+}
+"""Options that answer for a value of the spec; all others are answered with --set."""
+
 
 @click.command("import")
 @click.argument("file")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the spec to.")
-@click.option("--model", help="Preset of the model, when the file does not describe it.")
+@click.option("--model", help="A preset, or the path of a Hugging Face config.json, when FILE does not describe it.")
+@click.option("--vocab-size", type=click.IntRange(min=1), help="Rows of the embedding, when FILE does not say them.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Ranks on each machine.")
 @click.option("--accelerator", help="What a rank runs on.")
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights.")
+@click.option("--set", "settings", multiple=True, metavar="PATH=VALUE", help="Any other value of the spec, as JSON.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="Form of the account.")
 def command(
     file: str,
     output: Path | None,
     model: str | None,
+    vocab_size: int | None,
     nodes: int | None,
     gpus_per_node: int | None,
     accelerator: str | None,
     sequence_length: int | None,
+    precision: str | None,
+    settings: tuple[str, ...],
+    form: str,
 ) -> None:
-    """Turn FILE into a spec, and say for every key of it where it went or why it is lost.
+    """Turn FILE into a spec, and say what became of every option in it.
 
     FILE is a DeepSpeed configuration, Megatron-LM arguments (a shell script, YAML or JSON), or a gpt-neox YAML. What
-    such a file does not say, the options add. The spec goes to standard output, the account to standard error.
+    FILE leaves open is asked for and never guessed; the options and --set answer, as in --set training.seed=7. The spec
+    goes to standard output or to -o, the account to standard error.
     """
     try:
-        read, kind = recognised(read_file(file))
+        found, kind = recognised(read_file(file))
     except SourceError as error:
         raise click.ClickException(str(error)) from None
-    if read.document is None or not isinstance(read.document.tree, dict):
+    if kind == SPEC:
+        raise click.ClickException(f"{file} is a spec already, or no configuration of a known tool")
+    if found.document is None or not isinstance(found.document.tree, dict):
         raise click.ClickException(f"{file} is no configuration that can be read; `parcompile check {file}` says why")
-    given: dict[tuple[str, ...], Any] = {
-        ("model",): {"preset": model} if model else None,
+    folder = output.parent if output else Path()
+    given: dict[SpecPath, Any] = {
+        ("model",): _model(model, folder) if model else None,
+        ("model", "vocab_size"): vocab_size,
         ("cluster", "nodes"): nodes,
         ("cluster", "gpus_per_node"): gpus_per_node,
         ("cluster", "accelerator"): accelerator,
         ("training", "sequence_length"): sequence_length,
+        ("training", "precision"): precision,
     }
-    result = import_tree(read.document.tree, kind, {path: value for path, value in given.items() if value is not None})
+    answers = {path: value for path, value in given.items() if value is not None} | dict(map(_setting, settings))
+    if kind not in IMPORTERS:
+        _by_names(found.document.tree, kind, answers, output)
+        return
+    try:
+        result = import_tree(found.document.tree, IMPORTERS[kind], answers, folder)
+    except ImportConflictError as error:
+        raise click.ClickException(f"{file}: {error}") from None
+    _write_spec(result, output)
+    click.echo(_as_json(result) if form == "json" else _account(result, file), err=True)
+    if not result.complete:
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+def _by_names(tree: dict[str, Any], kind: str, answers: dict[SpecPath, Any], output: Path | None) -> None:
+    """Megatron-LM and gpt-neox, by a table of names."""
+    result = conversion.import_tree(tree, kind, answers)
     text = json.dumps(result.spec, indent=2, ensure_ascii=False) + "\n"
-    if output:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-    else:
+    if output is None:
         click.echo(text, nl=False)
-    click.echo(_account(result), err=True)
+    else:
+        output.write_text(text, encoding="utf-8")
+    lines = [f"carried: {len(result.carried)} of {len(result.carried) + len(result.lost)} keys"]
+    lines += [f"  {name} -> {target}" for name, target in sorted(result.carried.items())]
+    lines += [f"  {name}: {reason}" for name, reason in sorted(result.lost.items())]
+    lines += [f"missing: {'.'.join(path)}" for path in result.missing]
+    click.echo("\n".join(lines), err=True)
     if result.missing:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 
-def _account(result: Imported) -> str:
-    lines = [f"carried: {len(result.carried)} of {len(result.carried) + len(result.lost)} keys"]
-    lines += [f"  {name} -> {target}" for name, target in sorted(result.carried.items())]
-    if result.lost:
-        lines.append(f"lost: {len(result.lost)}")
-        lines += [f"  {name}: {reason}" for name, reason in sorted(result.lost.items())]
-    options = {"gpus_per_node": "--gpus-per-node", "sequence_length": "--sequence-length"}
-    lines += [f"missing: {'.'.join(path)}: add {options.get(path[-1], '--model')}" for path in result.missing]
+def _model(name: str, folder: Path) -> dict[str, str]:
+    """A preset, or a file: named from the folder of the spec."""
+    if name.endswith(".json") or Path(name).exists():
+        file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+        return {"hf_config": os.path.relpath(file, folder)}
+    return {"preset": name}
+
+
+def _setting(text: str) -> tuple[SpecPath, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")):
+        raise click.BadParameter(f"{text!r} is not PATH=VALUE, as in training.seed=7", param_hint="--set")
+    try:
+        return tuple(name.split(".")), json.loads(value)
+    except ValueError:
+        return tuple(name.split(".")), value
+
+
+def _write_spec(result: Imported, output: Path | None) -> None:
+    text = json.dumps(result.spec, indent=2, ensure_ascii=False) + "\n"
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _account(result: Imported, file: str) -> str:
+    counts = ", ".join(f"{len(result.of(one))} {one.value}" for one in Outcome)
+    lines = [f"{file} ({result.tool}, {len(result.accounts)} options): {counts}"]
+    for outcome in (Outcome.LOST, Outcome.NO_EFFECT, Outcome.OPEN, Outcome.CARRIED):
+        found = result.of(outcome)
+        if found:
+            lines += [f"{outcome.value}:", *(f"  {one.option}: {one.detail}" for one in found)]
+    for one in result.questions:
+        name = ".".join(one.path)
+        lines.append(f"missing: {name} ({one.why}): add {_OPTIONS.get(one.path, f'--set {name}=…')}")
+    lines += [
+        f"in the way: [{one.code}] {one.message}" + (f"; {one.help}" if one.help else "")
+        for one in result.diagnostics
+        if one.is_error
+    ]
     return "\n".join(lines)
+
+
+def _as_json(result: Imported) -> str:
+    tree = {
+        "tool": result.tool,
+        "complete": result.complete,
+        "options": [
+            {"name": one.option, "outcome": one.outcome.value, "detail": one.detail} for one in result.accounts
+        ],
+        "missing": [{"path": ".".join(one.path), "why": one.why} for one in result.questions],
+        "diagnostics": [{"code": one.code, "message": one.message} for one in result.diagnostics if one.is_error],
+    }
+    return json.dumps(tree, indent=2, ensure_ascii=False)

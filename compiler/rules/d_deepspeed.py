@@ -4,61 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from parcompile.backends.deepspeed.facts import DECIDED_BY, FORBIDDEN, FORBIDDEN_ZERO, refusal
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety
 from parcompile.spec.resolve import Resolution
 
 from .places import also
 from .registry import Finding, rule
 
-DECIDED_BY = {
-    "train_batch_size": "training.global_batch_size",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
-    "optimizer": "training.optimizer",
-    "gradient_clipping": "training.gradient_clipping",
-    "bf16": "training.precision",
-    "bfloat16": "training.precision",
-    "fp16": "training.precision",
-    "amp": "training.precision",
-    "torch_autocast": "training.precision",
-    "data_types": "training.gradient_accumulation_dtype",
-}
-"""DeepSpeed keys that the plan writes itself, and where the spec says so."""
-
-FORBIDDEN = {
-    "tensor_parallel": "AutoTP installs its own groups and discards the plan's",
-    "sequence_parallel_size": "without the plan's groups ZeRO shards over dp only, and sequence ranks diverge",
-    "data_parallel_size": "the plan's groups decide it",
-    "mesh_param": "without the plan's groups ZeRO shards over dp only, and sequence ranks diverge",
-    "elasticity": "elastic training was removed from DeepSpeed, and the plan's world size is fixed",
-    "elastic_checkpoint": "its checkpoints cannot be converted to another layout",
-    "pipeline": "the plan decides the stages",
-}
-"""DeepSpeed keys that break a plan, and why."""
-
-FORBIDDEN_ZERO = {
-    "stage": "zero.stage decides it",
-    "round_robin_gradients": "it writes wrong slice mappings, so that checkpoints cannot be converted",
-    "elastic_checkpoint": "its checkpoints cannot be converted to another layout",
-    "offload_param": "the plan counts the weights on the accelerator",
-    "offload_optimizer": "the plan counts the optimizer state on the accelerator",
-    "cpu_offload": "the plan counts the optimizer state on the accelerator",
-    "cpu_offload_param": "the plan counts the weights on the accelerator",
-    "zero_hpz_partition_size": "the plan's groups decide the shards",
-    "zero_quantized_gradients": "it changes the numbers of every step",
-    "mics_shard_size": "the plan's groups decide the shards",
-}
-"""Keys of zero_optimization that break a plan, and why."""
-
 _STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantized_gradients", "mics_shard_size"})
 """Those that DeepSpeed ignores below stage 3: there they only have no effect (Z003)."""
-
-
-def refused(path: Path) -> bool:
-    """Whether D003 speaks of a DeepSpeed key, whatever stands under it."""
-    if path[0] == "zero_optimization":
-        return len(path) > 1 and path[1] in FORBIDDEN_ZERO
-    return path[0] in DECIDED_BY or path[0] in FORBIDDEN
 
 
 @rule(
@@ -120,7 +74,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
             )
         elif isinstance(node, Mapping):
             for key, value in node.items():
-                if not refused((*path[1:], key)):
+                if refusal((*path[1:], key)) is None:
                     yield from search(value, (*path, key))
         elif isinstance(node, list):
             for index, value in enumerate(node):

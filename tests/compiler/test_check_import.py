@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from parcompile.backends.conversion import Imported, import_tree
-from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.kinds import DEEPSPEED, MEGATRON
 from parcompile.backends.megatron import write as megatron
 from parcompile.backends.megatron.file import from_shell
@@ -103,25 +102,6 @@ def test_megatron_arguments_come_back_as_the_same_layout(name: str, tmp_path: Pa
         assert getattr(again.spec.training, value) == getattr(plan.spec.training, value)
 
 
-def test_an_emitted_deepspeed_config_comes_back(tmp_path: Path) -> None:
-    plan, _ = compile_file(POSITIVE / "W001-tp-2-of-8.json")
-    assert plan is not None
-    tree = ds_config(plan)
-    given = {
-        ("model",): {"preset": "llama-3-8b"},
-        ("cluster", "gpus_per_node"): 8,
-        ("training", "sequence_length"): 8192,
-        ("parallelism", "tp"): 2,
-    }
-    result = import_tree(tree, DEEPSPEED, given)
-    assert accounted(result) == flat(tree)
-    file = tmp_path / "spec.json"
-    file.write_text(json.dumps(result.spec), encoding="utf-8")
-    again, checked = compile_file(file)
-    assert again is not None, [one.message for one in checked.diagnostics if one.is_error]
-    assert again.spec.training == plan.spec.training
-
-
 def test_a_neox_file_is_carried_and_what_is_lost_has_a_reason(run: Any) -> None:
     Path("neox.yml").write_text(yaml.safe_dump(NEOX), encoding="utf-8")
     code, out, err = run("import", "neox.yml", "--gpus-per-node", "8")
@@ -138,13 +118,36 @@ def test_a_neox_file_is_carried_and_what_is_lost_has_a_reason(run: Any) -> None:
     assert accounted(result) == flat(NEOX)
 
 
-def test_auto_is_lost_and_said(run: Any) -> None:
-    Path("ds.json").write_text(json.dumps({"train_batch_size": "auto", "bf16": {"enabled": True}}), encoding="utf-8")
-    options = ("--model", "llama-3-8b", "--gpus-per-node", "8", "--sequence-length", "8192", "-o", "spec.json")
+def test_auto_is_asked_for(run: Any) -> None:
+    tree = {"train_batch_size": "auto", "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    Path("ds.json").write_text(json.dumps(tree), encoding="utf-8")
+    options = ("--model", "llama-3.2-1b", "--gpus-per-node", "8", "--sequence-length", "8192", "-o", "spec.json")
     code, _, err = run("import", "ds.json", *options)
+    assert code == 1
+    assert 'missing: training.global_batch_size (train_batch_size is "auto"' in err
+    code, _, err = run("import", "ds.json", *options, "--set", "training.global_batch_size=64")
     assert code == 0
-    assert 'train_batch_size: "auto" has no value' in err
     assert check_any("spec.json").valid
+
+
+def test_a_spec_is_no_file_to_import(run: Any) -> None:
+    code, _, err = run("import", str(POSITIVE / "W001-tp-2-of-8.json"))
+    assert code == 2
+    assert "is a spec already" in err
+
+
+def test_a_model_file_is_named_from_the_folder_of_the_spec(run: Any) -> None:
+    for folder in ("models", "specs"):
+        Path(folder).mkdir()
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 1024}
+    Path("models/config.json").write_text(json.dumps(config), encoding="utf-8")
+    tree = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+    Path("ds.json").write_text(json.dumps(tree), encoding="utf-8")
+    options = ("--model", "models", "--gpus-per-node", "8", "--sequence-length", "512", "-o", "specs/spec.json")
+    assert run("import", "ds.json", *options)[0] == 0
+    spec = json.loads(Path("specs/spec.json").read_text(encoding="utf-8"))
+    assert spec["model"] == {"hf_config": "../models/config.json"}
+    assert check_any("specs/spec.json").valid
 
 
 def test_unreadable_files_are_usage_errors(run: Any) -> None:

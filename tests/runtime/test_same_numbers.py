@@ -165,8 +165,8 @@ def test_bf16_stays_within_the_spread_of_one_process_runs() -> None:
     alone = [make_plan(1, {}, training={**bf16, "micro_batch_size": size}) for size in (4, 2, 1)]
     parallel = make_plan(4, {"tp": 2, "cp": 2}, training={**bf16, "micro_batch_size": 4})
     runs = [run_ranks(plan.world_size, train_with_engine, plan, True)[0] for plan in (*alone, parallel)]
-    # Before any update there is no chaos, only rounding: a mean of many rounded losses differs by less than a quarter of
-    # bf16's spacing of 2^-8. Measured: 6e-5 and 1.7e-3 on a CPU with bf16 dot products, 3.2e-4 and 1e-3 on one without.
+    # Before any update there is no chaos, only rounding: a mean of many losses differs by less than a quarter of bf16's
+    # spacing of 2^-8. Measured: 6e-5 and 1.7e-3 on a CPU with bf16 dot products, 3.2e-4 and 1e-3 on one without.
     for name, bound in (("losses", 2**-10), ("norms", 5e-3)):
         assert all(relative(run[name][0], runs[0][name][0]) < bound for run in runs[1:])
     for name in ("losses", "norms"):

@@ -14,9 +14,6 @@ from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
 
-DEEPSPEED_VERSION = "0.19.8"
-"""Version whose configuration was read and is tested."""
-
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
 

@@ -1,0 +1,182 @@
+"""A spec's values out of a DeepSpeed configuration.
+
+DeepSpeed derives what a configuration leaves out, and so does this module, by the same rules (runtime/config.py): with
+the total batch alone there is one micro-batch in a step; without a precision the weights are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parcompile.backends.importer import Importer
+from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.schema import load
+
+from . import facts
+from .write import ds_config
+
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+_SCHEDULE: SpecPath = ("training", "lr_scheduler")
+_PRECISION: SpecPath = ("training", "precision")
+_TRAINER = "the Trainer of transformers"
+_BATCH = {
+    "train_batch_size": ("training", "global_batch_size"),
+    "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
+    "gradient_accumulation_steps": ("training", "gradient_accumulation_steps"),
+}
+
+
+def options(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration by their dotted names; what is "auto" is undecided."""
+
+    def leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and value:
+                yield from leaves(value, (*path, str(key)))
+            else:
+                yield ".".join((*path, str(key))), Undecided("auto", _TRAINER) if value == "auto" else value
+
+    return dict(leaves(tree, ()))
+
+
+def read(source: Source, draft: Draft) -> None:
+    """Everything of the configuration that a spec can say."""
+    _batch(source, draft)
+    _precision(source, draft)
+    lr = _optimizer(source, draft)
+    _schedule(source, draft, lr)
+    draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), float)
+    draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
+    _further(source, draft)
+
+
+def _batch(source: Source, draft: Draft) -> None:
+    steps = "gradient_accumulation_steps"
+    for name, path in _BATCH.items():
+        if name == steps and isinstance(source.given.get(name), Undecided):
+            source.used[name] = {path}  # it follows from the two batch sizes
+        elif source.has(name):
+            draft.carry(source, name, path)
+    if [name for name in _BATCH if source.has(name)] == ["train_batch_size"]:
+        # DeepSpeed takes the whole batch of a rank in one pass then; a spec would take one sequence in each.
+        draft.set(_BATCH["gradient_accumulation_steps"], 1, said=False)
+
+
+def _precision(source: Source, draft: Draft) -> None:
+    try:
+        on = [name for name in ("fp16", "bf16", "bfloat16") if source.value(f"{name}.enabled", _PRECISION) is True]
+    except UndecidedError as error:
+        draft.leave_open(source, error, _PRECISION)
+        for name in ("fp16", "bf16"):
+            if source.has(f"{name}.enabled"):
+                source.used.setdefault(f"{name}.enabled", set()).add(_PRECISION)
+        precision = draft.answers.get(_PRECISION)
+    else:
+        precision = "fp32" if not on else "fp16" if on[0] == "fp16" else "bf16"
+        draft.set(_PRECISION, precision, said=bool(on))
+    if precision in ("fp16", None):
+        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), float)
+    else:
+        for name in source.under("fp16"):
+            if name != "fp16.enabled":
+                source.ignore(name, "fp16 is off")
+    name, path = "data_types.grad_accum_dtype", ("training", "gradient_accumulation_dtype")
+    if source.has(name) and source.given[name] is not None:
+        draft.carry(source, name, path)
+
+
+def _optimizer(source: Source, draft: Draft) -> float | None:
+    """The optimizer; returns its learning rate, which a schedule needs."""
+    if not any(name == "optimizer" or name.startswith("optimizer.") for name in source.given):
+        draft.ask(_OPTIMIZER, "the configuration has no optimizer: the training script brings its own")
+        return None
+    try:
+        kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
+    except UndecidedError as error:
+        draft.leave_open(source, error, _OPTIMIZER)
+        return None
+    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
+        draft.ask(_OPTIMIZER, f"optimizer.type is {kind!r}: a spec has adam and adamw")
+        for name in [name for name in source.given if name.startswith("optimizer.")]:
+            source.lose(name, "a spec has the optimizers adam and adamw")
+        return None
+    adam_w_mode = source.value("optimizer.params.adam_w_mode", (*_OPTIMIZER, "type"))
+    decoupled = kind.lower() == "adamw" or adam_w_mode is not False
+    draft.set((*_OPTIMIZER, "type"), "adamw" if decoupled else "adam", said=True)
+    of_torch = source.value("optimizer.params.torch_adam", (*_OPTIMIZER, "type")) is True
+    defaults = facts.TORCH_ADAMW if of_torch and decoupled else facts.ADAM
+    source.defaults = {**source.defaults, **{f"optimizer.params.{name}": value for name, value in defaults.items()}}
+    for name in ("betas", "eps", "weight_decay"):
+        draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
+    found = draft.carry(source, "optimizer.params.lr", (*_OPTIMIZER, "lr"))
+    return None if found is None else float(found)
+
+
+def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
+    """A schedule that a spec can say becomes training.lr_scheduler; any other one stays a further DeepSpeed key."""
+    names, kind = source.under("scheduler"), source.given.get("scheduler.type")
+    open_names = [name for name in names if isinstance(source.given[name], Undecided)]
+    if open_names:
+        draft.ask(_SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} decides them")
+        for name in names:
+            source.used.setdefault(name, set()).add(_SCHEDULE)
+        return
+    if not isinstance(kind, str) or kind not in facts.SCHEDULERS:
+        return
+    given = {name.removeprefix("scheduler.params."): source.given[name] for name in source.under("scheduler.params")}
+    found = _as_spec(kind, {**facts.SCHEDULERS[kind], **given}, lr)
+    if found is None:
+        return
+    rate, schedule = found
+    for key, value in schedule.items():
+        draft.set((*_SCHEDULE, key), value, said=True)
+    if rate is not None:
+        # The schedule sets the rate, whatever the optimizer was given.
+        draft.set((*_OPTIMIZER, "lr"), rate, said=True)
+        draft.questions.pop((*_OPTIMIZER, "lr"), None)
+    if "total_num_steps" in given:
+        draft.set(("training", "train_steps"), given["total_num_steps"], said=True)
+    for name in names:
+        source.value(name, _SCHEDULE)
+
+
+def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[float | None, dict[str, Any]] | None:
+    """A schedule in the spec's terms, with the rate that it rises to if it sets one; None when a spec cannot say it.
+
+    A spec's warm-up is linear, and its schedule falls to the rate from which it rose.
+    """
+    if params["warmup_type"] != "linear":
+        return None
+    steps = max(2, params["warmup_num_steps"])
+    said = {"type": facts.SCHEDULE_TYPES[kind], "warmup_steps": steps}
+    if kind != "WarmupCosineLR":
+        return params["warmup_max_lr"], {**said, "min_lr": params["warmup_min_lr"]}
+    if params["warmup_min_ratio"] != params["cos_min_ratio"] or lr is None:
+        return None
+    return None, {**said, "min_lr": params["cos_min_ratio"] * lr}
+
+
+def _further(source: Source, draft: Draft) -> None:
+    """What is left goes into the spec's further DeepSpeed keys, unless it cannot go with a plan."""
+    known = load("ds_config")["properties"]
+    for name in list(source.unread()):
+        path = tuple(name.split("."))
+        reason = facts.refusal(path)
+        if path[0] not in known:
+            source.lose(name, "DeepSpeed has no such key")
+        elif isinstance(source.given[name], Undecided):
+            source.lose(name, f"left to {_TRAINER}; the plan has a value of its own")
+        elif reason is not None:
+            source.lose(name, reason)
+        else:
+            draft.carry(source, name, ("deepspeed", *path))
+
+
+IMPORTER = Importer(
+    tool="DeepSpeed",
+    options=options,
+    defaults=lambda: facts.DEFAULTS,
+    read=read,
+    written=lambda plan: options(ds_config(plan)),
+)

@@ -1,0 +1,35 @@
+"""What an importer of another tool's files has to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.plan import Plan
+
+from .reading import Account, Draft, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Importer:
+    """How files of one kind become specs.
+
+    Attributes:
+        tool: the tool, as people call it.
+        options: every option of a parsed file by its canonical name; `Undecided` where the file says no value.
+        defaults: the tool's own value of each option, by the same names.
+        read: takes the options over into a draft.
+        written: what the same tool's exporter writes for a plan, by the same names. An import is checked against it:
+            an option that comes out with another value was not carried.
+        fate: what there is to say of an option that `read` does not look at; None when the tool does not know it.
+        model_options: those options of a source that describe its model.
+    """
+
+    tool: str
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    defaults: Callable[[], Mapping[str, Any]]
+    read: Callable[[Source, Draft], None]
+    written: Callable[[Plan], Mapping[str, Any]]
+    fate: Callable[[str, Any], Account | None] = lambda _name, _value: None
+    model_options: Callable[[Source], list[str]] = lambda _source: []

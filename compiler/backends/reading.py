@@ -1,0 +1,175 @@
+"""Another tool's options as they are read into a spec, and what became of each of them.
+
+An importer reads a `Source`, which holds the options that a file gives and the tool's own defaults for all others, and
+fills a `Draft`. The source remembers which options fed which value of the spec, so that no option goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SpecPath = tuple[str, ...]
+"""Where a value stands in a spec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A value that the file leaves to something else. `decided_by` names it: "the Trainer", "variable NNODES"."""
+
+    text: str
+    decided_by: str
+
+
+class UndecidedError(Exception):
+    """An importer needs the value of an option that the file does not decide."""
+
+    def __init__(self, option: str, value: Undecided) -> None:
+        super().__init__(option)
+        self.option = option
+        self.value = value
+
+
+class Outcome(enum.Enum):
+    """What became of an option of the source."""
+
+    CARRIED = "carried"
+    NO_EFFECT = "without effect"
+    LOST = "lost"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What became of one option. `detail` is a path of the spec, a reason, or what decides the value."""
+
+    option: str
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A value of the spec that the source does not say, and why the import does not guess it."""
+
+    path: SpecPath
+    why: str
+
+
+class Source:
+    """The options of a file.
+
+    Args:
+        given: the options that the file gives, by their canonical name; `Undecided` where the file does not say the
+            value.
+        defaults: the tool's own value of each option that is left out.
+    """
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.given = dict(given)
+        self.defaults = defaults
+        self.used: dict[str, set[SpecPath]] = {}
+        self.reasons: dict[str, Account] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the file gives the option, with or without a value that can be used."""
+        return name in self.given
+
+    def value(self, name: str, *targets: SpecPath) -> Any:
+        """What the tool uses: the file's value, else the tool's default. The option then counts as used for `targets`.
+
+        Raises:
+            UndecidedError: the file leaves the value to something else.
+        """
+        if name in self.given:
+            value = self.given[name]
+            if isinstance(value, Undecided):
+                raise UndecidedError(name, value)
+            self.used.setdefault(name, set()).update(targets)
+            return value
+        return self.defaults.get(name)
+
+    def lose(self, name: str, reason: str) -> None:
+        """Says why an option has no place in the spec; its value is not carried."""
+        self._settle(name, Outcome.LOST, reason)
+
+    def ignore(self, name: str, reason: str) -> None:
+        """Says why an option changes nothing."""
+        self._settle(name, Outcome.NO_EFFECT, reason)
+
+    def _settle(self, name: str, outcome: Outcome, reason: str) -> None:
+        if name in self.given:
+            self.reasons[name] = Account(name, outcome, reason)
+            self.used.pop(name, None)
+
+    def under(self, prefix: str) -> list[str]:
+        """The options of the file with this dotted prefix, and the one of that name."""
+        return [name for name in self.given if name == prefix or name.startswith(f"{prefix}.")]
+
+    def unread(self) -> Iterator[str]:
+        """The options of the file that nobody has read or spoken of."""
+        return (name for name in self.given if name not in self.used and name not in self.reasons)
+
+
+@dataclass
+class Draft:
+    """A spec under construction: its values with whether the source says them, and what stays open.
+
+    `answers` are the user's: what they settle is not asked for.
+    """
+
+    answers: Mapping[SpecPath, Any] = field(default_factory=dict)
+    values: dict[SpecPath, Any] = field(default_factory=dict)
+    said: set[SpecPath] = field(default_factory=set)
+    questions: dict[SpecPath, Question] = field(default_factory=dict)
+
+    def set(self, path: SpecPath, value: Any, *, said: bool) -> None:
+        """A value; `said` is False for one that is a default of the source."""
+        self.values[path] = value
+        if said:
+            self.said.add(path)
+
+    def ask(self, path: SpecPath, why: str) -> None:
+        """A value that is left open, unless the user has settled it, its section or a part of it."""
+        if not any(given[: len(path)] == path or path[: len(given)] == given for given in self.answers):
+            self.questions.setdefault(path, Question(path, why))
+
+    def carry(
+        self,
+        source: Source,
+        name: str,
+        path: SpecPath,
+        convert: Callable[[Any], Any] = lambda value: value,
+    ) -> Any:
+        """Takes an option over to a path of the spec; a value that the file does not decide is asked for.
+
+        Returns:
+            The value in the spec's terms; None when it is open or when neither file nor tool has one.
+        """
+        try:
+            value = source.value(name, path)
+        except UndecidedError as error:
+            self.leave_open(source, error, path)
+            return None
+        if value is None:
+            return None
+        value = convert(value)
+        self.set(path, value, said=source.has(name))
+        return value
+
+    def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
+        """Asks for a value of the spec that hangs on an option which the file does not decide."""
+        self.ask(path, f'{error.option} is "{error.value.text}": {error.value.decided_by} decides it')
+        source.used.setdefault(error.option, set()).add(path)
+
+    def tree(self) -> dict[str, Any]:
+        """The values as a spec's tree."""
+        found: dict[str, Any] = {}
+        for path, value in self.values.items():
+            node = found
+            for step in path[:-1]:
+                node = node.setdefault(step, {})
+            node[path[-1]] = value
+        return found

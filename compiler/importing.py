@@ -1,0 +1,176 @@
+"""From another tool's file to a spec, with an account of every option.
+
+What an import claims is checked: when the spec is complete, it is compiled and exported again for the tool that it came
+from, and an option that comes out with another value is named as lost. So is an option that the file leaves to the
+tool's default, where the plan would write another value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .backends.importer import Importer
+from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided
+from .diagnostics import Diagnostic, has_errors
+from .pipeline import check_read
+from .plan import Plan, compile_plan
+from .schema import load
+from .text import parse
+
+NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
+"""What a spec cannot do without."""
+_ORDER = ("version", "name", "model", "cluster", "parallelism", "training", "zero", "deepspeed")
+
+
+class ImportConflictError(ValueError):
+    """The user's answers contradict what the file says; the message is meant for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The spec of another tool's file.
+
+    `questions` are left for the user: with any of them the spec is incomplete, was not checked, and `plan` is None.
+    `diagnostics` are what `parcompile check` says of a complete spec.
+    """
+
+    tool: str
+    spec: dict[str, Any]
+    accounts: tuple[Account, ...]
+    questions: tuple[Question, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    plan: Plan | None
+
+    def of(self, outcome: Outcome) -> list[Account]:
+        """The options with this outcome."""
+        return [one for one in self.accounts if one.outcome is outcome]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the spec can be compiled."""
+        return not self.questions and not has_errors(self.diagnostics)
+
+
+def import_tree(
+    tree: Mapping[str, Any], importer: Importer, answers: Mapping[SpecPath, Any], folder: Path | None = None
+) -> Imported:
+    """The spec that a parsed file describes.
+
+    Args:
+        tree: the file, parsed.
+        importer: that of the file's tool.
+        answers: values that the user adds, by their place in the spec.
+        folder: where the spec will stand; files that it names are looked for from there.
+
+    Raises:
+        ImportConflictError: an answer would replace what the file says.
+    """
+    source, draft = Source(importer.options(tree), importer.defaults()), Draft(dict(answers))
+    described = importer.model_options(source)
+    if described and ("model",) in answers:
+        names = ", ".join(described[:4]) + (" …" if len(described) > 4 else "")
+        raise ImportConflictError(f"the file describes its model ({names}); a preset or a config would replace it")
+    importer.read(source, draft)
+    _answer(draft, answers)
+    spec = _pruned(draft)
+    questions = [*draft.questions.values()]
+    questions += [
+        Question(path, "the file does not say it")
+        for path in NEEDED
+        if not any(set_path[: len(path)] == path for set_path in [*draft.values, *draft.questions])
+    ]
+    diagnostics: tuple[Diagnostic, ...] = ()
+    plan = None
+    if not questions:
+        checked = check_read(parse(json.dumps(spec), "imported.json", "json"), folder or Path())
+        diagnostics = checked.diagnostics
+        if checked.valid and checked.resolution is not None:
+            plan = compile_plan(checked.resolution.spec(), spec, list(diagnostics))
+    accounts = tuple(_accounts(source, importer, plan, answers))
+    return Imported(importer.tool, spec, accounts, tuple(questions), diagnostics, plan)
+
+
+def _answer(draft: Draft, answers: Mapping[SpecPath, Any]) -> None:
+    for path, value in answers.items():
+        if path in draft.said and draft.values[path] != value:
+            name = ".".join(path)
+            raise ImportConflictError(f"the file says {name} {draft.values[path]!r}; {value!r} would replace it")
+        draft.set(path, value, said=True)
+
+
+def _pruned(draft: Draft) -> dict[str, Any]:
+    """The spec without the values that nobody said and that a spec has by default."""
+    kept = replace(draft, values={})
+    for path, value in draft.values.items():
+        if path in draft.said or not same(value, schema_default(path)):
+            kept.values[path] = value
+    tree = {"version": 1, **kept.tree()}
+    return {key: tree[key] for key in _ORDER if key in tree}
+
+
+def schema_default(path: SpecPath) -> Any:
+    """The value that a spec has at a path when it says nothing; None where that depends on other values."""
+    node: Any = load("spec")
+    for step in path:
+        node = node.get("properties", {}).get(step, {})
+    return node.get("default")
+
+
+def _accounts(
+    source: Source, importer: Importer, plan: Plan | None, answers: Mapping[SpecPath, Any]
+) -> Iterator[Account]:
+    written = {} if plan is None else importer.written(plan)
+    for name, value in source.given.items():
+        yield _account(name, value, source, importer, written, answers)
+    for name, default in source.defaults.items():
+        if name not in source.given and name in written and not same(written[name], default):
+            detail = f"{importer.tool}'s default is {_said(default)}; the plan writes {_said(written[name])}"
+            yield Account(name, Outcome.LOST, detail)
+
+
+def _account(
+    name: str,
+    value: Any,
+    source: Source,
+    importer: Importer,
+    written: Mapping[str, Any],
+    answers: Mapping[SpecPath, Any],
+) -> Account:
+    paths = sorted(".".join(path) for path in source.used.get(name, ()))
+    where = ", ".join(paths)
+    if isinstance(value, Undecided):
+        answered = any(path[: len(given)] == given for path in source.used.get(name, ()) for given in answers)
+        if answered:
+            return Account(name, Outcome.CARRIED, f"{where} (as you say)")
+        if paths:
+            return Account(name, Outcome.OPEN, f"{value.decided_by} decides {where}")
+        return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}")
+    if name in written and same(written[name], value):
+        return Account(name, Outcome.CARRIED, where or "the plan writes the same")
+    if name in source.reasons:
+        return source.reasons[name]
+    if name in written:
+        return Account(name, Outcome.LOST, f"the plan writes {_said(written[name])}")
+    if paths:
+        return Account(name, Outcome.CARRIED, where)
+    return importer.fate(name, value) or Account(name, Outcome.LOST, f"not known to this importer of {importer.tool}")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values of an option mean the same: 1 and 1.0, a tuple and a list, but not 1 and true."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return math.isclose(left, right, rel_tol=1e-9)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def _said(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,227 @@
+"""DeepSpeed configurations as specs: what is exported comes back, and DeepSpeed's own defaults are kept."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parcompile.backends.deepspeed import facts
+from parcompile.backends.deepspeed.read import IMPORTER
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.reading import Outcome
+from parcompile.importing import ImportConflictError, Imported, import_tree
+from parcompile.pipeline import check_read
+from parcompile.plan import Plan, compile_plan
+from parcompile.text import parse
+
+ANSWERS: dict[tuple[str, ...], Any] = {
+    ("model",): {"preset": "gpt2"},
+    ("cluster", "gpus_per_node"): 4,
+    ("parallelism", "tp"): 2,
+    ("training", "sequence_length"): 1024,
+}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def compiled(tree: dict[str, Any]) -> Plan | None:
+    checked = check_read(parse(json.dumps(tree), "spec.json", "json"), Path())
+    if not checked.valid or checked.resolution is None:
+        return None
+    return compile_plan(checked.resolution.spec(), tree, list(checked.diagnostics))
+
+
+def imported(tree: dict[str, Any], **answers: Any) -> Imported:
+    """The import with the usual answers; `training_lr=1` answers for training.lr."""
+    more = {tuple(name.split("_", 1)): value for name, value in answers.items()}
+    return import_tree(tree, IMPORTER, {**ANSWERS, **more})
+
+
+def values(result: Imported, section: str) -> dict[str, Any]:
+    return dict(result.spec.get(section, {}))
+
+
+RATES = st.floats(1e-7, 1e-2).map(lambda value: float(f"{value:.3g}"))
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> dict[str, Any]:
+    """A training section that compiles for two data-parallel ranks, all of it or hardly any."""
+    micro, steps = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
+    highest = draw(RATES)
+    found: dict[str, Any] = {
+        "sequence_length": 1024,
+        "global_batch_size": micro * steps * 2,
+        "precision": precision,
+        "optimizer": draw(
+            st.fixed_dictionaries(
+                {"lr": st.just(highest)},
+                optional={
+                    "type": st.sampled_from(["adam", "adamw"]),
+                    "betas": st.tuples(st.floats(0.5, 0.95), st.floats(0.9, 0.9999)).map(list),
+                    "eps": st.sampled_from([1e-8, 1e-5]),
+                    "weight_decay": st.sampled_from([0.0, 0.01, 0.1]),
+                },
+            )
+        ),
+        **draw(st.fixed_dictionaries({}, optional={"gradient_clipping": st.sampled_from([0.0, 0.5, 1.0])})),
+    }
+    if draw(st.booleans()):
+        found["micro_batch_size"] = micro
+    if precision == "fp16":
+        found["loss_scale"] = draw(st.sampled_from([0, 128]))
+    if draw(st.booleans()):
+        found["train_steps"] = 100
+        kind = draw(st.sampled_from(["constant", "linear", "cosine"]))
+        floor = draw(st.sampled_from([0.0, highest / 8]))
+        found["lr_scheduler"] = {"type": kind, "warmup_steps": draw(st.integers(2, 50)), "min_lr": floor}
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trainings(),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([{}, {"zero_optimization": {"overlap_comm": True}}, {"steps_per_print": 5}]),
+)
+def test_what_is_exported_comes_back(training: dict[str, Any], stage: int, further: dict[str, Any]) -> None:
+    """Everything that a DeepSpeed configuration can express: batch, precision, optimizer, schedule, ZeRO, its own."""
+    tree = {
+        "version": 1,
+        "model": {"preset": "gpt2"},
+        "cluster": {"gpus_per_node": 4},
+        "parallelism": {"tp": 2},
+        "training": training,
+        "zero": {"stage": stage},
+        "deepspeed": further,
+    }
+    plan = compiled(tree)
+    assert plan is not None
+    result = imported(ds_config(plan))
+    assert result.plan is not None, (result.questions, [one.message for one in result.diagnostics])
+    assert result.of(Outcome.LOST) == []
+    again, before = result.plan.spec, plan.spec
+    assert again.zero_stage == before.zero_stage
+    kept = {name: getattr(before.training, name) for name in before.training.__dataclass_fields__}
+    if before.training.lr_scheduler is None or before.training.lr_scheduler.type == "constant":
+        kept["train_steps"] = None  # only a schedule that ends says when
+    for name, value in kept.items():
+        assert getattr(again.training, name) == value or name == "lr_scheduler"
+    if before.training.lr_scheduler is not None:
+        assert again.training.lr_scheduler is not None
+        assert again.training.lr_scheduler.type == before.training.lr_scheduler.type
+        assert again.training.lr_scheduler.warmup_steps == before.training.lr_scheduler.warmup_steps
+        assert again.training.lr_scheduler.min_lr == pytest.approx(before.training.lr_scheduler.min_lr, rel=1e-12)
+    assert ds_config(result.plan)["zero_optimization"] == ds_config(plan)["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("params", "decay"),
+    [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.2}, 0.2)],
+)
+def test_defaults_of_the_optimizer_are_deepspeeds_own(params: dict[str, Any], decay: float) -> None:
+    """A spec's own defaults are others (0.95 and 0.1), so those of DeepSpeed are written out."""
+    tree = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}
+    result = imported(tree)
+    assert result.plan is not None
+    optimizer = result.plan.spec.training.optimizer
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ((0.9, 0.999), 1e-8, decay)
+
+
+def test_our_table_of_defaults_is_that_of_the_classes() -> None:
+    import torch
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for kind, known in (
+        (FusedAdam, facts.ADAM),
+        (torch.optim.Adam, facts.ADAM),
+        (torch.optim.AdamW, facts.TORCH_ADAMW),
+    ):
+        found = inspect.signature(kind).parameters
+        assert {name: found[name].default for name in known} == {**known, "betas": tuple(known["betas"])}
+    for name, known in facts.SCHEDULERS.items():
+        found = inspect.signature(getattr(lr_schedules, name)).parameters
+        assert {key: found[key].default for key in known} == known
+    assert config.get_gradient_clipping({}) == facts.DEFAULTS["gradient_clipping"]
+    assert DeepSpeedZeroConfig().stage == facts.DEFAULTS["zero_optimization.stage"]
+    assert DeepSpeedFP16Config().loss_scale == facts.DEFAULTS["fp16.loss_scale"]
+
+
+def test_an_undecided_precision_is_asked_for() -> None:
+    tree = {
+        "train_batch_size": 8,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "optimizer": ADAM,
+    }
+    asked = imported(tree)
+    assert [one.path for one in asked.questions] == [("training", "precision")]
+    assert "precision" not in values(asked, "training")
+    answered = imported(tree, training_precision="bf16")
+    assert answered.complete
+    assert values(answered, "training")["precision"] == "bf16"
+    # fp16's own keys say nothing of a run in bf16.
+    assert [one.option for one in answered.of(Outcome.NO_EFFECT)] == ["fp16.loss_scale"]
+
+
+def test_without_a_precision_weights_are_fp32() -> None:
+    assert values(imported({"train_batch_size": 8, "optimizer": ADAM}), "training")["precision"] == "fp32"
+
+
+def test_the_whole_batch_alone_is_one_pass() -> None:
+    """DeepSpeed takes gradient_accumulation_steps 1 then; a spec would take one sequence at a time."""
+    result = imported({"train_batch_size": 8, "optimizer": ADAM})
+    assert result.plan is not None
+    training = result.plan.spec.training
+    assert (training.micro_batch_size, training.gradient_accumulation_steps) == (4, 1)
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Muon"])
+def test_another_optimizer_is_not_turned_into_adamw(kind: str) -> None:
+    result = imported({"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 1e-3}}})
+    assert [one.path for one in result.questions] == [("training", "optimizer")]
+    assert "optimizer" not in values(result, "training")
+    assert {one.option for one in result.of(Outcome.LOST)} == {"optimizer.type", "optimizer.params.lr"}
+
+
+def test_a_schedule_that_a_spec_cannot_say_stays_deepspeeds() -> None:
+    """A logarithmic warm-up, a one-cycle schedule: DeepSpeed's scheduler section is carried as it is."""
+    for scheduler in (
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+        {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}},
+    ):
+        result = imported({"train_batch_size": 8, "optimizer": ADAM, "scheduler": scheduler})
+        assert result.plan is not None
+        assert ds_config(result.plan)["scheduler"] == scheduler
+        assert result.of(Outcome.LOST) == []
+
+
+def test_the_schedule_decides_the_rate() -> None:
+    params = {"warmup_max_lr": 5e-4, "warmup_num_steps": 10, "warmup_type": "linear"}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": params}})
+    assert result.plan is not None
+    assert result.plan.spec.training.optimizer.lr == 5e-4
+    assert [one.option for one in result.of(Outcome.LOST)] == ["optimizer.params.lr"]
+
+
+def test_what_breaks_a_plan_is_lost_with_its_reason() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": zero, "surprise": 1})
+    lost = {one.option: one.detail for one in result.of(Outcome.LOST)}
+    assert set(lost) == {"zero_optimization.offload_optimizer.device", "surprise"}
+    assert lost["surprise"] == "DeepSpeed has no such key"
+    assert result.spec["deepspeed"] == {"zero_optimization": {"overlap_comm": True}}
+
+
+def test_an_answer_does_not_replace_what_the_file_says() -> None:
+    with pytest.raises(ImportConflictError, match=r"the file says training\.global_batch_size 8"):
+        imported({"train_batch_size": 8}, training_global_batch_size=16)
