@@ -13,7 +13,7 @@ import click
 
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
-from parcompile.cost.table import GIB, columns, table
+from parcompile.cost.table import columns, table
 from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
@@ -22,6 +22,7 @@ from parcompile.pipeline import Checked, check_file
 from parcompile.plan import compile_plan
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
 from parcompile.text import SourceError
+from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
@@ -160,7 +161,7 @@ def _print_sweep(
         ]
         click.echo(json.dumps(rows, indent=2))
         return
-    lines = [(*axes, "dp", "memory GiB", "fits", "step s", "tokens/s/GPU", "MFU")]
+    lines = [(*axes, "dp", "memory", "fits", "step", "tokens/s/GPU", "MFU")]
     for cell, one in found:
         shown = tuple(str(value) for value in cell)
         if isinstance(one, str):
@@ -171,9 +172,9 @@ def _print_sweep(
             (
                 *shown,
                 str(one.work.dp),
-                f"{one.memory.peak.total_bytes / GIB:.1f}",
+                format_bytes(one.memory.peak.total_bytes),
                 "-" if probability is None else f"{probability:.0%}",
-                f"{one.time.step.seconds:.3f}",
+                format_seconds(one.time.step.seconds),
                 f"{one.time.tokens_per_second_per_gpu:,.0f}",
                 f"{one.time.utilisation:.1%}",
             )

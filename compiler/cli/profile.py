@@ -15,6 +15,7 @@ from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import SCHEMA, is_preset_file
+from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds
 
 _LIKE = click.Choice(list(accelerators()))
 
@@ -84,13 +85,13 @@ def _text(tree: dict[str, Any]) -> str:
     figures = tree["measurements"]
     lines = [
         f"machine   {tree['title']}; {figures['ranks']} rank(s) on {figures['nodes']} node(s), like {tree['like']}"
-        f"{'' if memory is None else f', {memory / 1024:.1f} GiB'}",
+        f"{'' if memory is None else f', {format_bytes(memory * MIB)}'}",
         "",
         *columns(
             [
                 ("what", "type", "size", "time", "reached"),
                 *(
-                    (one["what"], one["dtype"], _size(one), _time(one["seconds"]), _rate(one))
+                    (one["what"], one["dtype"], _size(one), format_seconds(one["seconds"]), _rate(one))
                     for one in figures["rates"]
                 ),
             ]
@@ -99,17 +100,18 @@ def _text(tree: dict[str, Any]) -> str:
     if figures["links"]:
         rows = [("link", "collective", "ranks", "message", "time", "sent by a rank")]
         for one in figures["links"]:
-            rate = f"{one['bytes_per_s'] / 1e9:.3g} GB/s"
-            rows.append(
-                (one["link"], one["collective"], str(one["ranks"]), _bytes(one["size"]), _time(one["seconds"]), rate)
+            size, time, rate = (
+                format_bytes(one["size"]),
+                format_seconds(one["seconds"]),
+                format_bandwidth(one["bytes_per_s"]),
             )
+            rows.append((one["link"], one["collective"], str(one["ranks"]), size, time, rate))
         lines += ["", *columns(rows)]
     lines.append("")
     for key in ("node_link", "network_link"):
         link = tree[key]
-        lines.append(
-            f"{key.replace('_', ' '):<13} {link['bytes_per_s'] / 1e9:.3g} GB/s, {_time(link['latency_seconds'])}"
-        )
+        rate, latency = format_bandwidth(link["bytes_per_s"]), format_seconds(link["latency_seconds"])
+        lines.append(f"{key.replace('_', ' '):<13} {rate}, {latency}")
         if link["source"] != tree["source"]:
             lines[-1] += f" ({link['source']})"
     return "\n".join(lines) + "\n"
@@ -117,25 +119,11 @@ def _text(tree: dict[str, Any]) -> str:
 
 def _size(one: dict[str, Any]) -> str:
     if one["what"] == "memory":
-        return _bytes(one["size"])
+        return format_bytes(one["size"])
     return f"{one['size']} × {one['size']}" if one["what"] == "matmul" else f"{one['size']} tokens"
 
 
 def _rate(one: dict[str, Any]) -> str:
     if one["what"] == "memory":
-        return f"{one['per_second'] / 1e9:.4g} GB/s"
-    return "" if one["what"] == "layer launch" else f"{one['per_second'] / 1e12:.4g} TFLOP/s"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:g} {unit}"
-    return f"{count} B"
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+        return format_bandwidth(one["per_second"])
+    return "" if one["what"] == "layer launch" else format_compute(one["per_second"])

@@ -11,12 +11,13 @@ from typing import Any
 
 import click
 
-from parcompile.cost.table import GIB, columns
+from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.search.ranking import Outcome, Ranked, search
 from parcompile.search.space import open_space
 from parcompile.search.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
 from .estimate import checked_spec
@@ -74,7 +75,7 @@ def _progress(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, objec
         yield from bar
 
 
-_HEAD = ("", "layout", "step s", "tokens/s/GPU", "MFU", "memory GiB", "fits")
+_HEAD = ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "fits")
 
 
 def _text(found: Outcome, top: int, *, losers: bool) -> str:
@@ -118,10 +119,10 @@ def _row(rank: str, one: Ranked) -> tuple[str, ...]:
     return (
         rank,
         one.candidate.name,
-        f"{one.seconds:.3f}",
+        format_seconds(one.seconds),
         f"{one.time.tokens_per_second_per_gpu:,.0f}",
         f"{one.time.utilisation:.1%}",
-        f"{one.peak_bytes / GIB:.1f}",
+        format_bytes(one.peak_bytes),
         "-" if chance is None else f"{chance:.0%}",
     )
 

@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parcompile.units import GIB
+
 from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
 from .fitting import fit
-from .footprint import GIB, Footprint, applied, footprint, layout_class, memory_values, peak_bytes
+from .footprint import Footprint, applied, footprint, layout_class, memory_values, peak_bytes
 from .measurements import Measurement
 from .memory_terms import memory_terms
 from .step import step_seconds, step_terms, timing

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parcompile.units import GIB, MIB
+
 from .coefficients import FUSED, Fit, default_memory
 from .memory_terms import StageTerms, memory_terms
 from .workload import FRAMEWORKS, Workload
-
-GIB = 1024**3
 
 COUNTED = {
     "attention": 1.0,
@@ -172,7 +172,7 @@ def usable_bytes(device_bytes: int, fit: Fit) -> float:
     """What a run can fill before it crashes: the measured limit, with the same reserve on other accelerators."""
     if fit.limit_gib is None:
         return 0.94 * device_bytes
-    reserve = H100_MIB * 1024**2 - fit.limit_gib * GIB
+    reserve = H100_MIB * MIB - fit.limit_gib * GIB
     return device_bytes - reserve
 
 

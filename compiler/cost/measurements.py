@@ -19,10 +19,9 @@ from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 from parcompile.spec import Spec
+from parcompile.units import GIB
 
 from .workload import Workload, workload_of
-
-GIB = 1024**3
 
 
 class MeasurementError(ValueError):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from parcompile.units import format_bytes, format_seconds
+
 from .estimate import Estimate
 from .flops import CONVENTION
 
-GIB = 1024**3
 MARKS = "█▓▒░#=+-"
 PLAIN_MARKS = "#=*+-o.:"
 BAR_WIDTH = 48
@@ -19,24 +20,24 @@ def table(found: Estimate, *, unicode: bool = True) -> str:
     """The whole estimate as text."""
     work, memory, time = found.work, found.memory, found.time
     peak = memory.peak
-    low, high = (one / GIB for one in memory.interval_bytes)
+    low, high = map(format_bytes, memory.interval_bytes)
     sizes = " · ".join(f"{axis} {getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
     lines = [
         f"layout        {sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
         f"{', sequence parallel' if work.sequence_parallel else ''}",
         f"parameters    {found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank",
-        f"memory        {peak.total_bytes / GIB:.2f} GiB on rank {peak.rank} (stage {peak.stage}), "
-        f"90 % interval {low:.1f} to {high:.1f} GiB; the largest part is {peak.largest}",
+        f"memory        {format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}), "
+        f"90 % interval {low} to {high}; the largest part is {peak.largest}",
     ]
     if memory.limit_bytes is not None and memory.probability is not None:
         verdict = "fits" if memory.fits else "does not fit"
         lines.append(
-            f"              {verdict} into {memory.limit_bytes / GIB:.1f} usable GiB of {work.machine.name} with "
+            f"              {verdict} into {format_bytes(memory.limit_bytes)} usable of {work.machine.name} with "
             f"probability {memory.probability:.0%}"
         )
-    step, (fast, slow) = time.step, time.interval_seconds
+    step, (fast, slow) = time.step, map(format_seconds, time.interval_seconds)
     lines += [
-        f"step          {step.seconds:.3f} s, 90 % interval {fast:.3f} to {slow:.3f} s; "
+        f"step          {format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; "
         f"{work.tokens_per_step:,} tokens",
         f"throughput    {time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}",
         f"              MFU by {CONVENTION}",
@@ -57,13 +58,13 @@ def table(found: Estimate, *, unicode: bool = True) -> str:
 def memory_rows(components: Mapping[str, float]) -> list[str]:
     """The components of a rank's memory with their shares."""
     total = sum(components.values())
-    rows = [(name, f"{size / GIB:.2f} GiB", f"{size / total:.0%}") for name, size in components.items() if size]
+    rows = [(name, format_bytes(size), f"{size / total:.0%}") for name, size in components.items() if size]
     return columns([("memory of that rank", "", ""), *rows])
 
 
 def time_rows(parts: Mapping[str, float], total: float) -> list[str]:
     """The parts of a step with their shares."""
-    rows = [(name, f"{seconds:.3f} s", f"{seconds / total:.0%}") for name, seconds in parts.items() if seconds]
+    rows = [(name, format_seconds(seconds), f"{seconds / total:.0%}") for name, seconds in parts.items() if seconds]
     return columns([("time of a step", "", ""), *rows])
 
 
@@ -77,9 +78,9 @@ def traffic_rows(found: Estimate) -> list[str]:
                 one.group,
                 one.operation,
                 f"{one.messages:,}",
-                f"{one.wire_bytes / GIB:,.2f} GiB",
+                format_bytes(one.wire_bytes),
                 f"{one.link.name} {place}",
-                f"{found.exposed_seconds(one.group):.3f} s",
+                format_seconds(found.exposed_seconds(one.group)),
             )
         )
     return columns(rows)
@@ -99,13 +100,13 @@ def memory_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
     groups = _grouped(names)
     scale = max([stage.total_bytes for stage in stages] + [found.memory.limit_bytes or 0])
     legend = ", ".join(f"{mark} {name}" for mark, name in zip(marks, groups, strict=False))
-    lines = [f"memory by stage, {scale / GIB:.1f} GiB wide: {legend}"]
+    lines = [f"memory by stage, {format_bytes(scale)} wide: {legend}"]
     for index in _shown(len(stages), found.memory.peak.stage):
         stage = stages[index]
         bar = ""
         for mark, members in zip(marks, groups.values(), strict=False):
             bar += mark * round(BAR_WIDTH * sum(stage.components[name] for name in members) / scale)
-        lines.append(f"{index:>5} |{bar[:BAR_WIDTH].ljust(BAR_WIDTH)}| {stage.total_bytes / GIB:.1f} GiB")
+        lines.append(f"{index:>5} |{bar[:BAR_WIDTH].ljust(BAR_WIDTH)}| {format_bytes(stage.total_bytes)}")
     return lines
 
 
@@ -114,10 +115,10 @@ def time_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
     mark = (MARKS if unicode else PLAIN_MARKS)[0]
     times = found.time.step.stages
     longest = max(times) or 1.0
-    lines = [f"time by stage and micro-batch, {longest:.3f} s wide"]
+    lines = [f"time by stage and micro-batch, {format_seconds(longest)} wide"]
     for index in _shown(len(times), found.memory.peak.stage):
         bar = mark * round(BAR_WIDTH * times[index] / longest)
-        lines.append(f"{index:>5} |{bar.ljust(BAR_WIDTH)}| {times[index]:.3f} s")
+        lines.append(f"{index:>5} |{bar.ljust(BAR_WIDTH)}| {format_seconds(times[index])}")
     return lines
 
 

@@ -19,9 +19,11 @@ import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
+from parcompile.units import MIB
+
 from .sequence import CpLayout, work
 
-SMALLEST_MESSAGE_BYTES = 1 << 20
+SMALLEST_MESSAGE_BYTES = MIB
 """Keys and values travel for so many heads at once that a message is at least this long: its latency does not count."""
 CUDA_ROWS_PER_LAUNCH = 2 * 132 * 128
 """Rows of queries that fill a GPU about twice."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MIB = 1024**2
+from parcompile.units import MIB
 
 
 @dataclass(frozen=True, slots=True)

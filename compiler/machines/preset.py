@@ -9,8 +9,9 @@ from typing import Any
 
 from parcompile import schema
 from parcompile.text import SourceError, read_file
+from parcompile.units import MIB
 
-from .accelerator import MIB, Accelerator, Link, Measured
+from .accelerator import Accelerator, Link, Measured
 
 SCHEMA = "accelerator"
 VERSION = 1

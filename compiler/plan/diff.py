@@ -11,6 +11,7 @@ from typing import Any
 from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import workload_of
+from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
 from .resume import Resumption, by_deepspeed, by_runtime, padded_vocabulary
@@ -42,18 +43,25 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value that differs. `note` says what follows from it."""
+    """One value that differs. `note` says what follows from it; `unit` is "bytes" or "seconds" where it has one."""
 
     kind: Kind
     what: str
     before: Any
     after: Any
     note: str = ""
+    unit: str = ""
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both values for people."""
+        before, after = (shown(one, self.unit) for one in (self.before, self.after))
+        return before, after
 
     @property
     def values(self) -> str:
-        """Both values for people; of a cost the share by which it changes."""
-        return f"{shown(self.before)} → {shown(self.after)}{self.share and f' ({self.share})'}"
+        """The step from one to the other; of a cost with the share by which it changes."""
+        return f"{' → '.join(self.texts)}{self.share and f' ({self.share})'}"
 
     @property
     def share(self) -> str:
@@ -64,10 +72,12 @@ class Change:
         return f"{(self.after - self.before) / self.before:+.1%}"
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, unit: str = "") -> str:
     """A value for people."""
     if value is None:
         return "-"
+    if unit:
+        return format_bytes(value) if unit == "bytes" else format_seconds(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
@@ -182,25 +192,31 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
-    def values(plan: Plan) -> dict[str, Any]:
-        spec, topology = plan.spec, plan.to_json()["topology"]
-        memory = {f"{name} per rank": value for name, value in asdict(static_memory(spec)).items() if "bytes" in name}
-        traffic = {
-            f"{name} bytes per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()
-        }
+    def values(plan: Plan) -> dict[str, tuple[Any, str]]:
+        spec, topology, memory = plan.spec, plan.to_json()["topology"], static_memory(plan.spec)
         found = estimate(workload_of(spec))
+        sizes = {
+            "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
+            "static memory per rank": memory.total_bytes,
+            "weights per rank": memory.weight_bytes,
+            "gradients per rank": memory.gradient_bytes,
+            "master weights per rank": memory.master_bytes,
+            "optimizer state per rank": memory.optimizer_bytes,
+            "reduce bucket per rank": memory.bucket_bytes,
+            **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
+            "sent between nodes per rank and step": topology["bytes_leaving_node"],
+        }
         return {
-            "estimated seconds of a step": round(found.time.step.seconds, 4),
-            "estimated tokens/s per GPU": round(found.time.tokens_per_second_per_gpu, 1),
-            "estimated peak bytes per rank": round(found.memory.peak.total_bytes),
-            "static bytes per rank": static_memory(spec).total_bytes,
-            **memory,
-            **traffic,
-            "bytes leaving the node": topology["bytes_leaving_node"],
-            "balance of the ring": float(spec.parallelism.context.balance(spec.parallelism.cp_layout)),
+            "time of a step, estimated": (round(found.time.step.seconds, 4), "seconds"),
+            "tokens/s per GPU, estimated": (round(found.time.tokens_per_second_per_gpu, 1), ""),
+            **{name: (size, "bytes") for name, size in sizes.items()},
+            "balance of the ring": (float(spec.parallelism.context.balance(spec.parallelism.cp_layout)), ""),
         }
 
-    yield from _changed(Kind.COST, values(before), values(after))
+    new = values(after)
+    for what, (value, unit) in values(before).items():
+        if value != new[what][0]:
+            yield Change(Kind.COST, what, value, new[what][0], unit=unit)
 
 
 def _moved(before: Plan, after: Plan) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import workload_of
+from parcompile.units import format_bytes, format_milliseconds
 
 from .plan import Plan
 
@@ -24,9 +25,10 @@ def summary(plan: Plan) -> str:
         ),
         **_context(plan),
         "memory": (
-            f"{_bytes(memory.total_bytes)} static per rank: weights {_bytes(memory.weight_bytes)}, gradients "
-            f"{_bytes(memory.gradient_bytes)}, master {_bytes(memory.master_bytes)}, optimizer "
-            f"{_bytes(memory.optimizer_bytes)}, bucket {_bytes(memory.bucket_bytes)} (activations come on top)"
+            f"{format_bytes(memory.total_bytes)} static per rank: weights {format_bytes(memory.weight_bytes)}, "
+            f"gradients {format_bytes(memory.gradient_bytes)}, master {format_bytes(memory.master_bytes)}, "
+            f"optimizer {format_bytes(memory.optimizer_bytes)}, bucket {format_bytes(memory.bucket_bytes)} "
+            "(activations come on top)"
         ),
         "runtime": "executes this plan"
         if not plan.refusals
@@ -46,20 +48,10 @@ def _context(plan: Plan) -> dict[str, str]:
     for one in choices(workload_of(plan.spec)):
         if one["seconds"] is not None:
             seconds.setdefault(one["name"], one["seconds"])
-    listed = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in seconds.items())
+    listed = ", ".join(f"{name} {format_milliseconds(value)}" for name, value in seconds.items())
     return {
         "cp": (
             f"{parallelism.context.name}, {parallelism.cp_layout.value}; estimates for each layer and micro-batch "
             f"beyond even attention: {listed}"
         )
     }
-
-
-def _bytes(count: int) -> str:
-    """A number of bytes with a binary unit."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -11,6 +11,7 @@ from parcompile.layout.tensor import SplitError
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import PresetError, is_preset_file
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.units import format_bytes
 
 from .places import also, model_path
 from .registry import Finding, rule
@@ -47,10 +48,10 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     if memory.total_bytes <= device:
         return
     largest = max(parts, key=lambda name: parts[name])
-    terms = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     shards = spec.axis("dp") * spec.axis("cp")
     yield Finding(
-        f"{terms} = {_gib(memory.total_bytes)} GiB > {_gib(device)} GiB of {machine.name}, without "
+        f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {machine.name}, without "
         f"activations; the largest part is {largest}",
         model_path(spec, "hidden_size"),
         help=f"tp {spec.axis('tp')} and pp {spec.axis('pp')} divide all of it; dp · cp {shards} divides the fp32 "
@@ -85,7 +86,3 @@ def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
             help=f"write the file with `parcompile profile -o {name}`, or name a preset: {', '.join(accelerators())}",
             fixes=(fix,) if known else (),
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 1024**3:.1f}"

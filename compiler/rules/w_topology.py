@@ -9,6 +9,7 @@ from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import Grid
 from parcompile.plan.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.units import format_bytes
 
 from .registry import Finding, rule
 
@@ -70,8 +71,8 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
         found, order = here.reaches[axis], "-".join(better.order)
         yield Finding(
             f"{found.leaving_node} of {found.count} {axis} groups leave their node ({found.nodes[1]} nodes each): with "
-            f"order {'-'.join(here.order)} each rank sends {_bytes(here.leaving_bytes)} per step in groups that leave "
-            f"it, with order {order} {_bytes(better.leaving_bytes)}",
+            f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
+            f"leave it, with order {order} {format_bytes(better.leaving_bytes)}",
             _place(spec, axis),
             help=f"write order {order}",
             fixes=(Fix(f"set order to {order}", Safety.CHANGES_COST, (Edit(_ORDER, order),)),),
@@ -97,19 +98,10 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
             yield Finding(
                 f"tp {spec.axis('tp')} · cp {spec.axis('cp')} on nodes of {spec.cluster.gpus_per_node}: "
                 f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
-                f"{_bytes(size)} per step in its cp group",
+                f"{format_bytes(size)} per step in its cp group",
                 _place(spec, "cp"),
             )
 
 
 def _place(spec: Resolution, axis: str) -> Path:
     return _ORDER if spec.given(*_ORDER) else ("parallelism", axis)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} GiB"

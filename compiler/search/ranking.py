@@ -13,11 +13,10 @@ from parcompile.cost.calibration import SAFE, TIE, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
 from parcompile.cost.footprint import Footprint, footprint
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
+from parcompile.units import format_bytes, format_seconds
 
 from .space import Candidate, Refused, Space, expand
 from .ways import Open, Way, all_ways, fastest, settings
-
-GIB = 1024**3
 
 Progress = Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]
 
@@ -136,14 +135,14 @@ def _slower(step: StepTime, best: StepTime) -> str:
     theirs, ours = step.parts, best.parts
     part = max(theirs, key=lambda name: theirs[name] - ours[name])
     difference = theirs[part] - ours[part]
-    return f"{ratio - 1:.1%} slower, most of it through {part} (+{difference:.3f} s)"
+    return f"{ratio - 1:.1%} slower, most of it through {part} (+{format_seconds(difference)})"
 
 
 def _unsafe(one: Ranked) -> Ranked:
     peak, limit = one.memory.peak, one.memory.limit_bytes or 0.0
     chance = one.memory.probability or 0.0
     reason = (
-        f"memory: {peak.total_bytes / GIB:.1f} of {limit / GIB:.1f} usable GiB on rank {peak.rank}, mostly "
+        f"memory: {format_bytes(peak.total_bytes)} of {format_bytes(limit)} usable on rank {peak.rank}, mostly "
         f"{peak.largest}; fits with probability {chance:.0%} < {SAFE:.0%}"
     )
     return replace(one, reason=reason)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
-from parcompile.plan.diff import TITLES, Difference, Kind, shown
+from parcompile.plan.diff import TITLES, Difference, Kind
 from parcompile.plan.resume import Resume, Resumption
+from parcompile.units import format_bytes, format_seconds
 
 from .markdown import folded, plain, table
-
-GIB = 1024**3
 
 _VERDICTS = {
     Kind.NUMERICS: "**Another training**: the numbers of a step change.",
@@ -42,7 +41,7 @@ def as_markdown(before: Plan, after: Plan, found: Difference) -> str:
     for kind, name in TITLES.items():
         changes = found.of(kind)
         if changes:
-            rows = [(change.what, shown(change.before), shown(change.after), change.share) for change in changes]
+            rows = [(change.what, *change.texts, change.share) for change in changes]
             parts.append(folded(f"{name} ({len(changes)})", table([("", "before", "after", ""), *rows])))
     return "\n".join(parts)
 
@@ -65,20 +64,21 @@ def _costs(before: Plan, after: Plan) -> str:
         rows.append((name, unit(first), unit(second), share))
 
     row("ranks", lambda one: one.work.world_size, "{:,.0f}".format)
-    row("step, estimated", lambda one: one.time.step.seconds, "{:.3f} s".format)
-    rows.append(("its 90 % interval", *(_interval(one.time.interval_seconds, "s", 1) for one in (old, new)), ""))
+    row("step, estimated", lambda one: one.time.step.seconds, format_seconds)
+    times = (_interval(one.time.interval_seconds, format_seconds) for one in (old, new))
+    rows.append(("its 90 % interval", *times, ""))
     row("tokens/s of all GPUs", lambda one: one.time.tokens_per_second_per_gpu * one.work.world_size, "{:,.0f}".format)
     row("tokens/s per GPU", lambda one: one.time.tokens_per_second_per_gpu, "{:,.0f}".format)
     # A share of a percentage would be read as a difference of percentages.
     rows.append(("MFU", *(f"{one.time.utilisation:.1%}" for one in (old, new)), ""))
-    row("peak memory of a rank, estimated", lambda one: one.memory.peak.total_bytes / GIB, "{:.1f} GiB".format)
-    rows.append(("its 90 % interval", *(_interval(one.memory.interval_bytes, "GiB", GIB) for one in (old, new)), ""))
+    row("peak memory of a rank, estimated", lambda one: one.memory.peak.total_bytes, format_bytes)
+    sizes = (_interval(one.memory.interval_bytes, format_bytes) for one in (old, new))
+    rows.append(("its 90 % interval", *sizes, ""))
     rows.append(("fits with probability", *(_chance(one) for one in (old, new)), ""))
-    row("of it exact", lambda one: one.memory.peak.static_bytes / GIB, "{:.2f} GiB".format)
-    leaving = (plan.to_json()["topology"]["bytes_leaving_node"] / GIB for plan in (before, after))
-    first, second = leaving
+    row("of it exact", lambda one: one.memory.peak.static_bytes, format_bytes)
+    first, second = (plan.to_json()["topology"]["bytes_leaving_node"] for plan in (before, after))
     share = f"{(second - first) / first:+.1%}" if first and first != second else ""
-    rows.append(("sent between nodes by a rank in a step", f"{first:.2f} GiB", f"{second:.2f} GiB", share))
+    rows.append(("sent between nodes by a rank in a step", format_bytes(first), format_bytes(second), share))
     return table(rows)
 
 
@@ -90,8 +90,8 @@ def _layout(plan: Plan) -> str:
     return f"{axes or 'one rank'}, micro {training.micro_batch_size} × {training.gradient_accumulation_steps}"
 
 
-def _interval(pair: tuple[float, float], unit: str, scale: float) -> str:
-    return f"{pair[0] / scale:.1f} to {pair[1] / scale:.1f} {unit}"
+def _interval(pair: tuple[float, float], unit: Callable[[float], str]) -> str:
+    return f"{unit(pair[0])} to {unit(pair[1])}"
 
 
 def _chance(found: Estimate) -> str:

@@ -27,6 +27,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
+from parcompile.units import format_bytes
 
 from .world import MAX_RANKS, run_local
 
@@ -224,8 +225,8 @@ def _refuse(plan: Plan) -> None:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > memory_bytes:
         raise RunError(
-            f"({plan.world_size} ranks + 2) · {whole_bytes / 1e9:.1f} GB of weights = {needed_bytes / 1e9:.0f} GB, "
-            f"this machine has {memory_bytes / 1e9:.0f} GB: use a smaller model, this command is for looking",
+            f"({plan.world_size} ranks + 2) · {format_bytes(whole_bytes)} of weights = {format_bytes(needed_bytes)}, "
+            f"this machine has {format_bytes(memory_bytes)}: use a smaller model, this command is for looking",
             everywhere=True,
         )
 

@@ -21,9 +21,10 @@ from parcompile.layout.stages import Stage
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
+from parcompile.units import format_bytes
 
 from .counting import Tally, by_group
-from .findings import Finding, Verdict, in_units
+from .findings import Finding, Verdict
 from .sharded import Held, is_held
 from .step import Step
 
@@ -109,8 +110,8 @@ def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
     yield _finding(
         rank,
         "activations of a micro-batch",
-        in_units(planned),
-        f"{in_units(step.activation_bytes)} ({error:+.1%})",
+        format_bytes(planned),
+        f"{format_bytes(step.activation_bytes)} ({error:+.1%})",
         detail,
     )
     whole = footprint(work).stages[index]
@@ -119,14 +120,15 @@ def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
     found = step.held_bytes + max(step.end_bytes, step.activation_bytes + (in_flight - 1) * step.kept_bytes)
     error = peak / found - 1
     why = [
-        f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; held {in_units(step.held_bytes)}, "
-        f"a micro-batch takes {in_units(step.activation_bytes)}, the end of the step {in_units(step.end_bytes)}"
+        f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; "
+        f"held {format_bytes(step.held_bytes)}, "
+        f"a micro-batch takes {format_bytes(step.activation_bytes)}, the end of the step {format_bytes(step.end_bytes)}"
     ]
     yield _finding(
         rank,
         "peak of the step",
-        in_units(peak),
-        f"{in_units(found)} ({error:+.1%})",
+        format_bytes(peak),
+        f"{format_bytes(found)} ({error:+.1%})",
         why if abs(error) > ACTIVATION_TOLERANCE else [],
     )
 
@@ -216,7 +218,7 @@ def _bytes(rank: int, subject: str, planned: int, found: int, *, extra: bool = F
 
 
 def _tally(tally: Tally) -> str:
-    return f"{tally.messages:,} × {in_units(tally.wire_bytes)}"
+    return f"{tally.messages:,} × {format_bytes(tally.wire_bytes)}"
 
 
 def _shown(ranges: tuple[tuple[int, int], ...] | None) -> str:

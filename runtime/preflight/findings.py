@@ -121,8 +121,3 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
-
-
-def in_units(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from parcompile.cost.activations import korthikanti, layer_bytes
-from parcompile.cost.footprint import GIB, fit_probability, footprint
+from parcompile.cost.footprint import fit_probability, footprint
 from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.memory_terms import LOSS_CHUNK_ELEMENTS, memory_terms
 from parcompile.cost.workload import Workload
+from parcompile.units import GIB
 
 GIB_22B = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}
 

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(t
     assert named(found, Kind.NUMERICS) == {}
     assert named(found, Kind.ROUNDING)["partial sums of a linear (tp)"] == (2, 4)
     assert named(found, Kind.LAYOUT)["tp"] == (2, 4)
-    assert named(found, Kind.COST)["weight_bytes per rank"][1] < named(found, Kind.COST)["weight_bytes per rank"][0]
+    before, after = named(found, Kind.COST)["weights per rank"]
+    assert after < before
     assert found.deepspeed.resume is Resume.UNIVERSAL
     assert found.deepspeed.reasons[0].startswith("tp 2 → 4")
     assert any(reason.startswith("dp · cp 4 → 2") for reason in found.deepspeed.reasons)
@@ -142,7 +144,12 @@ class TestCommand:
         tree = json.loads(self.run(folder / "a.json", folder / "b.json", "--format", "json").stdout)
         assert tree["checkpoint"]["deepspeed"]["resume"] == "universal conversion"
         assert tree["checkpoint"]["runtime"]["resume"] == "cut anew while it is loaded"
-        assert {"kind": "layout", "what": "tp", "before": 2, "after": 4, "note": ""} in tree["changes"]
+        assert {"kind": "layout", "what": "tp", "before": 2, "after": 4, "note": "", "unit": ""} in tree["changes"]
+
+    def test_bytes_and_times_are_said_in_units(self, folder) -> None:
+        text = self.run(folder / "a.json", folder / "b.json").stdout
+        assert re.search(r"weights per rank +[\d.]+ [KMG]iB → [\d.]+ [KMG]iB \([+-][\d.]+%\)", text)
+        assert re.search(r"time of a step, estimated +[\d.]+ (us|ms|s) → ", text)
 
     def test_a_broken_spec_is_reported_and_a_missing_file_is_named(self, folder) -> None:
         (folder / "a.json").write_text(json.dumps(spec_tree(1, 8, parallelism={"tp": 3})), encoding="utf-8")

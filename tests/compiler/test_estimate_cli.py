@@ -55,7 +55,7 @@ def test_the_table_names_the_rank_the_largest_part_the_interval_and_the_conventi
         "GiB on rank 0",
         "90 % interval",
         "the largest part is",
-        "usable GiB of",
+        "usable of",
         "MFU by",
     ):
         assert text in out

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parcompile.show.pictures.subject import GIB
+from parcompile.units import format_bytes, format_seconds
 
 from .html import Html, folded, joined, table, tag
 
@@ -73,9 +73,9 @@ def _layouts(title: str, found: list[dict[str, Any]], plan: Mapping[str, object]
         rows.append(
             (
                 _name(one["layout"]) + here,
-                f"{one['step_seconds']:.3f} s",
+                format_seconds(one["step_seconds"]),
                 f"{one['tokens_per_second_per_gpu']:,.0f}",
-                f"{one['peak_bytes'] / GIB:.1f} GiB",
+                format_bytes(one["peak_bytes"]),
                 "-" if chance is None else f"{chance:.0%}",
                 one["reason"] or "chosen",
             )

@@ -11,8 +11,9 @@ from parcompile.rules import all_rules
 from parcompile.show.pictures.markdown import TABLES
 from parcompile.show.pictures.named import picture
 from parcompile.show.pictures.shapes import NARROW, WIDE, Picture
-from parcompile.show.pictures.subject import DENSE_AXES, Subject, gib, seconds
+from parcompile.show.pictures.subject import DENSE_AXES, Subject
 from parcompile.show.pictures.svg import inline
+from parcompile.units import format_bytes, format_seconds
 
 from .html import Html, folded, joined, table, tag
 
@@ -27,9 +28,13 @@ def tiles(subject: Subject) -> Html:
     static = max(stage.static_bytes for stage in memory.stages)
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),
-        ("Peak memory", gib(memory.peak.total_bytes), chance),
-        ("Exact part of it", gib(static), f"{max(found.parameters.by_stage):,} parameters on a rank"),
-        ("Step", seconds(found.time.step.seconds), f"90 % interval {seconds(low)} to {seconds(high)}"),
+        ("Peak memory", format_bytes(memory.peak.total_bytes), chance),
+        ("Exact part of it", format_bytes(static), f"{max(found.parameters.by_stage):,} parameters on a rank"),
+        (
+            "Step",
+            format_seconds(found.time.step.seconds),
+            f"90 % interval {format_seconds(low)} to {format_seconds(high)}",
+        ),
         ("Throughput", f"{found.time.tokens_per_second_per_gpu:,.0f}", "tokens/s per GPU"),
         ("MFU", f"{found.time.utilisation:.1%}", "of the peak rate in use"),
     ]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
+from parcompile.units import format_bytes
 
 from .colours import shade
 from .shapes import SMALL, Box, Picture, Shape, Sketch, Text, fitted, text_width
-from .subject import DENSE_AXES, Subject, gib
+from .subject import DENSE_AXES, Subject
 
 MOST_PARTS = 256
 """Pieces that are drawn one by one; of more, as many, and the words say how many there are."""
@@ -197,8 +198,8 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     shards = spec.parallelism.zero_shards if spec.zero_stage else 1
     state = memory["master_bytes"] + memory["optimizer_bytes"]
     said = (
-        f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks: {gib(state)} on each instead of "
-        f"{gib(state * shards)}."
+        f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks: {format_bytes(state)} on each "
+        f"instead of {format_bytes(state * shards)}."
     )
     sketch.caption(said, strong=True)
     whole = {"weights": ("weights", spec.zero_stage >= 3), "gradients": ("gradients", spec.zero_stage >= 2)}

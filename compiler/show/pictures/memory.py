@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from parcompile.cost.footprint import STATIC, RankMemory, stage_interval
+from parcompile.cost.footprint import RankMemory, stage_interval
 from parcompile.cost.table import memory_bars, memory_rows
+from parcompile.units import GIB, format_bytes
 
 from .shapes import SMALL, Box, Line, Picture, Sketch, Text, text_width, ticks
-from .subject import GIB, Subject, gib
+from .subject import Subject
 
 ROLES = {
     "weights": "weights",
@@ -30,7 +31,7 @@ def draw(subject: Subject, width: float) -> Picture:
     intervals = [stage_interval(work, stage) for stage in stages]
     row, bar = (30.0, 18.0) if len(stages) <= 16 else (18.0, 11.0)
     left = text_width(f"stage {len(stages) - 1}") + 10
-    right = text_width("000.0 GiB") + 20
+    right = text_width("000.00 GiB") + 20
     longest = max([high for _, high in intervals] + [stage.total_bytes for stage in stages] + [limit or 0.0])
     scale = (width - left - right) / longest
     top = 22.0 if limit else 4.0
@@ -41,7 +42,8 @@ def draw(subject: Subject, width: float) -> Picture:
         x = left
         for name, size in stage.components.items():
             if size:
-                sketch.add(Box(x, y, size * scale, bar, ROLES[name], f"stage {stage.stage}, {name}: {gib(size)}"))
+                label = f"stage {stage.stage}, {name}: {format_bytes(size)}"
+                sketch.add(Box(x, y, size * scale, bar, ROLES[name], label))
                 x += size * scale
         middle = y + bar / 2
         for x1, y1, x2, y2 in (
@@ -50,13 +52,13 @@ def draw(subject: Subject, width: float) -> Picture:
             (high * scale, middle - 5, high * scale, middle + 5),
         ):
             sketch.add(Line(left + x1, y1, left + x2, y2, "ink", 1.6))
-        sketch.add(Text(width, y + bar / 2 + 4.5, gib(stage.total_bytes), anchor="end", strong=True))
+        sketch.add(Text(width, y + bar / 2 + 4.5, format_bytes(stage.total_bytes), anchor="end", strong=True))
     bottom = top + row * len(stages)
     if limit:
         x = left + limit * scale
         sketch.add(Line(x, top - 4, x, bottom + 4, "bad", 2.0, dashed=True))
         anchor = "end" if x > width * 0.6 else "start"
-        sketch.add(Text(x, top - 9, f"usable {gib(limit)}", SMALL + 1, "bad", anchor, strong=True))
+        sketch.add(Text(x, top - 9, f"usable {format_bytes(limit)}", SMALL + 1, "bad", anchor, strong=True))
     sketch.y = bottom + 20
     names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
     sketch.legend([(ROLES[name], name) for name in names])
@@ -78,17 +80,17 @@ def _axis(sketch: Sketch, longest: float, scale: float, left: float, top: float,
 def verdict(subject: Subject) -> str:
     """The peak, its interval and whether it fits, in one sentence."""
     memory = subject.estimate.memory
-    low, high = memory.interval_bytes
-    text = f"Peak {gib(memory.peak.total_bytes)} on stage {memory.peak.stage}, 90 % interval {gib(low)} to {gib(high)}"
+    peak, low, high = map(format_bytes, (memory.peak.total_bytes, *memory.interval_bytes))
+    text = f"Peak {peak} on stage {memory.peak.stage}, 90 % interval {low} to {high}"
     if memory.limit_bytes is None or memory.probability is None:
         return text
-    return f"{text}; fits into {gib(memory.limit_bytes)} usable with probability {memory.probability:.0%}"
+    return f"{text}; fits into {format_bytes(memory.limit_bytes)} usable with probability {memory.probability:.0%}"
 
 
 def _words(peak: RankMemory) -> str:
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in peak.components.items() if size)
-    static = sum(peak.components[name] for name in STATIC)
-    return f"The fullest stage {peak.stage} holds {gib(peak.total_bytes)}, {gib(static)} of it exact: {parts}"
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.components.items() if size)
+    total, exact = format_bytes(peak.total_bytes), format_bytes(peak.static_bytes)
+    return f"The fullest stage {peak.stage} holds {total}, {exact} of it exact: {parts}"
 
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
@@ -102,5 +104,5 @@ def rows(subject: Subject) -> list[tuple[str, ...]]:
     stages = subject.estimate.memory.stages
     names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
     head = ("component", *(f"stage {stage.stage}" for stage in stages))
-    parts = [(name, *(gib(stage.components[name]) for stage in stages)) for name in names]
-    return [head, *parts, ("all", *(gib(stage.total_bytes) for stage in stages))]
+    parts = [(name, *(format_bytes(stage.components[name]) for stage in stages)) for name in names]
+    return [head, *parts, ("all", *(format_bytes(stage.total_bytes) for stage in stages))]

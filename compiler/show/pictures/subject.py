@@ -11,7 +11,6 @@ from parcompile.plan import Plan
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 AXIS_OF_GROUP = {"kv-replica": "tp", "dp-cp": "dp", "ep": "ep", "cp-inner": "cp", "cp-outer": "cp"}
 """The axis in whose colour a group's traffic is drawn, where it is not the group's own name."""
-GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,3 @@ class Subject:
         parallelism = self.plan.spec.parallelism
         found = tuple(axis for axis in parallelism.order if axis in DENSE_AXES and getattr(parallelism, axis) > 1)
         return found or ("tp",)
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, below one in MiB."""
-    if size and size < GIB:
-        return f"{size * 1024 / GIB:,.1f} MiB"
-    return f"{size / GIB:,.1f} GiB"
-
-
-def seconds(time: float) -> str:
-    """A time in seconds or milliseconds."""
-    return f"{time:,.2f} s" if time >= 1 else f"{time * 1000:,.1f} ms"

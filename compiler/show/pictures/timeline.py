@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from parcompile.cost.pipeline import Schedule, schedule
 from parcompile.cost.table import time_bars, time_rows
+from parcompile.units import format_seconds
 
 from .shapes import SMALL, Box, Picture, Sketch, Text, fitted, text_width
-from .subject import AXIS_OF_GROUP, Subject, seconds
+from .subject import AXIS_OF_GROUP, Subject
 
 ROLES = {
     "computation": "computation",
@@ -32,13 +33,13 @@ def draw(subject: Subject, width: float) -> Picture:
     _overlap(sketch, subject)
     laid = timetable(subject)
     _lanes(sketch, subject, laid)
-    low, high = found.time.interval_seconds
+    low, high = map(format_seconds, found.time.interval_seconds)
     subtitle = (
-        f"{seconds(step.seconds)}, 90 % interval {seconds(low)} to {seconds(high)}; {work.tokens_per_step:,} tokens, "
+        f"{format_seconds(step.seconds)}, 90 % interval {low} to {high}; {work.tokens_per_step:,} tokens, "
         f"{found.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {found.time.utilisation:.1%}"
     )
-    parts = ", ".join(f"{name} {seconds(time)}" for name, time in step.parts.items() if time)
-    return sketch.picture("One step", subtitle, f"A step takes {seconds(step.seconds)}: {parts}")
+    parts = ", ".join(f"{name} {format_seconds(time)}" for name, time in step.parts.items() if time)
+    return sketch.picture("One step", subtitle, f"A step takes {format_seconds(step.seconds)}: {parts}")
 
 
 def timetable(subject: Subject) -> Schedule:
@@ -54,7 +55,7 @@ def _parts(sketch: Sketch, subject: Subject) -> None:
     for name, time in step.parts.items():
         if time:
             length = sketch.width * time / step.seconds
-            text = f"{name}: {seconds(time)}, {time / step.seconds:.1%}"
+            text = f"{name}: {format_seconds(time)}, {time / step.seconds:.1%}"
             sketch.add(Box(x, top, length, 26, ROLES[name], text))
             share = f"{time / step.seconds:.0%}"
             if length > text_width(share) + 10:
@@ -63,7 +64,7 @@ def _parts(sketch: Sketch, subject: Subject) -> None:
                 )
             x += length
     sketch.y = top + 30
-    sketch.legend([(ROLES[name], f"{name} {seconds(time)}") for name, time in step.parts.items() if time])
+    sketch.legend([(ROLES[name], f"{name} {format_seconds(time)}") for name, time in step.parts.items() if time])
 
 
 def _overlap(sketch: Sketch, subject: Subject) -> None:
@@ -83,8 +84,8 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
         sketch.add(Text(0, top + 14, group))
         sketch.add(Box(left, top + 3, max(exposed * room, 1.5 if exposed else 0), 14, AXIS_OF_GROUP.get(group, group)))
         sketch.add(Box(left + exposed * room, top + 3, hidden * room, 14, "hidden"))
-        text = f"{seconds(exposed)} + {seconds(hidden)} hidden" if hidden else seconds(exposed)
-        text = f"all {seconds(hidden)} hidden" if hidden and not exposed else text
+        text = f"{format_seconds(exposed)} + {format_seconds(hidden)} hidden" if hidden else format_seconds(exposed)
+        text = f"all {format_seconds(hidden)} hidden" if hidden and not exposed else text
         sketch.add(Text(sketch.width, top + 14, fitted(text, right - 8, SMALL + 1), SMALL + 1, "soft", "end"))
         top += 24
     sketch.y = top
@@ -118,8 +119,8 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
         _passes(sketch, laid, window, top, lane)
         _tail(sketch, laid, (step.gradients, step.optimizer), window, (top, laid.stages * lane))
         start, stop, x, length = window
-        sketch.add(Text(x, bottom + 13, seconds(start) if start else "0 s", SMALL, "soft"))
-        sketch.add(Text(x + length, bottom + 13, seconds(stop), SMALL, "soft", "end"))
+        sketch.add(Text(x, bottom + 13, format_seconds(start) if start else "0 s", SMALL, "soft"))
+        sketch.add(Text(x + length, bottom + 13, format_seconds(stop), SMALL, "soft", "end"))
     if len(windows) > 1:
         middle = left + room / 2
         sketch.add(Text(middle, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))
@@ -138,7 +139,8 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
     estimate = step.seconds - step.gradients - step.optimizer
     if abs(laid.seconds - estimate) > 0.005 * estimate:
         sketch.caption(
-            f"Laid out pass by pass, these lanes take {seconds(laid.seconds)}; the estimate has {seconds(estimate)}."
+            f"Laid out pass by pass, these lanes take {format_seconds(laid.seconds)}; "
+            f"the estimate has {format_seconds(estimate)}."
         )
 
 
@@ -177,7 +179,7 @@ def _tail(
         if time and first < last:
             length = max((last - first) * scale, 1.5)
             x = min(left + (first - start) * scale, left + room - length)
-            sketch.add(Box(x, place[0] + 1, length, place[1] - 3, role, f"{title}: {seconds(time)}"))
+            sketch.add(Box(x, place[0] + 1, length, place[1] - 3, role, f"{title}: {format_seconds(time)}"))
         begin += time
 
 
@@ -190,5 +192,5 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table."""
     step = subject.estimate.time.step
-    parts = [(name, seconds(time), f"{time / step.seconds:.1%}") for name, time in step.parts.items() if time]
-    return [("part of a step", "time", "share"), *parts, ("all", seconds(step.seconds), "100%")]
+    parts = [(name, format_seconds(time), f"{time / step.seconds:.1%}") for name, time in step.parts.items() if time]
+    return [("part of a step", "time", "share"), *parts, ("all", format_seconds(step.seconds), "100%")]

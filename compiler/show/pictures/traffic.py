@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from parcompile.cost.table import traffic_rows
 from parcompile.cost.traffic import GroupTraffic
+from parcompile.units import format_bytes, format_seconds
 
 from .shapes import SMALL, Box, Picture, Sketch, Text
-from .subject import AXIS_OF_GROUP, Subject, gib, seconds
+from .subject import AXIS_OF_GROUP, Subject
 
 ROW = 44.0
 
@@ -38,7 +39,7 @@ def draw(subject: Subject, width: float) -> Picture:
 
 def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note: str) -> None:
     top = sketch.y
-    value = gib(size)
+    value = format_bytes(size)
     room = sketch.width
     if sketch.narrow:
         sketch.caption(f"{name}, {note}", size=SMALL + 1)
@@ -59,8 +60,8 @@ def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note
 def _time(subject: Subject, one: GroupTraffic) -> str:
     exposed, hidden = subject.estimate.exposed_seconds(one.group), subject.estimate.hidden_seconds(one.group)
     if hidden and not exposed:
-        return f"{seconds(hidden)} hidden behind computation"
-    return f"{seconds(exposed)} waited for" + (f", {seconds(hidden)} hidden" if hidden else "")
+        return f"{format_seconds(hidden)} hidden behind computation"
+    return f"{format_seconds(exposed)} waited for" + (f", {format_seconds(hidden)} hidden" if hidden else "")
 
 
 def _subtitle(subject: Subject) -> str:
@@ -71,14 +72,14 @@ def _subtitle(subject: Subject) -> str:
         return f"{text}; one node"
     least = others[0]
     if least["bytes_leaving_node"] < topology["bytes_leaving_node"]:
-        return f"{text}; {least['order']} would send less between nodes: {gib(least['bytes_leaving_node'])}"
+        return f"{text}; {least['order']} would send less between nodes: {format_bytes(least['bytes_leaving_node'])}"
     return f"{text}; no other order of the axes sends less between nodes"
 
 
 def _words(found: tuple[GroupTraffic, ...]) -> str:
     return (
         "; ".join(
-            f"{one.group} sends {gib(one.wire_bytes)} {'between nodes' if one.leaves_node else 'in a node'}"
+            f"{one.group} sends {format_bytes(one.wire_bytes)} {'between nodes' if one.leaves_node else 'in a node'}"
             for one in found
         )
         or "One rank has no one to send to"
@@ -100,10 +101,10 @@ def rows(subject: Subject) -> list[tuple[str, ...]]:
                 one.group,
                 one.operation,
                 f"{one.messages:,}",
-                gib(one.wire_bytes),
+                format_bytes(one.wire_bytes),
                 f"{one.link.title}, {'between nodes' if one.leaves_node else 'in a node'}",
-                seconds(subject.estimate.exposed_seconds(one.group)),
-                seconds(subject.estimate.hidden_seconds(one.group)),
+                format_seconds(subject.estimate.exposed_seconds(one.group)),
+                format_seconds(subject.estimate.hidden_seconds(one.group)),
             )
             for one in subject.estimate.traffic
         ),

@@ -9,6 +9,7 @@ from parcompile.cost.rates import time_values
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.spec import Origin
+from parcompile.units import format_milliseconds
 
 from .model import ModelValues
 from .reader import Unavailable
@@ -90,11 +91,11 @@ class ContextValues(ModelValues, TrainingValues):
         best: dict[object, str] = {}
         for one in costs(work, possible):
             key = one.context.implementation if name == AUTO else one.context.sizes
-            best.setdefault(key, f"{one.context.name} {_milliseconds(one.seconds)}")
+            best.setdefault(key, f"{one.context.name} {format_milliseconds(one.seconds)}")
         listed = ", ".join(best.values())
         why = (
-            f"cost model, for each layer and micro-batch beyond {_milliseconds(attention)} of attention: {listed}; the "
-            "simplest within 2 % of the fastest"
+            f"cost model, for each layer and micro-batch beyond {format_milliseconds(attention)} of attention: "
+            f"{listed}; the simplest within 2 % of the fastest"
         )
         if name == AUTO:
             impossible = dict.fromkeys(f"{kind.value} ({fault})" for kind, _, fault in refused)
@@ -126,7 +127,3 @@ class ContextValues(ModelValues, TrainingValues):
             element_bytes=self.precision.bytes,
             recompute=self.activation_checkpointing,
         )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -12,14 +12,15 @@ from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
-from parcompile.runtime.preflight.findings import Finding, Verdict, in_units
+from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.units import GIB, MIB, format_bytes
 
 from .agreement import JOB, Arrived
 from .facts import SHARED_MEMORY, Facts
 
-NCCL_SHARED_BYTES = 2**30
+NCCL_SHARED_BYTES = GIB
 """What containers are commonly given (`--shm-size=1g`); NCCL's ranks of a node speak through it without peer access."""
-NCCL_SEGMENT_BYTES = 10 * 2**20
+NCCL_SEGMENT_BYTES = 10 * MIB
 """About one rank's segment: a rule of thumb, not a figure of NCCL's documentation."""
 MASTER_WIDTH = 4
 """Bytes of a weight of a model that is built whole, in fp32."""
@@ -45,10 +46,10 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
     for ranks in arrived.nodes.values():
         first, count = ranks[0].rank, len(ranks)
         if ranks[0].device_free_bytes is None:
-            how = f"{count} ranks × {in_units(likely)}"
+            how = f"{count} ranks × {format_bytes(likely)}"
             hosts.append(_Place(first, count * likely, count * most, _least(ranks), how))
             continue
-        how = f"the estimate, with an interval to {in_units(most)}"
+        how = f"the estimate, with an interval to {format_bytes(most)}"
         devices += [_Place(one.rank, likely, most, one.device_free_bytes, how) for one in ranks]
         # Without `model=`, `initialize` builds the whole model in the host's memory on every rank.
         whole = count * plan.parameters.numel * MASTER_WIDTH
@@ -109,7 +110,7 @@ def _enough(subject: str, places: Sequence[_Place]) -> Iterator[Finding]:
     """Less than the least fails, less than the most is odd. Of places with enough, the tightest stands for all."""
     enough = []
     for one in places:
-        needed = in_units(one.least or one.most)
+        needed = format_bytes(one.least or one.most)
         if one.free is None:
             yield Finding(one.rank, subject, needed, "not known", Verdict.NOT_RUN, "this system does not say")
         elif one.free >= one.most:
@@ -117,10 +118,10 @@ def _enough(subject: str, places: Sequence[_Place]) -> Iterator[Finding]:
         else:
             verdict = Verdict.DIFFERS if one.free < one.least else Verdict.ODD
             fails = verdict is Verdict.DIFFERS
-            missing = in_units((one.least if fails else one.most) - one.free)
+            missing = format_bytes((one.least if fails else one.most) - one.free)
             detail = f"{one.how}; {missing} more would {'do' if fails else 'be safe'}"
-            yield Finding(one.rank, subject, needed, f"{in_units(one.free)} free", verdict, detail)
+            yield Finding(one.rank, subject, needed, f"{format_bytes(one.free)} free", verdict, detail)
     if enough:
         free, needed = min(enough)
         more = " and more" if len(enough) > 1 else ""
-        yield Finding(JOB, subject, needed, f"{in_units(free)} free{more}", Verdict.AGREES)
+        yield Finding(JOB, subject, needed, f"{format_bytes(free)} free{more}", Verdict.AGREES)

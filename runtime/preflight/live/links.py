@@ -29,6 +29,7 @@ from parcompile.runtime.profiling.links import (
     own_link_rates,
     pair_rates,
 )
+from parcompile.units import format_bandwidth, format_compute, format_seconds
 
 from .agreement import JOB, Arrived
 
@@ -91,7 +92,7 @@ def compare_links(arrived: Arrived, measured: Sequence[Measured]) -> Iterator[Fi
     counted_on = machine.matmul_flops_per_s(work.element_bytes) * values["matmul"]
     wrong = best < SLOW_AGAINST_PRESET * counted_on
     detail = f"{best / counted_on:.0%} of what the estimate counts on, on the slowest rank" if wrong else ""
-    planned, found = (f"{one / 1e12:.3g} TFLOP/s" for one in (counted_on, best))
+    planned, found = map(format_compute, (counted_on, best))
     yield Finding(JOB, "matrix products", planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
 
 
@@ -162,15 +163,15 @@ def _slowest(rates: Sequence[LinkRate]) -> LinkRate:
 def _rate(subject: str, counted_on: float, rate: float, link: Link, preset: str) -> Finding:
     wrong = rate < SLOW_AGAINST_PRESET * counted_on
     detail = f"{rate / counted_on:.0%} of what the estimate counts on; preset {preset}: {link.title}" if wrong else ""
-    planned, found = (f"{one / 1e9:.3g} GB/s" for one in (counted_on, rate))
+    planned, found = map(format_bandwidth, (counted_on, rate))
     return Finding(JOB, subject, planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
 
 
 def _latency(subject: str, link: Link, found: LinkRate) -> Finding:
     seconds, expected = found.seconds, link.latency_seconds
-    shown = f"{seconds * 1e6:,.0f} µs"
+    shown = format_seconds(seconds)
     if not expected:
         return Finding(JOB, subject, "not in the preset", shown, Verdict.AGREES)
     wrong = seconds > expected / SLOW_AGAINST_PRESET
     detail = f"{seconds / expected:.1f} times the preset's, for {found.size} bytes" if wrong else ""
-    return Finding(JOB, subject, f"{expected * 1e6:,.0f} µs", shown, Verdict.ODD if wrong else Verdict.AGREES, detail)
+    return Finding(JOB, subject, format_seconds(expected), shown, Verdict.ODD if wrong else Verdict.AGREES, detail)

@@ -16,7 +16,8 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join, start_world
 from parcompile.runtime.groups.environment import Environment, device_of
-from parcompile.runtime.preflight.findings import Finding, Verdict, in_units
+from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.units import format_bytes, format_seconds
 
 from .agreement import JOB, Arrived, compare_arrival, compare_places
 from .capacity import compare_disk, compare_memory, compare_shared_memory
@@ -138,8 +139,8 @@ def _trial(session: Session, heard: Sequence[Any]) -> Answer:
     estimate = timing(workload_of(found.arrived.plan.spec)).step.seconds
     seconds, peak = max(one.seconds[-1] for one in trials), max(one.peak_bytes for one in trials)
     found.notes.append(
-        f"step {STEPS} took {seconds:.3g} s on the slowest rank, the estimate is {estimate:.3g} s; "
-        f"the fullest rank held {in_units(peak)}"
+        f"step {STEPS} took {format_seconds(seconds)} on the slowest rank, the estimate is {format_seconds(estimate)}; "
+        f"the fullest rank held {format_bytes(peak)}"
     )
     return {}
 
