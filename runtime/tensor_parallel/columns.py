@@ -1,4 +1,4 @@
-"""Several column-parallel layers on one input: q, k and v, or gate and up, with one collective for all.
+"""The column-parallel linear layer, and several of them on one input: q, k and v, or gate and up.
 
 A model that is ours calls `column_parallel`. One that is not calls `q_proj(x)`, `k_proj(x)` and `v_proj(x)`, each of
 which would gather x, and reduce its gradient, for itself: after `share_input` the first call computes all three, and
@@ -7,21 +7,105 @@ the others find their result waiting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcompile.runtime.collectives import copy_to_group, cut_padding, gather_from_group
+from parcompile.runtime.collectives import Group, copy_to_group, cut_padding, gather_from_group
 
+from .linear import ParallelLinear
 from .matmul import column_matmul
+from .weights import Ranges
 
-if TYPE_CHECKING:
-    from .linear import ColumnParallelLinear
+__all__ = ["ColumnParallelLinear", "column_outputs", "column_parallel", "share_input"]
 
-__all__ = ["column_outputs", "column_parallel", "share_input"]
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x · Wᵀ + b with the *output* features spread over the ranks.
+
+    Args:
+        in_features: I of the full layer.
+        out_features: O of the full layer.
+        bias: Whether there is a bias; it is split like the output.
+        group: The tensor-parallel ranks; None for this rank alone.
+        ranges: The output features that this rank holds; without it an equal slice.
+        replica_group: The ranks that hold the same slice (replicated kv heads): their weight gradients are summed.
+            Needs `ranges`.
+        gather_output: Return the full […, O] on every rank. Needs equal slices.
+        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
+        sequence_parallel: The input is split along `sequence_dim` and is gathered first.
+        sequence_dim: The dim of the input that is the sequence.
+        input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
+            block, so that several layers (q, k and v; gate and up) share one collective.
+        keep_gathered: With `sequence_parallel`, keep the gathered input for backward rather than gather it again there.
+        sequence_length: With `sequence_parallel`, the tokens of the whole sequence when the ranks do not divide them:
+            the output is cut to it, so that no padding is seen inside the region. A call can say otherwise.
+        device: Where the weight is made.
+        dtype: The weight's type.
+
+    Raises:
+        ValueError: O is not divisible by the number of ranks, or the arguments contradict each other.
+    """
+
+    split_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        ranges: Ranges | None = None,
+        replica_group: Group = None,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        input_is_ready: bool = False,
+        keep_gathered: bool = False,
+        sequence_length: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if replica_group is not None and ranges is None:
+            raise ValueError("replica_group needs ranges: ranks that hold the same slice must be told which one it is")
+        if gather_output and ranges is not None:
+            raise ValueError("gather_output needs equal slices in rank order: leave ranges and replica_group out")
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            group=group,
+            ranges=ranges,
+            replica_group=replica_group,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output, self.input_is_ready = gather_output, input_is_ready
+        self.keep_gathered = keep_gathered
+        self.sequence_length = sequence_length
+        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # of share_input
+
+    def forward(self, x: Tensor, sequence_length: int | None = None) -> Any:
+        """[…, I] to […, O/tp], or […, O] with `gather_output`.
+
+        `sequence_length` is that of the constructor, for this call.
+
+        Raises:
+            ValueError: The input is not a slice of a sequence of `sequence_length` tokens.
+        """
+        if self.together is not None:
+            return self.together(self, x, sequence_length)
+        if self.group is None and not self.skip_bias_add:
+            return F.linear(x, self.weight, self.bias)
+        return column_outputs(x, (self,), sequence_length)[0]
 
 
 def column_parallel(

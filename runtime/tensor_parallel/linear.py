@@ -17,33 +17,22 @@ rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Self
 
-from parcompile.runtime.collectives import (
-    Group,
-    copy_to_group,
-    group_rank,
-    group_size,
-    pad_to_multiple,
-    scatter_to_group,
-)
+from parcompile.runtime.collectives import Group, group_rank, group_size
 
-from .columns import column_outputs
 from .initialization import draw_slice, master_seed, uniform
 from .marking import mark_shard
-from .matmul import row_matmul
 from .weights import Ranges, even_range, slice_parameter
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ParallelLinear"]
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """What both layers share: a slice of a full [O, I] weight, cut along `split_dim`."""
 
     split_dim: int
@@ -144,168 +133,3 @@ class _ParallelLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{dim}[{held}], tp={group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
         )
-
-
-class ColumnParallelLinear(_ParallelLinear):
-    """y = x · Wᵀ + b with the *output* features spread over the ranks.
-
-    Args:
-        in_features: I of the full layer.
-        out_features: O of the full layer.
-        bias: Whether there is a bias; it is split like the output.
-        group: The tensor-parallel ranks; None for this rank alone.
-        ranges: The output features that this rank holds; without it an equal slice.
-        replica_group: The ranks that hold the same slice (replicated kv heads): their weight gradients are summed.
-            Needs `ranges`.
-        gather_output: Return the full […, O] on every rank. Needs equal slices.
-        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
-        sequence_parallel: The input is split along `sequence_dim` and is gathered first.
-        sequence_dim: The dim of the input that is the sequence.
-        input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
-            block, so that several layers (q, k and v; gate and up) share one collective.
-        keep_gathered: With `sequence_parallel`, keep the gathered input for backward rather than gather it again there.
-        sequence_length: With `sequence_parallel`, the tokens of the whole sequence when the ranks do not divide them:
-            the output is cut to it, so that no padding is seen inside the region. A call can say otherwise.
-        device: Where the weight is made.
-        dtype: The weight's type.
-
-    Raises:
-        ValueError: O is not divisible by the number of ranks, or the arguments contradict each other.
-    """
-
-    split_dim = 0
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: Group = None,
-        ranges: Ranges | None = None,
-        replica_group: Group = None,
-        gather_output: bool = False,
-        skip_bias_add: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        input_is_ready: bool = False,
-        keep_gathered: bool = False,
-        sequence_length: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if replica_group is not None and ranges is None:
-            raise ValueError("replica_group needs ranges: ranks that hold the same slice must be told which one it is")
-        if gather_output and ranges is not None:
-            raise ValueError("gather_output needs equal slices in rank order: leave ranges and replica_group out")
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            group=group,
-            ranges=ranges,
-            replica_group=replica_group,
-            skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
-        self.gather_output, self.input_is_ready = gather_output, input_is_ready
-        self.keep_gathered = keep_gathered
-        self.sequence_length = sequence_length
-        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # of share_input
-
-    def forward(self, x: Tensor, sequence_length: int | None = None) -> Any:
-        """[…, I] to […, O/tp], or […, O] with `gather_output`.
-
-        `sequence_length` is that of the constructor, for this call.
-
-        Raises:
-            ValueError: The input is not a slice of a sequence of `sequence_length` tokens.
-        """
-        if self.together is not None:
-            return self.together(self, x, sequence_length)
-        if self.group is None and not self.skip_bias_add:
-            return F.linear(x, self.weight, self.bias)
-        return column_outputs(x, (self,), sequence_length)[0]
-
-
-class RowParallelLinear(_ParallelLinear):
-    """y = x · Wᵀ + b with the *input* features spread over the ranks; the bias is added once, after the sum.
-
-    Args:
-        in_features: I of the full layer.
-        out_features: O of the full layer.
-        bias: Whether there is a bias; every rank holds all of it.
-        group: The tensor-parallel ranks; None for this rank alone.
-        ranges: The input features that this rank holds; without it an equal slice.
-        input_is_parallel: The input is this rank's slice already; otherwise the full input is cut first (needs equal
-            slices).
-        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
-        sequence_parallel: Return the output split along `sequence_dim`.
-        sequence_dim: The dim of the output that is the sequence.
-        pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
-            multiple; otherwise it is refused. The column layers after it need its `sequence_length`.
-        device: Where the weight is made.
-        dtype: The weight's type.
-
-    Raises:
-        ValueError: I is not divisible by the number of ranks, or the arguments contradict each other.
-    """
-
-    split_dim = 1
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: Group = None,
-        ranges: Ranges | None = None,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        pad_sequence: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if not input_is_parallel and ranges is not None:
-            raise ValueError("input_is_parallel=False cuts equal slices in rank order: leave ranges out")
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            group=group,
-            ranges=ranges,
-            replica_group=None,
-            skip_bias_add=skip_bias_add,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
-        self.input_is_parallel, self.pad_sequence = input_is_parallel, pad_sequence
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`.
-
-        Raises:
-            ValueError: The ranks do not divide the sequence, and `pad_sequence` is not set.
-        """
-        if self.group is None:
-            return (F.linear(x, self.weight), self.bias) if self.skip_bias_add else F.linear(x, self.weight, self.bias)
-        if not self.input_is_parallel:
-            x = scatter_to_group(x, -1, self.group)
-        if self.sequence_parallel and self.pad_sequence:
-            x = pad_to_multiple(x, self.sequence_dim, self.group)
-        bias: Tensor | None = self.bias
-        y = row_matmul(x, self.weight, self.group, self.sequence_dim if self.sequence_parallel else None)
-        if self.sequence_parallel:
-            # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
-            bias = None if bias is None else copy_to_group(bias, self.group)
-        if self.skip_bias_add:
-            return y, bias
-        return y if bias is None else y + bias

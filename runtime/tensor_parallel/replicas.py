@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from parcompile.runtime.collectives import Group, group_size
 
+from .columns import ColumnParallelLinear
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear
 from .marking import is_sharded
 
 __all__ = ["ReplicasDifferError", "check_replicated", "watch_replicas"]
