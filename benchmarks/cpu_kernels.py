@@ -4,7 +4,7 @@
 
 Given is the time of the fused kernel over that of the tiles, median with quartiles, of processor time in which the two
 take turns: above 1 the tiles are faster. Backward of the fused kernel is one call over all rows, its fastest way and
-not its most exact one (`kernels.BACKWARD_ROWS`). Errors are relative L2 of the key gradients against float64.
+not its most exact one (`selection.BACKWARD_ROWS`). Errors are relative L2 of the key gradients against float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parcompile.runtime.ring_attention.kernels.cpu_products import kept_memory
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.selection import Kernel, has_bf16_products_alone
+from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.selection import has_bf16_products_alone
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 
 

@@ -49,9 +49,10 @@ from parcompile.runtime.ring_attention import (
     split_sequence,
     ulysses_attention,
 )
+from parcompile.runtime.ring_attention.kernels.blocks import add_gradients
 from parcompile.runtime.ring_attention.kernels.cpu_products import kept_memory
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.selection import add_gradients, select_kernel
+from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 
 RANKS = 2

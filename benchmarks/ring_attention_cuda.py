@@ -29,11 +29,12 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
+from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
-from parcompile.runtime.ring_attention.kernels.selection import add_gradients, attend, select_kernel
+from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 

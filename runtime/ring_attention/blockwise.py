@@ -22,9 +22,11 @@ from .all_gather import gathered, gathered_backward
 from .documents import Documents, documents_of_rows
 from .gather_schedule import Gathering, plan_gathering
 from .inputs import autocast, check_inputs, check_terms
+from .kernels.blocks import attend
 from .kernels.gradients import Gradients, Queries
-from .kernels.merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
-from .kernels.selection import attend, select_kernel
+from .kernels.merge import RunningAttention, unseen_rows_to_infinity
+from .kernels.precision import accumulation_dtype
+from .kernels.selection import select_kernel
 from .kernels.terms import Terms
 from .kernels.tiles import Tile
 from .passes import Job, Pass, head_groups

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,11 +14,6 @@ def autocast(tensor: Tensor) -> Tensor:
     if tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Computes in the types that are given."""
-    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:

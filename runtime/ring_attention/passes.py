@@ -14,8 +14,8 @@ from torch import Tensor
 from parcompile.layout.context_parallel import heads_per_pass
 
 from .gather_schedule import Gathering
-from .kernels.merge import accumulation_dtype
-from .kernels.selection import Kernel
+from .kernels.kernel import Kernel
+from .kernels.precision import accumulation_dtype
 from .kernels.terms import Terms
 from .route import Step
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .exchange import Exchange, Pair, Stream, post_exchange
 from .gather_schedule import Gathering
+from .kernels.blocks import add_gradients
 from .kernels.gradients import Gradients, Queries
-from .kernels.selection import add_gradients
 from .passes import Job, Pass, keep, zeroed_sum_for
 from .route import Step
 

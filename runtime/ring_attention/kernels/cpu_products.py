@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .merge import accumulation_dtype
+from .precision import accumulation_dtype
 
 _HIGHEST = 40.0
 """Scores above the level of their row by less than this need no new level: fp32 ends at 127."""

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.inputs import without_autocast
-
 from .cpu_products import LOG2_E, GradientRows, Scratch, SoftmaxRows
 from .gradients import Gradients, Queries
+from .precision import without_autocast
 from .terms import Terms
 from .tiles import FULL, Band
 

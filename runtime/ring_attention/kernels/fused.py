@@ -1,6 +1,6 @@
 """torch's own fused attention operators, called so that they return the log-sum-exp and take a global one back.
 
-Every class here is a thin, stateless wrapper; which one serves which inputs is decided in `kernels`. Shapes: query [B,
+Every class here is a thin, stateless wrapper; which one serves which inputs is decided in `selection`. Shapes: query [B,
 H, Q, D], key and value [B, K, S, D] with H a multiple of K, log-sum-exp [B, H, Q] as natural logarithm. A causal block
 is square.
 """
@@ -43,7 +43,7 @@ class CpuFlashKernel:
     """
 
     def __init__(self, backward_rows: int | None = None, tiles_from: int | None = None) -> None:
-        """`backward_rows`: the most query rows of one backward call (see `kernels.BACKWARD_ROWS`).
+        """`backward_rows`: the most query rows of one backward call (see `selection.BACKWARD_ROWS`).
 
         `tiles_from`: so many query rows and more go to `CpuTileKernel` too, and all of them backward.
         """

@@ -14,10 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over blocks and ranks are kept: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+from .precision import accumulation_dtype
 
 
 def unseen_rows_to_infinity(lse: Tensor) -> Tensor:

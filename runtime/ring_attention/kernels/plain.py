@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.inputs import without_autocast
-
 from .gradients import Gradients, Queries
-from .merge import RunningAttention, accumulation_dtype, unseen_rows_to_infinity
+from .merge import RunningAttention, unseen_rows_to_infinity
+from .precision import accumulation_dtype, without_autocast
 from .terms import Terms
 from .tiles import Band
 

@@ -13,19 +13,15 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import attention, ring_attention
-from parcompile.runtime.ring_attention.kernels import selection
+from parcompile.runtime.ring_attention.kernels import blocks, selection
+from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Kernel
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
-from parcompile.runtime.ring_attention.kernels.selection import (
-    Kernel,
-    _announce,
-    add_gradients,
-    attend,
-    select_kernel,
-)
+from parcompile.runtime.ring_attention.kernels.selection import _announce, select_kernel
 from parcompile.runtime.ring_attention.kernels.terms import Terms
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Tile
 
@@ -74,7 +70,7 @@ def _full(queries: slice, keys: slice) -> Tile:
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 @pytest.mark.parametrize("length", [2, 3, 130, 1200])
 def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BACKWARD_KEY_NUMBERS", 100 * 16)  # keys are cut where rows are
+    monkeypatch.setattr(blocks, "BACKWARD_KEY_NUMBERS", 100 * 16)  # keys are cut where rows are
     half = length // 2
     # As in a zigzag ring: the second half sees the first in another step than itself.
     tiles = [
