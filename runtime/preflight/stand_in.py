@@ -25,7 +25,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_group
 from parcompile.runtime.groups.environment import forbid_jit_builds
-from parcompile.runtime.transport import dispatch
+from parcompile.runtime.transport import gloo
 
 from .counting import Counting
 
@@ -50,17 +50,16 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     try:
-        with _quiet():
+        with _quiet(), contextlib.ExitStack() as entered:
             set_accelerator(_accelerator())
             dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
-                dispatch.EXCHANGING.add(META.type)
+                entered.enter_context(gloo.stands_in_for(META))
             groups = {name: create_group(plan, name, rank, others=False) for name in plan.groups.names}
             yield Mesh(plan, rank, META, groups)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        dispatch.EXCHANGING.discard(META.type)
         _forget_deepspeed()
         set_accelerator(before)
         os.environ.clear()

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parcompile.runtime.transport import (
-    Gathering,
     Pending,
+    PendingGather,
     group_size,
     slice_size,
     start_all_gather,
@@ -101,7 +101,7 @@ class _Column(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         needs_w, needs_b = needs[: len(weights)], needs[len(weights) :]
-        gathering: Gathering | None = None
+        gathering: PendingGather | None = None
         if dim is not None and not ctx.keep and any(needs_w):
             gathering = start_all_gather(x, group)
         dx: Pending | None = None

@@ -1,23 +1,17 @@
-"""Collectives under way: started here, waited for by the caller, who can compute while the bytes travel."""
+"""Collectives under way: started here, waited for by the caller, who can compute while the bytes travel.
 
-from .dispatch import (
-    Gathering,
-    Group,
-    Pending,
-    group_rank,
-    group_size,
-    slice_size,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    start_sum_of_pieces,
-    travels_in_pieces,
-)
+`backend` has what a backend's own collectives do, `gloo` what CPUs need in their place, and `dispatch` chooses.
+"""
+
+from .dispatch import start_all_gather, start_all_reduce, start_reduce_scatter
+from .gloo import start_sum_of_pieces, travels_in_pieces
+from .group import Group, group_rank, group_size, slice_size
+from .pending import Pending, PendingGather
 
 __all__ = [
-    "Gathering",
     "Group",
     "Pending",
+    "PendingGather",
     "group_rank",
     "group_size",
     "slice_size",

@@ -1,8 +1,8 @@
 """torch's own fused attention operators, called so that they return the log-sum-exp and take a global one back.
 
-Every class here is a thin, stateless wrapper; which one serves which inputs is decided in `selection`. Shapes: query [B,
-H, Q, D], key and value [B, K, S, D] with H a multiple of K, log-sum-exp [B, H, Q] as natural logarithm. A causal block
-is square.
+Every class here is a thin, stateless wrapper; which one serves which inputs is decided in `selection`. Shapes: query
+[B, H, Q, D], key and value [B, K, S, D] with H a multiple of K, log-sum-exp [B, H, Q] as natural logarithm. A causal
+block is square.
 """
 
 from __future__ import annotations

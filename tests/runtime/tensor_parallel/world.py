@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from parcompile.runtime.local import LocalWorld, RankError
-from parcompile.runtime.transport import dispatch
+from parcompile.runtime.transport import gloo
 
 
 class World:
@@ -43,12 +43,12 @@ def _without_rank(_: int, check, args):
 
 def each_transport() -> Iterator[str]:
     """Once as small tensors travel and once as large ones do, whatever the size of the tensors."""
-    usual = dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES
+    usual = gloo.EXCHANGE_BYTES, gloo.SWAP_BYTES
     try:
-        for name, dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES in (("small", 2**62, 2**62), ("large", 0, 0)):
+        for name, gloo.EXCHANGE_BYTES, gloo.SWAP_BYTES in (("small", 2**62, 2**62), ("large", 0, 0)):
             yield name
     finally:
-        dispatch.EXCHANGE_BYTES, dispatch.SWAP_BYTES = usual
+        gloo.EXCHANGE_BYTES, gloo.SWAP_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

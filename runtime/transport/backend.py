@@ -1,0 +1,45 @@
+"""The collectives of a backend itself, started and not waited for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import group_rank, group_size, peers
+from .pending import Pending, PendingGather
+
+# The names since torch 2.13, which deprecates the older ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def asynchronous() -> bool:
+    """Whether collectives are started asynchronously.
+
+    Under torch.compile they are not: it traces synchronous collectives without a graph break, and schedules the waiting
+    itself.
+    """
+    return not torch.compiler.is_compiling()
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sum the contiguous tensor `x` over the ranks, in place."""
+    work = dist.all_reduce(x, group=group, async_op=asynchronous())
+    return Pending([work], lambda: x)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:
+    """Collect the ranks' contiguous, equally shaped tensors."""
+    rank, ranks = group_rank(group), group_size(group)
+    buffer = x.new_empty(ranks, *x.shape)
+    work = _all_gather(buffer.flatten(0, 1), x, group=group, async_op=asynchronous())
+    return PendingGather(buffer, [(rank, [work]), *((peer, []) for peer in peers(rank, ranks))], [])
+
+
+def reduce_scatter(slices: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sum the contiguous `slices` [ranks, *slice] over the ranks; each keeps its own."""
+    ranks, first, *rest = slices.shape
+    total = slices.new_empty(first, *rest)
+    work = _reduce_scatter(total, slices.view(ranks * first, *rest), group=group, async_op=asynchronous())
+    return Pending([work], lambda: total)
