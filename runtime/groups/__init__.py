@@ -1,13 +1,16 @@
 """This rank, the other ranks, and the process groups of a plan."""
 
-from .joining import (
-    HANDSHAKE_TIMEOUT,
-    Mesh,
-    create_group,
-    join,
-    launcher_store,
-    leave,
-    start_world,
-)
+from .joining import create_group, join, leave
+from .mesh import Mesh
+from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, start_world, store_of_world
 
-__all__ = ["HANDSHAKE_TIMEOUT", "Mesh", "create_group", "join", "launcher_store", "leave", "start_world"]
+__all__ = [
+    "HANDSHAKE_TIMEOUT",
+    "Mesh",
+    "create_group",
+    "join",
+    "launcher_store",
+    "leave",
+    "start_world",
+    "store_of_world",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from .joining import Mesh
+from .mesh import Mesh
 
 
 class Mpu:

@@ -10,12 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from parcompile.plan import Plan, PlanError
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import launcher_store
+from parcompile.runtime.groups import launcher_store, store_of_world
 from parcompile.runtime.groups.environment import Environment, forbid_jit_builds
 
 from .report import LiveReport
@@ -108,8 +107,8 @@ def _folder(plan: Plan | str | Path, checkpoints: str | Path | None) -> Path:
 
 
 def _store(environment: Environment, limits: Limits) -> Any:
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+    if (store := store_of_world()) is not None:
+        return store
     try:
         return launcher_store(environment, timedelta(seconds=limits.wait_seconds))
     except RunError as error:

@@ -1,0 +1,43 @@
+"""This rank's place in a plan, with its live process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from parcompile.layout.groups import KV_REPLICA
+from parcompile.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's place in the plan: its coordinates, and its process group of every name."""
+
+    plan: Plan
+    rank: int
+    device: torch.device
+    groups: dict[str, dist.ProcessGroup]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's group of that name; a group of one is a real group too, since DeepSpeed wants one."""
+        return self.groups[name]
+
+    def size(self, name: str) -> int:
+        """Ranks in that group."""
+        return dist.get_world_size(self.groups[name])
+
+    def index(self, name: str) -> int:
+        """This rank's place in that group."""
+        return dist.get_rank(self.groups[name])
+
+    def parallel_group(self, name: str) -> dist.ProcessGroup | None:
+        """The group for layers that do without communication when it has one rank: None then."""
+        group = self.groups.get(name)
+        return group if group is not None and dist.get_world_size(group) > 1 else None
+
+    @property
+    def kv_replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same kv heads, when there are several."""
+        return self.parallel_group(KV_REPLICA)
