@@ -90,7 +90,7 @@ def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes
             setattr(module.SelfCheck, name, timed(getattr(module.SelfCheck, name), notes, "self-check"))
         module.inject = timed(module.inject, notes, "injection")
     else:
-        from parcompile.runtime.model import building as loading
+        from parcompile.runtime.inject import loading
 
         loading.inject = timed(loading.inject, notes, "injection")
         model = load_pretrained(folder, plan)

@@ -16,8 +16,9 @@ from .engine.evaluation import evaluate
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
+from .inject.loading import load_pretrained
 from .loss import ParallelCausalLoss, reduce_loss
-from .model.building import build_model, load_pretrained
+from .model.building import build_model
 from .preflight.live import live_check
 
 __all__ = [

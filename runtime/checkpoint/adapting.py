@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.runtime.inject.adapters import slice_of
 from parcompile.runtime.model.lora import plain_name
-from parcompile.runtime.model.slices import Slices
+from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.tensor_parallel import take_ranges
 
 from .reading import MASTER, SavedRun

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, merged, saved_name
-from parcompile.spec import Precision
 
 from .manifest import read_note
 from .reading import SavedRun
 
-_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 _SHARD_BYTES = 2 * 10**9
 _INDEX = "model.safetensors.index.json"
 
@@ -40,7 +39,7 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     """
     note, output = read_note(Path(folder)), _empty(Path(output))
     saved = SavedRun(note)
-    dtype = _DTYPES[note.plan.spec.training.precision]
+    dtype = TORCH_DTYPES[note.plan.spec.training.precision]
     writer = _Writer(output, shard_bytes)
     for name in saved.parameters:
         whole = saved.whole(name)
@@ -68,7 +67,7 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     if not note.adapters:
         raise RunError(f"{note.folder} has no adapters: export the model")
     output, saved = _empty(Path(output)), SavedRun(note)
-    dtype = _DTYPES[note.plan.spec.training.precision]
+    dtype = TORCH_DTYPES[note.plan.spec.training.precision]
     state = {}
     for name in saved.adapters:
         whole = saved.whole(name)

@@ -21,6 +21,8 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.resume import file_layout
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.building import persistent_buffers
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
@@ -29,7 +31,6 @@ from .manifest import LATEST, NOTE, Note, digest_of, read_note, write_atomically
 from .reading import MASTER, SavedRun
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 Whole = Callable[[str, str], Tensor | None]
 """From a parameter's name and a kind (fp32, exp_avg, …) to the whole tensor; None stands for zeros."""
@@ -97,8 +98,6 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     Raises:
         RunError: the folder does not hold the plan's model, or as for `convert`.
     """
-    from parcompile.runtime.model.building import persistent_buffers
-
     source, buffers = PretrainedFolder(folder), persistent_buffers(plan)
     source.check(plan, buffers)
     buffers.update({name: source.whole(name) for name in buffers if name in source})
@@ -155,7 +154,7 @@ def _write_rank(source: Source, folder: Path, tp_rank: int, counters: dict[str, 
     for name in names:
         weight = source.local(name, MASTER, tp_rank)
         assert weight is not None
-        module[name] = weight.to(_DTYPES[precision])
+        module[name] = weight.to(TORCH_DTYPES[precision])
     if plan.spec.model.shape.tie_word_embeddings:
         module["lm_head.weight"] = module[names[0]]
     module.update(source.buffers)
@@ -261,7 +260,7 @@ def _scaler(source: Source) -> tuple[Any, bool]:
     if dynamic and isinstance(source.loss_scaler, DynamicLossScaler):
         return source.loss_scaler, True
     options = DeepSpeedFP16Config(**ds_config(source.plan)["fp16"]).dynamic_loss_scale_args()
-    dtype = _DTYPES[training.precision]
+    dtype = TORCH_DTYPES[training.precision]
     return CreateLossScaler(dtype, training.loss_scale, dynamic, options), dynamic
 
 

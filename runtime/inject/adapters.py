@@ -7,7 +7,7 @@ injection and put back around what became of their linears.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.lora import Matrix, matrix_layout, matrix_of, plain_name, saved_name
+from parcompile.runtime.model.lora import Matrix, matrix_layout, matrix_of, saved_name
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
@@ -155,16 +155,6 @@ def add_adapter(model: nn.Module, adapter: Any, seed: int) -> nn.Module:
     if config is not adapter:
         set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))
     return wrapped
-
-
-def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
-    """This rank's part of a parameter, adapters included, whose whole shape is given."""
-    matrix = matrix_of(name)
-    if matrix is None:
-        return slices.of(plain_name(name))
-    weight = slices.of(f"{matrix.linear}.weight")
-    layout = matrix_layout(matrix, weight.layout, shape)
-    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None)
 
 
 def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:

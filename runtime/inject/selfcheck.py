@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.slices import Slices
+from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.ring_attention import local_positions, split_sequence
 from parcompile.runtime.tensor_parallel import take_ranges
 
-from .adapters import slice_of
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
 

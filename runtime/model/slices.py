@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +11,8 @@ from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+
+from .lora import matrix_layout, matrix_of, plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +81,13 @@ class Slices:
         missing = planned.keys() - found.keys()
         if missing:
             raise RunError(f"the plan has {min(missing)}, which the model does not have", everywhere=True)
+
+
+def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
+    """This rank's part of a parameter, adapters included, whose whole shape is given."""
+    matrix = matrix_of(name)
+    if matrix is None:
+        return slices.of(plain_name(name))
+    weight = slices.of(f"{matrix.linear}.weight")
+    layout = matrix_layout(matrix, weight.layout, shape)
+    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None)

@@ -15,7 +15,8 @@ from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, sum_partial_gradients
 from parcompile.runtime.inject.user_module import recompute_layers
-from parcompile.runtime.model.building import DTYPES, instantiate
+from parcompile.runtime.model.building import instantiate
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.ring_attention import keep_attention
 
 from .stand_in import META, Following
@@ -46,7 +47,7 @@ def build_sharded(mesh: Mesh, follow: Following, builder: Builder | None = None)
         RunError: the model cannot be injected.
     """
     plan = mesh.plan
-    dtype, own = DTYPES[plan.spec.training.precision], plan.spec.model.shape.own
+    dtype, own = TORCH_DTYPES[plan.spec.training.precision], plan.spec.model.shape.own
     with META:
         model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}

@@ -163,13 +163,13 @@ def _batch(mesh: Mesh) -> dict[str, Tensor]:
 
 def _received(mesh: Mesh) -> Tensor:
     """Hidden states as the stage before sends them."""
-    from parcompile.runtime.model.building import DTYPES
+    from parcompile.runtime.model.dtypes import TORCH_DTYPES
 
     spec = mesh.plan.spec
     length = spec.training.sequence_length // mesh.size("cp")
     length //= mesh.size("tp") if spec.parallelism.sequence_parallel else 1
     shape = spec.training.micro_batch_size, length, spec.model.shape.hidden_size
-    return torch.empty(shape, dtype=DTYPES[spec.training.precision], device=META, requires_grad=True)
+    return torch.empty(shape, dtype=TORCH_DTYPES[spec.training.precision], device=META, requires_grad=True)
 
 
 def _of_step(follow: Following, micro_batches: int) -> tuple[Counts, int]:

@@ -35,14 +35,14 @@ def load(rank: int, plans: list[Plan], folder: str) -> list[dict[str, Any]]:
     from dataclasses import replace
 
     from parcompile.runtime import join, reduce_loss, split_batch
-    from parcompile.runtime.model import building
+    from parcompile.runtime.inject import loading
 
     mesh = join(plans[0])
     found = []
     for plan in plans:
         here = replace(mesh, plan=plan)
-        building.join = lambda _, here=here: here  # one world for all plans
-        loaded = building.load_pretrained(Path(folder) / plan.spec.name, plan)
+        loading.join = lambda _, here=here: here  # one world for all plans
+        loaded = loading.load_pretrained(Path(folder) / plan.spec.name, plan)
         # As drawn_model: Phi-MoE draws its experts at random in training.
         loaded.train(plan.spec.model.shape.model_type != "phimoe")
         loss = loaded(**split_batch(batch_of(plan), here)).loss

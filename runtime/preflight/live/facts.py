@@ -17,7 +17,7 @@ from parcompile import __version__
 from parcompile.backends.environment import variables
 from parcompile.plan import Plan
 from parcompile.runtime.groups.environment import Environment, device_of
-from parcompile.runtime.model.building import DTYPES
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.spec import Precision
 
 from .disk import disk_of, free_bytes
@@ -131,7 +131,7 @@ def usable_dtypes(device: torch.device) -> list[str]:
     found = []
     for precision, may in allowed.items():
         if may:
-            x = torch.full((16, 16), 0.5, dtype=DTYPES[precision], device=device)
+            x = torch.full((16, 16), 0.5, dtype=TORCH_DTYPES[precision], device=device)
             with contextlib.suppress(RuntimeError):
                 if bool((x @ x == 4.0).all()):
                     found.append(precision.value)

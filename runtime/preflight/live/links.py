@@ -17,7 +17,7 @@ from parcompile.cost.rates import time_values
 from parcompile.cost.workload import workload_of
 from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
-from parcompile.runtime.model.building import DTYPES
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import matmul_rates
 from parcompile.runtime.profiling.links import (
@@ -67,7 +67,7 @@ def measure(plan: Plan, device: torch.device, nodes: Sequence[str], seconds: flo
     Raises:
         ValueError: the nodes have different numbers of ranks.
     """
-    products = matmul_rates(device, DTYPES[plan.spec.training.precision], seconds / 4)
+    products = matmul_rates(device, TORCH_DTYPES[plan.spec.training.precision], seconds / 4)
     links = own_link_rates(device, nodes, seconds / 2, COLLECTIVES)
     pairs = pair_rates(device, nodes, seconds / 4)
     return Measured(links, pairs, max(one.per_second for one in products))

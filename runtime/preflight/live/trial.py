@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parcompile.plan import Plan
 from parcompile.runtime.engine import initialize
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.building import random_model
+from parcompile.runtime.inject.loading import random_model
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import synchronize
 from parcompile.runtime.profiling.recorder import peak_bytes
