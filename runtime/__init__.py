@@ -9,14 +9,14 @@
 
 from parcompile.plan import Plan, PlanError
 
-from .data.batches import PlanLoader, shift_labels, split_batch
-from .data.packed_loader import PackedPlanLoader
+from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
 from .engine.evaluation import evaluate
 from .errors import RunError, report_errors
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .inject.loading import load_pretrained
+from .labels import shift_labels
 from .loss import ParallelCausalLoss, reduce_loss
 from .model.building import build_model
 from .preflight.live import live_check

@@ -20,7 +20,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
 
 from .checkpoint import load, save
-from .data.batches import PlanLoader
+from .data import PlanLoader
 from .engine import prepare, seed_ranks, take_over
 from .engine.evaluation import evaluate
 from .errors import RunError

@@ -16,7 +16,8 @@ from torch import Tensor
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batches_of_tokens
 
-from .batches import Batch, PlanLoader
+from .batches import Batch
+from .loader import PlanLoader
 
 
 class PackedPlanLoader(PlanLoader):

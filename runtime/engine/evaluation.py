@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.runtime.data.batches import Batch, split_batch, stack
-from parcompile.runtime.loss import IGNORED
+from parcompile.runtime.data import Batch, split_batch, stack
+from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.loss.expert_balance import BalancedLoss
 
 
@@ -47,4 +47,4 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
 def _sums(engine: Any, batch: Batch) -> torch.Tensor:
     """Loss and number of this rank's tokens."""
     loss = engine(**batch, num_items_in_batch=1.0).loss
-    return torch.stack([loss.double(), (batch["shift_labels"] != IGNORED).sum().double()])
+    return torch.stack([loss.double(), (batch["shift_labels"] != IGNORED_LABEL).sum().double()])

@@ -12,7 +12,7 @@ from torch import nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
-from parcompile.runtime.data.batches import PlanLoader
+from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.labels import shift_labels
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.ring_attention import local_positions, split_sequence
 from parcompile.runtime.tensor_parallel import take_ranges
@@ -62,9 +63,8 @@ class SelfCheck:
             RunError: on every rank alike; it names the first module whose output differs, or the first parameter whose
             gradient does.
         """
-        mesh, labels = self._mesh, torch.full_like(self._ids, -100)
-        labels[:, :-1] = self._ids[:, 1:]
-        ids, labels = self._on_rank(self._ids), self._on_rank(labels)
+        mesh = self._mesh
+        ids, labels = self._on_rank(self._ids), self._on_rank(shift_labels(self._ids))
         layout, cp = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp")
         positions = local_positions(layout, cp, mesh.index("cp"), self._length).expand(2, -1)
         device = mesh.device

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
-
-IGNORED = -100
-"""The label of a token that is not predicted."""
 
 
 class ParallelCausalLoss:
@@ -52,7 +50,7 @@ class ParallelCausalLoss:
             shift_labels,
             group=self._group,
             vocab_size=self._vocab_size,
-            ignore_index=IGNORED,
+            ignore_index=IGNORED_LABEL,
         )
         if num_items_in_batch is None:
             num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
@@ -60,7 +58,7 @@ class ParallelCausalLoss:
 
     def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:
         """Predicted tokens of this micro-batch over all cp ranks; at least 1, so that an empty batch gives 0."""
-        count = (labels != IGNORED).sum().float()
+        count = (labels != IGNORED_LABEL).sum().float()
         if (group := self._mesh.parallel_group("cp")) is not None:
             dist.all_reduce(count, group=group)
         return count.clamp(min=1)

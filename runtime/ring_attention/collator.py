@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 
 from .implementations import attention
 from .packing import Packing, PackingCosts, pack_documents
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .options import AttentionOptions
-
-IGNORED = -100
-"""The label of a token that is not predicted."""
 
 
 class PackedCollator:
@@ -71,9 +69,9 @@ class PackedCollator:
         columns: dict[str, Sequence[Tensor]] = {
             name: [one[name] for one in named] for name in named[0] if name != "labels"
         }
-        columns["labels"] = [_shifted(one.get("labels", one["input_ids"])) for one in named]
+        columns["labels"] = [shift_labels(one.get("labels", one["input_ids"])) for one in named]
         columns["position_ids"] = [torch.arange(length) for length in packing.lengths]
-        fill = {"input_ids": self.padding_id, "labels": IGNORED}
+        fill = {"input_ids": self.padding_id, "labels": IGNORED_LABEL}
         batch: dict[str, Any] = {
             name: pack_tensors(column, packing, self.rank, fill.get(name, 0)).unsqueeze(0)
             for name, column in columns.items()
@@ -206,7 +204,3 @@ def _joined(documents: list[Tensor], borders: Sequence[int], like: Tensor, paddi
     for start, document in zip(borders, documents, strict=False):
         joined[start : start + document.shape[0]] = document
     return joined
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    return torch.cat([labels[1:], labels.new_full((1,), IGNORED)])

@@ -12,7 +12,7 @@ from torch import Tensor
 from training_runs import initial_model, make_plan, plain_optimizer, whole_parameters
 
 from parcompile.plan import Plan
-from parcompile.runtime.data.batches import shift_labels
+from parcompile.runtime.labels import shift_labels
 
 LENGTHS = ((5, 8, 3), (16,))
 """Documents of the two rows of the batch."""

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _injected(plan: Plan) -> tuple[nn.Module, dict[str, Tensor]]:
-    from parcompile.runtime.data.batches import split_batch
+    from parcompile.runtime.data import split_batch
     from parcompile.runtime.groups import join
     from parcompile.runtime.inject import inject
 

@@ -1,0 +1,95 @@
+"""Walks a data set for the ranks of a plan: each gets its sequences (dp) and its tokens of them (cp).
+
+The order of the data does not depend on the layout: step s trains on samples s·B … (s+1)·B − 1 whatever dp is, so that
+any two layouts see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.attention import FIRST_SAMPLE
+from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
+
+from .batches import Batch, split_batch, stack, without_padding
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the chance of attention dropout in configurations of Hugging Face."""
+
+
+class PlanLoader:
+    """Yields this rank's micro-batches, step after step, without end: the data set is walked round and round.
+
+    Args:
+        dataset: a sequence of samples, each a dict of tensors [S] (`input_ids`, `labels`) or one tensor of token ids
+            [S], which are their own labels.
+        mesh: this rank's place.
+        first_step: the step to begin with, after a resume.
+    """
+
+    def __init__(self, dataset: Sequence[Any], mesh: Mesh, first_step: int = 0) -> None:
+        if len(dataset) == 0:
+            raise ValueError("the data set is empty")
+        self._dataset = dataset
+        self._mesh = mesh
+        self.step = first_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Micro-batches; the first of a step counts the step's tokens over dp."""
+        while True:
+            micro_batches = [self._whole(micro) for micro in range(self._steps)]
+            divisor = self._divisor(micro_batches)
+            for micro, batch in enumerate(micro_batches):
+                ready = {**self._part(batch), "num_items_in_batch": divisor}
+                if self._drops_attention:
+                    ready[FIRST_SAMPLE] = self._first_sample(micro)
+                yield ready
+            self.step += 1
+
+    @property
+    def _steps(self) -> int:
+        return self._mesh.plan.spec.training.gradient_accumulation_steps
+
+    @property
+    def _drops_attention(self) -> bool:
+        config = self._mesh.plan.spec.model.hf_config
+        return any(config.get(name) for name in _ATTENTION_DROPOUTS)
+
+    def _first_sample(self, micro: int) -> int:
+        """The number of the first sequence of this dp rank's micro-batch."""
+        training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
+        in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
+        return self.step * training.global_batch_size + in_step
+
+    def _samples(self, micro: int) -> list[Any]:
+        """Those of this dp rank's micro-batch."""
+        first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
+        return [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
+
+    def _part(self, batch: Batch) -> Batch:
+        """This rank's tokens of it."""
+        return split_batch(batch, self._mesh)
+
+    def _whole(self, micro: int) -> Batch:
+        """The whole sequences of this dp rank's micro-batch."""
+        batch = stack(self._samples(micro))
+        if "labels" in batch:
+            batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
+        if "attention_mask" in batch:
+            batch["shift_labels"] = without_padding(batch["shift_labels"], batch["attention_mask"])
+        return batch
+
+    def _divisor(self, micro_batches: list[Batch]) -> Tensor:
+        """Predicted tokens of the global batch / (steps · dp); see `parcompile.runtime.loss`."""
+        count = torch.stack([(batch["shift_labels"] != IGNORED_LABEL).sum() for batch in micro_batches]).sum().float()
+        count = count.to(self._mesh.device)
+        dp = self._mesh.size("dp")
+        if dp > 1:
+            dist.all_reduce(count, group=self._mesh.group("dp"))
+        return count.clamp(min=1) / (self._steps * dp)
