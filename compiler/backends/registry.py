@@ -53,7 +53,7 @@ TARGETS: dict[str, Target] = {
         Target("slurm", scripts.slurm_script),
         Target("kubernetes", kubernetes.files),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
-        Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.TORCHTITAN_VERSION),
+        Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
     )
 }
