@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from parcompile.backends.writing import to_text
+from parcompile.layout.grid import DENSE_AXES
 from parcompile.plan import Plan, PlanError
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
@@ -55,7 +56,7 @@ def inspect(folder: Path, form: str) -> None:
         "model_type": shape.model_type,
         "parameters": note.plan.parameters.numel,
         "precision": note.plan.spec.training.precision.value,
-        **{axis: getattr(parallelism, axis) for axis in ("tp", "cp", "dp", "pp")},
+        **{axis.value: parallelism.size(axis) for axis in DENSE_AXES},
         "optimizer_shards": parallelism.zero_shards,
         "files": len(note.files),
         "bytes": sum(size for size, _ in note.files.values()),

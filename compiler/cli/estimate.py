@@ -18,6 +18,7 @@ from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, writable
+from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file
 from parcompile.plan import compile_plan
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
@@ -161,7 +162,7 @@ def _print_sweep(
         ]
         click.echo(json.dumps(rows, indent=2))
         return
-    lines = [(*axes, "dp", "memory", "fits", "step", "tokens/s/GPU", "MFU")]
+    lines = [(*axes, Axis.DP, "memory", "fits", "step", "tokens/s/GPU", "MFU")]
     for cell, one in found:
         shown = tuple(str(value) for value in cell)
         if isinstance(one, str):

@@ -13,6 +13,7 @@ import click
 
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
+from parcompile.layout.grid import Axis
 from parcompile.search.ranking import Outcome, Ranked, search
 from parcompile.search.space import open_space
 from parcompile.search.variant import changed
@@ -140,7 +141,7 @@ def _settings(changes: Any) -> str:
 def _json(found: Outcome, chosen: Any) -> dict[str, Any]:
     def one(ranked: Ranked) -> dict[str, Any]:
         return {
-            "layout": dict(ranked.candidate.changes) | {"dp": ranked.candidate.work.dp},
+            "layout": dict(ranked.candidate.changes) | {Axis.DP.value: ranked.candidate.work.dp},
             "step_seconds": ranked.seconds,
             "interval_90_seconds": list(ranked.time.interval_seconds),
             "tokens_per_second_per_gpu": ranked.time.tokens_per_second_per_gpu,

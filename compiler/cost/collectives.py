@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from parcompile.layout.grid import Axis
 from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
@@ -98,22 +99,22 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         entries, exits = 2 * layers + stage.has_head, forward
-        send("tp", "all-gather", (entries + exits + again) * times, activation, tp)
-        send("tp", "reduce-scatter", (entries + exits + again - unrepeated) * times, activation, tp)
+        send(Axis.TP, "all-gather", (entries + exits + again) * times, activation, tp)
+        send(Axis.TP, "reduce-scatter", (entries + exits + again - unrepeated) * times, activation, tp)
         # The head does not keep its gathered input, but gathers it again in backward.
-        send("tp", "all-gather", stage.has_head * times, activation, tp)
+        send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
     else:
-        send("tp", "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
+        send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
     if work.shape.own is not None:
         _own_columns(work, work.shape.own, layers * times, activation, send)
     if stage.has_head:
-        send("tp", "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
+        send(Axis.TP, "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
     for parameter in parameter_table(work.shape):
         count = held_count(parameter, work, stage)
         layout = tensor_layout(parameter, tp, vocab_divisible_by=work.vocab_divisible_by)
         size = layout.local_numel * work.element_bytes
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
-            send("tp", "all-reduce", count * times, size, tp)
+            send(Axis.TP, "all-reduce", count * times, size, tp)
         elif layout.ranges is not None and layout.replicas > 1:
             assert layout.dim is not None
             repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
@@ -122,7 +123,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * layers * times * (3 if work.recompute == "full" else 2)
-        send("tp", "all-reduce", sums, 4 * work.local_tokens, tp)
+        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 
 def _own_columns(work: Workload, own: OwnModule, passes: int, activation: float, send: _Send) -> None:
@@ -135,9 +136,9 @@ def _own_columns(work: Workload, own: OwnModule, passes: int, activation: float,
     columns = [name for name in weights if (rule := own.rule_of(name)) is not None and rule.kind == "column"]
     if work.sequence_parallel:
         outside = [name for name in columns if not name.startswith(tuple(f"{one}." for one in own.attentions))]
-        send("tp", "all-gather", len(outside) * passes, activation, work.tp)
+        send(Axis.TP, "all-gather", len(outside) * passes, activation, work.tp)
     else:
-        send("tp", "all-reduce", max(0, len(columns) - BLOCKS) * passes, activation, work.tp)
+        send(Axis.TP, "all-reduce", max(0, len(columns) - BLOCKS) * passes, activation, work.tp)
 
 
 def routed_layers(shape: ModelShape, stage: Stage) -> int:

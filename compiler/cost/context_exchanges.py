@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_per_pass
+from parcompile.layout.grid import Axis
+from parcompile.layout.groups import CP_LEVELS
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -76,7 +78,7 @@ def exchanges(
     found: list[Exchange] = []
     swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
     kv_heads = max(sizes.kv_heads, swapped)
-    inner_group, outer_group = ("cp-inner", "cp-outer") if context.sizes else ("cp", "cp")
+    inner_group, outer_group = CP_LEVELS if context.sizes else (Axis.CP, Axis.CP)
     if swapped > 1:
         one_way = (sizes.q_bytes + sizes.kv_bytes(kv_heads)) * (swapped - 1) / swapped
         rounds = 3 if recomputed else 2
@@ -92,7 +94,7 @@ def exchanges(
         return Exchange(group, operation, ranks, stride, messages, hops * bytes_per_hop, neighbours=around)
 
     if context.implementation is CpImplementation.ALL_GATHER:
-        found.append(travel("cp", "all-gather of keys and values", places, 1, places - 1))
+        found.append(travel(Axis.CP, "all-gather of keys and values", places, 1, places - 1))
     elif context.implementation is CpImplementation.DOUBLE_RING:
         outer = places // inner
         found.append(travel(inner_group, "inner ring of keys and values", inner, 1, outer * (inner - 1)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
+from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 
 from .context_exchanges import (
@@ -93,7 +94,7 @@ def _seconds(work: Workload, one: Exchange, values: Mapping[str, float]) -> floa
     machine = work.machine
     inside = machine.node_link.bytes_per_s * values["node_link"]
     port = machine.network_link.bytes_per_s * values["network_link"]
-    stride = work.stride("cp") * one.stride
+    stride = work.stride(Axis.CP) * one.stride
     near = max(1, min(one.ranks, work.gpus_per_node // stride))
     link = machine.node_link if near == one.ranks else machine.network_link
     latency = one.messages * (link.latency_seconds or MESSAGE_SECONDS.get(work.accelerator, GPU_MESSAGE_SECONDS))
@@ -163,7 +164,7 @@ def costs(work: Workload, among: list[ContextParallel], values: Mapping[str, flo
 
     def place(one: ContextCost) -> tuple[float, bool, int]:
         inner = (one.context.sizes or (1, 1))[0]
-        return one.seconds, inner * work.stride("cp") > work.gpus_per_node, -inner
+        return one.seconds, inner * work.stride(Axis.CP) > work.gpus_per_node, -inner
 
     used = time_values(work) if values is None else values
     found = (context_cost(work, one, used) for one in among)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
@@ -112,7 +113,13 @@ class Estimate:
     def exposed_seconds(self, group: str) -> float:
         """Seconds of a step in which nothing hides the traffic of a group; that of kv replicas is not timed: 0."""
         step = self.time.step
-        found = {"tp": step.tensor, "ep": step.expert, "dp-cp": step.gradients, "pp": step.exchange, KV_REPLICA: 0.0}
+        found = {
+            Axis.TP: step.tensor,
+            KV_REPLICA: 0.0,
+            Axis.EP: step.expert,
+            "dp-cp": step.gradients,
+            Axis.PP: step.exchange,
+        }
         return found[group] if group in found else step.context * self._share_of_cp(group)
 
     def hidden_seconds(self, group: str) -> float:

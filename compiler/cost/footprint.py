@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parcompile.layout.grid import Axis
 from parcompile.units import GIB, MIB
 
 from .coefficients import FUSED, Fit, default_memory
@@ -142,7 +143,7 @@ def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
     """
     fitted = fit or default_memory()
     values = memory_values(work, fit)
-    stride = work.stride("pp")
+    stride = work.stride(Axis.PP)
     stages = tuple(
         RankMemory(one.stage, one.stage * stride, stage_components(work, one, values)) for one in memory_terms(work)
     )

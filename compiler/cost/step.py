@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import find_accelerator
 
 from .activations import layer_bytes, score_bytes
@@ -182,8 +183,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
     attention = terms.attention / values["attention"]
     tensor = 0.0
     if work.tp > 1:
-        tensor = terms.tp_bytes / bandwidth(terms, work.stride("tp"), work.tp, values)
-        far = work.stride("tp") * work.tp > work.gpus_per_node
+        tensor = terms.tp_bytes / bandwidth(terms, work.stride(Axis.TP), work.tp, values)
+        far = work.stride(Axis.TP) * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     shared = shared or context_cost(work, work.context, values)
     context = shared.seconds
@@ -201,7 +202,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
     bubble = (sum(stages) - slowest) / work.virtual_stages
     exchange = 0.0
     if work.pp > 1:
-        far = work.nodes > 1 and work.stride("pp") * work.pp > work.gpus_per_node
+        far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
         speed = (
             terms.network_bytes_per_s * values["network_link"] if far else terms.node_bytes_per_s * values["node_link"]
         )
@@ -227,7 +228,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
 def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
     work = terms.work
     seconds = values["launch_seconds"]
-    far = work.nodes > 1 and work.stride("pp") * work.pp > work.gpus_per_node
+    far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
     if work.framework == "nanotron" and work.pp > 1 and far:
         seconds += values["launch_tp_pp_seconds"] * (work.tp - 1)
     if work.tp > work.gpus_per_node:
@@ -240,7 +241,7 @@ def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) ->
     work = terms.work
     if work.shards == 1:
         return 0.0, 0.0
-    stride = min(work.stride(axis) for axis, size in (("dp", work.dp), ("cp", work.cp)) if size > 1)
+    stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
     seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
     if work.zero_stage == 0:
         # Reduced during the last backward pass, which is two thirds of a micro-batch.

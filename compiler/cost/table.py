@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .estimate import Estimate
@@ -21,7 +22,7 @@ def table(found: Estimate, *, unicode: bool = True) -> str:
     work, memory, time = found.work, found.memory, found.time
     peak = memory.peak
     low, high = map(format_bytes, memory.interval_bytes)
-    sizes = " · ".join(f"{axis} {getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
+    sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
     lines = [
         f"layout        {sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
         f"{', sequence parallel' if work.sequence_parallel else ''}",

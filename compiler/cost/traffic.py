@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.grid import Axis
+from parcompile.layout.groups import CP_LEVELS, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
@@ -39,29 +40,29 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
     shape = work.shape
     activation = work.local_tokens * shape.hidden_size * work.element_bytes
     sent = max((collectives(work, stage) for stage in _distinct(work)), key=_total)
-    sizes = {"tp": work.tp, KV_REPLICA: _replicas(work), "dp-cp": work.shards}
+    sizes = {Axis.TP: work.tp, KV_REPLICA: _replicas(work), "dp-cp": work.shards}
     found = []
     for group, ranks in sizes.items():
         kinds = {kind: one for (name, kind), one in sent.items() if name == group}
         if kinds:
-            stride = {KV_REPLICA: work.stride("tp"), "dp-cp": _shard_stride(work)}.get(group)
+            stride = _shard_stride(work) if group == "dp-cp" else work.stride(Axis.TP)
             messages = sum(one.messages for one in kinds.values())
             size = sum(one.wire_bytes for one in kinds.values())
-            found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride=stride))
+            found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride))
     passes = max(len(stage.layers) for stage in work.stages) * work.micro_batches
     for one in context_exchanges(work):
-        stride = work.stride("cp") * one.stride
+        stride = work.stride(Axis.CP) * one.stride
         size = passes * one.wire_bytes
-        found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride=stride))
+        found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride))
     if work.ep > 1 and shape.moe is not None:
         layers = max(len(stage.layers) for stage in work.stages)
         recomputed = 1 if work.recompute == "full" else 0
         calls = (4 + 2 * recomputed) * min(layers, moe_layers(shape)) * work.micro_batches
         size = calls * activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
-        found.append(_group(work, "ep", "all-to-all", calls, size, work.ep, stride=work.tp))
+        found.append(_group(work, Axis.EP, "all-to-all", calls, size, work.ep, work.tp))
     if work.pp > 1:
         sends, size = boundary_sends(work), boundary_bytes(work)
-        found.append(_group(work, "pp", "send to the next and the last stage", sends, size, 2))
+        found.append(_group(work, Axis.PP, "send to the next and the last stage", sends, size, 2, work.stride(Axis.PP)))
     return tuple(sorted(found, key=lambda one: _ORDER.index(one.group)))
 
 
@@ -76,7 +77,7 @@ def boundary_bytes(work: Workload) -> float:
     return boundary_sends(work) * activation / (work.tp if work.sequence_parallel else 1)
 
 
-_ORDER = ("tp", KV_REPLICA, "cp", "cp-inner", "cp-outer", "ep", "dp-cp", "pp")
+_ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", Axis.PP)
 
 
 def _distinct(work: Workload) -> list[Stage]:
@@ -105,14 +106,12 @@ def _operation(group: str, kinds: Mapping[str, Sent]) -> str:
 
 
 def _shard_stride(work: Workload) -> int:
-    strides = [work.stride(axis) for axis, size in (("dp", work.dp), ("cp", work.cp)) if size > 1]
-    return min(strides, default=1)
+    return min((work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1), default=1)
 
 
 def _group(
-    work: Workload, group: str, operation: str, messages: int, size: float, ranks: int, *, stride: int | None = None
+    work: Workload, group: str, operation: str, messages: int, size: float, ranks: int, stride: int
 ) -> GroupTraffic:
-    step = work.stride(group) if stride is None else stride
-    leaves = work.nodes > 1 and step * ranks > work.gpus_per_node
+    leaves = work.nodes > 1 and stride * ranks > work.gpus_per_node
     link = work.machine.network_link if leaves else work.machine.node_link
     return GroupTraffic(group, operation, messages, size, link, leaves)

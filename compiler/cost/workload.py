@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.machines.accelerator import Accelerator, find_accelerator
@@ -64,7 +64,7 @@ class Workload:
     ep: int = 1
     dp: int = 1
     pp: int = 1
-    order: tuple[str, ...] = AXES
+    order: tuple[Axis, ...] = AXES
     cp_layout: str = "zigzag"
     cp_implementation: str = "ring"
     cp_sizes: tuple[int, int] | None = None
@@ -139,14 +139,17 @@ class Workload:
         """Rows of the embedding over all tp ranks."""
         return padded_vocab_size(self.shape.vocab_size, self.tp, self.vocab_divisible_by)
 
-    def stride(self, axis: str) -> int:
+    def size(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return int(getattr(self, axis.value))
+
+    def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis."""
-        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         distance = 1
-        for name in self.order:
-            if name == axis:
+        for other in self.order:
+            if other == axis:
                 return distance
-            distance *= sizes.get(name, 1)
+            distance *= 1 if other is Axis.EP else self.size(other)
         return distance
 
     def in_flight(self, stage: int) -> float:

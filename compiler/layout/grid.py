@@ -7,17 +7,43 @@ stored.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
+
+class Axis(str, enum.Enum):
+    """An axis of the mesh. As text, in files too, it is its value."""
+
+    TP = "tp"
+    """Tensor parallelism: the weights of a layer."""
+    CP = "cp"
+    """Context parallelism: the tokens of a sequence."""
+    EP = "ep"
+    """Expert parallelism: the experts of a layer."""
+    DP = "dp"
+    """Data parallelism: the sequences of a batch."""
+    PP = "pp"
+    """Pipeline parallelism: the layers."""
+
+    def __str__(self) -> str:
+        """`tp`, which is also what an f-string writes on every Python."""
+        return self.value
+
+
+AXES = (Axis.TP, Axis.CP, Axis.EP, Axis.DP, Axis.PP)
 """The axes in their default order, innermost first."""
+DENSE_AXES = (Axis.TP, Axis.CP, Axis.DP, Axis.PP)
+"""The axes that multiply to the world. Experts are laid over the ranks of these, so ep takes none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`sizes[i]` ranks along `order[i]`; the first axis is the innermost."""
+    """`sizes[i]` ranks along `order[i]`; the first axis is the innermost.
+
+    In the order stand axes, or the names of the levels into which `factored` cuts one.
+    """
 
     order: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -27,7 +53,7 @@ class Grid:
         assert all(size >= 1 for size in self.sizes)
 
     @classmethod
-    def of(cls, order: tuple[str, ...], sizes: Mapping[str, int]) -> Grid:
+    def of(cls, order: tuple[Axis, ...], sizes: Mapping[Axis, int]) -> Grid:
         """The grid with these sizes; an axis that is not named has size 1."""
         return cls(order, tuple(sizes.get(axis, 1) for axis in order))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parcompile.layout.grid import Axis
+
 from .grid import Grid
 
 Steps = tuple[tuple[int, int], ...]
@@ -107,8 +109,8 @@ Family = Slice | Ends
 
 def kv_replica_family(grid: Grid, replicas: int) -> Slice:
     """`replicas` consecutive ranks of each tp group: they hold the same kv heads."""
-    tp = grid.size(("tp",))
-    return Slice(grid.factored("tp", ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
+    tp = grid.size((Axis.TP,))
+    return Slice(grid.factored(Axis.TP, ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
 
 
 def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[Slice, ...]:
@@ -120,7 +122,7 @@ def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[Slice,
         ValueError: the sizes do not multiply to cp.
     """
     names = tuple(f"cp-{level}" for level in range(len(sizes)))
-    factored = grid.factored("cp", names, sizes)
+    factored = grid.factored(Axis.CP, names, sizes)
     return tuple(Slice(factored, (name,)) for name in names)
 
 

@@ -19,16 +19,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parcompile.layout.grid import Axis
+
 from .grid import Grid
 from .group_families import Ends, Family, Slice, hierarchical_cp_families, kv_replica_family
 
-GROUP_AXES: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "pp": ("pp",),
-    "dp-cp": ("cp", "dp"),
-    "tp-pp": ("tp", "pp"),
+GROUP_AXES: dict[str, tuple[Axis, ...]] = {
+    Axis.TP: (Axis.TP,),
+    Axis.CP: (Axis.CP,),
+    Axis.DP: (Axis.DP,),
+    Axis.PP: (Axis.PP,),
+    "dp-cp": (Axis.CP, Axis.DP),
+    "tp-pp": (Axis.TP, Axis.PP),
 }
 """Every group that the runtime creates as a slice of the grid, and the axes along which its members differ."""
 
@@ -37,22 +39,22 @@ KV_REPLICA = "kv-replica"
 CP_LEVELS = ("cp-inner", "cp-outer")
 """The groups of each level of a context-parallel group, as Megatron-Core's hierarchical ones."""
 
-MEGATRON_AXES: dict[str, tuple[str, ...]] = {
-    "tp-cp": ("tp", "cp"),
-    "tp-dp": ("tp", "dp"),
-    "tp-dp-cp": ("tp", "cp", "dp"),
+MEGATRON_AXES: dict[str, tuple[Axis, ...]] = {
+    "tp-cp": (Axis.TP, Axis.CP),
+    "tp-dp": (Axis.TP, Axis.DP),
+    "tp-dp-cp": (Axis.TP, Axis.CP, Axis.DP),
 }
 """Further slices of the dense grid that Megatron-Core makes groups of."""
 
 EMBEDDING_GROUPS = {"embedding": True, "position-embedding": False}
 """Groups of the ends of the pipeline, and whether the last stage belongs to them."""
 
-EXPERT_AXES: dict[str, tuple[str, ...]] = {
-    "expert-tp": ("tp",),
-    "ep": ("ep",),
-    "expert-dp": ("dp",),
-    "expert-tp-ep": ("tp", "ep"),
-    "expert-tp-ep-pp": ("tp", "ep", "pp"),
+EXPERT_AXES: dict[str, tuple[Axis, ...]] = {
+    "expert-tp": (Axis.TP,),
+    Axis.EP: (Axis.EP,),
+    "expert-dp": (Axis.DP,),
+    "expert-tp-ep": (Axis.TP, Axis.EP),
+    "expert-tp-ep-pp": (Axis.TP, Axis.EP, Axis.PP),
 }
 """Slices of the expert grid."""
 
@@ -66,12 +68,13 @@ def expert_grid(dense: Grid, ep: int, expert_tp: int | None = None) -> Grid:
     Raises:
         ValueError: the sizes do not divide the world.
     """
-    tp, pp, world = dense.size(("tp",)) if expert_tp is None else expert_tp, dense.size(("pp",)), dense.world_size
+    tp, pp, world = dense.size((Axis.TP,)) if expert_tp is None else expert_tp, dense.size((Axis.PP,)), dense.world_size
     if world % (tp * ep * pp):
         raise ValueError(
             f"expert-tp {tp} · ep {ep} · pp {pp} = {tp * ep * pp} does not divide the world of {world} ranks"
         )
-    return Grid.of(dense.order, {"tp": tp, "ep": ep, "dp": world // (tp * ep * pp), "pp": pp})
+    sizes = {Axis.TP: tp, Axis.EP: ep, Axis.DP: world // (tp * ep * pp), Axis.PP: pp}
+    return Grid.of(tuple(map(Axis, dense.order)), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class Groups:
         if self.cp_sizes and name in CP_LEVELS:
             return hierarchical_cp_families(self.grid, self.cp_sizes)[CP_LEVELS.index(name)]
         if name in EMBEDDING_GROUPS:
-            return Ends(Slice(self.grid, ("pp",)), last=EMBEDDING_GROUPS[name])
+            return Ends(Slice(self.grid, (Axis.PP,)), last=EMBEDDING_GROUPS[name])
         if name in EXPERT_AXES:
             return Slice(self.expert_grid, EXPERT_AXES[name])
         return Slice(self.grid, GROUP_AXES[name] if name in GROUP_AXES else MEGATRON_AXES[name])

@@ -11,6 +11,7 @@ from typing import Any
 from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import workload_of
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
@@ -19,7 +20,7 @@ from .resume import Resumption, by_deepspeed, by_runtime, padded_vocabulary
 COUNTED_RANKS = 1 << 16
 """Up to this world size moved ranks are counted one by one."""
 
-_AXES = ("tp", "cp", "dp", "pp", "ep")
+_AXES = (*DENSE_AXES, Axis.EP)
 
 
 class Kind(str, enum.Enum):
@@ -175,7 +176,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus_per_node,
             "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
-            **{axis: getattr(parallelism, axis) for axis in _AXES},
+            **{axis.value: parallelism.size(axis) for axis in _AXES},
             "order": "-".join(parallelism.order),
             "cp_layout": parallelism.cp_layout.value,
             "cp_implementation": parallelism.context.name,
@@ -224,13 +225,12 @@ def _moved(before: Plan, after: Plan) -> int | None:
     first, second = before.groups.grid, after.groups.grid
     if first.world_size != second.world_size:
         return None
-    axes = ("tp", "cp", "dp", "pp")
-    if all(first.steps((axis,)) == second.steps((axis,)) for axis in axes):
+    if all(first.steps((axis,)) == second.steps((axis,)) for axis in DENSE_AXES):
         return 0
     if first.world_size > COUNTED_RANKS:
         return None
     here, there = (
-        [tuple(grid.coordinates(rank)[axis] for axis in axes) for rank in range(grid.world_size)]
+        [tuple(grid.coordinates(rank)[axis] for axis in DENSE_AXES) for rank in range(grid.world_size)]
         for grid in (first, second)
     )
     return sum(old != new for old, new in zip(here, there, strict=True))

@@ -15,13 +15,11 @@ from parcompile.cost.collectives import collectives
 from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.traffic import boundary_bytes
 from parcompile.cost.workload import Workload
-from parcompile.layout.grid import AXES, Grid
+from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import Slice
 from parcompile.layout.groups import GROUP_AXES, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.layout.topology import Reach, reach
-
-DENSE_AXES = ("tp", "cp", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Traffic:
 
     def by_group(self) -> dict[str, int]:
         """The bytes under the names of the groups."""
-        return {"tp": self.tp, "cp": self.cp, "dp-cp": self.dp_cp, "pp": self.pp}
+        return {Axis.TP: self.tp, Axis.CP: self.cp, "dp-cp": self.dp_cp, Axis.PP: self.pp}
 
 
 def step_traffic(work: Workload, stage: Stage) -> Traffic:
@@ -54,7 +52,7 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
     passes = len(stage.layers) * work.micro_batches
     levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
     return Traffic(
-        tp=over("tp", KV_REPLICA),
+        tp=over(Axis.TP, KV_REPLICA),
         cp=sum(size for _, _, size in levels),
         dp_cp=over("dp-cp"),
         pp=int(boundary_bytes(work)),
@@ -66,7 +64,7 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
 class Placement:
     """One order of the axes: how far its groups reach, and the bytes that leave the node."""
 
-    order: tuple[str, ...]
+    order: tuple[Axis, ...]
     reaches: Mapping[str, Reach]
     leaving_bytes: int
 
@@ -78,13 +76,13 @@ class Placement:
 def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
     """How a grid lies on the machines."""
     reaches = {name: reach(Slice(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
-    sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != "cp"]
-    cp = grid.size(("cp",))
+    sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != Axis.CP]
+    cp = grid.size((Axis.CP,))
     for ranks, stride, size in traffic.cp_levels:
-        level = grid.factored("cp", ("within", "level", "beyond"), (stride, ranks, cp // (stride * ranks)))
+        level = grid.factored(Axis.CP, ("within", "level", "beyond"), (stride, ranks, cp // (stride * ranks)))
         sent.append((reach(Slice(level, ("level",)), per_node), size))
     leaving = sum((Fraction(size * far.leaving_node, far.count) for far, size in sent), Fraction(0))
-    return Placement(grid.order, reaches, int(leaving))
+    return Placement(tuple(map(Axis, grid.order)), reaches, int(leaving))
 
 
 def alternatives(grid: Grid, per_node: int, traffic: Traffic) -> list[Placement]:

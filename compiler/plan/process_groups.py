@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EXPERT_AXES
 from parcompile.layout.groups import Groups as PlanGroups
 
@@ -45,10 +46,10 @@ def rank_groups(plan: Plan, rank: int, names: Sequence[str] = ()) -> dict[str, A
         ValueError: the rank is not in the plan's world, or there is no group of that name.
     """
     groups, per_node = plan.groups, plan.spec.cluster.gpus_per_node
-    coordinates = {axis: index for axis, index in groups.grid.coordinates(rank).items() if axis != "ep"}
+    coordinates = {axis: index for axis, index in groups.grid.coordinates(rank).items() if axis != Axis.EP}
     if groups.ep > 1:
         expert = groups.expert_grid.coordinates(rank)
-        coordinates |= {"ep": expert["ep"], "expert-dp": expert["dp"]}
+        coordinates |= {Axis.EP: expert[Axis.EP], "expert-dp": expert[Axis.DP]}
     found = {}
     for name in [known_name(groups, name) for name in names] or shown_names(groups):
         ranks = groups.of_rank(name, rank)

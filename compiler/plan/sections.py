@@ -14,7 +14,7 @@ from parcompile.cost.memory import rank_numel, static_memory
 from parcompile.cost.parameters import stage_numel
 from parcompile.cost.workload import workload_of
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import Grid
+from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import Family
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
@@ -26,7 +26,7 @@ from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter
 from parcompile.spec import Spec
 
-from .placement import DENSE_AXES, alternatives, placement, step_traffic
+from .placement import alternatives, placement, step_traffic
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -36,7 +36,7 @@ EXPANDED_CP = 1024
 EXPANDED_RING = 32
 """Up to this cp the plan lists the source of each step of each cp rank; beyond, they follow from the rule that stands
 beside them."""
-EXPERT_GRID_AXES = ("tp", "ep", "dp", "pp")
+EXPERT_GRID_AXES = (Axis.TP, Axis.EP, Axis.DP, Axis.PP)
 """The axes of the expert grid; its dp is expert-dp."""
 ALTERNATIVES = 3
 """Other orders of the axes that the plan compares itself with."""
@@ -63,7 +63,7 @@ def groups(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _axes(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
+def _axes(grid: Grid, axes: tuple[Axis, ...]) -> dict[str, Any]:
     return {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in grid.order if axis in axes}
 
 

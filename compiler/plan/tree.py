@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.machines.preset import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
@@ -85,7 +86,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     cluster, parallelism, training = dict(tree["cluster"]), dict(tree["parallelism"]), dict(tree["training"])
     cluster.pop("world_size")
     preset = cluster.pop("preset")
-    parallelism["order"] = tuple(parallelism["order"].split("-"))
+    parallelism["order"] = tuple(map(Axis, parallelism["order"].split("-")))
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
     parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
     levels = parallelism["hierarchical_cp_sizes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 
@@ -31,7 +32,7 @@ def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when the step count (or the micro-batch) that follows is not whole."""
     if not spec.given(*_TOTAL) or (spec.given(*_MICRO) and spec.given(*_STEPS)):
         return
-    total, dp = int(spec.get(*_TOTAL)), spec.axis("dp")
+    total, dp = int(spec.get(*_TOTAL)), spec.axis(Axis.DP)
     if spec.given(*_STEPS):
         steps = spec.gradient_accumulation_steps
         path, factor, divisor, equation = _STEPS, steps, steps * dp, f"micro × steps {steps} × dp {dp}"
@@ -71,7 +72,7 @@ def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
     if not all(spec.given(*path) for path in (_TOTAL, _MICRO, _STEPS)):
         return
     total, micro, steps = (int(spec.get(*path)) for path in (_TOTAL, _MICRO, _STEPS))
-    dp = spec.axis("dp")
+    dp = spec.axis(Axis.DP)
     product = micro * steps * dp
     if total == product:
         return
@@ -102,7 +103,7 @@ def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
 )
 def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradient_accumulation_steps < pp."""
-    pp, steps = spec.axis("pp"), spec.gradient_accumulation_steps
+    pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if steps < pp and pp > 1:
         bubble, equation = _bubble(spec)
         yield Finding(
@@ -125,7 +126,7 @@ def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
 )
 def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the bubble of a pipeline that can be filled."""
-    pp, steps = spec.axis("pp"), spec.gradient_accumulation_steps
+    pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if 1 < pp <= steps:
         bubble, equation = _bubble(spec)
         yield Finding(
@@ -136,7 +137,7 @@ def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
 
 def _bubble(spec: Resolution) -> tuple[float, str]:
     """The idle share of a pipeline relative to its ideal time, and the equation."""
-    pp, steps, virtual = spec.axis("pp"), spec.gradient_accumulation_steps, spec.virtual_stages
+    pp, steps, virtual = spec.axis(Axis.PP), spec.gradient_accumulation_steps, spec.virtual_stages
     divisor = f"({virtual} virtual · {steps})" if virtual > 1 else f"{steps}"
     return (pp - 1) / (virtual * steps), f"({pp} − 1) / {divisor}"
 

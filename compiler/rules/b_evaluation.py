@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_multiples
@@ -30,7 +31,7 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
     if not given:
         return
     total = spec.eval_batch("global_batch_size", spec.global_batch_size)
-    micro, dp = spec.eval_batch("micro_batch_size", spec.micro_batch_size), spec.axis("dp")
+    micro, dp = spec.eval_batch("micro_batch_size", spec.micro_batch_size), spec.axis(Axis.DP)
     if total % (micro * dp) == 0:
         return
     near = nearest_multiples(total, micro * dp)

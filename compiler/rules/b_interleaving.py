@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import divisors, listed, nearest_multiples
@@ -32,7 +33,7 @@ _FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
 )
 def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when N is outside [pp, micro-batches], or the last group is too small."""
-    group, pp, steps = spec.microbatch_group_size, spec.axis("pp"), spec.gradient_accumulation_steps
+    group, pp, steps = spec.microbatch_group_size, spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if group is None or pp == 1:
         return
     rest = steps % group
@@ -59,7 +60,7 @@ def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
 def _other_batches(spec: Resolution) -> list[Fix]:
     if not spec.given(*_TOTAL) or spec.given("training", "gradient_accumulation_steps"):
         return []
-    whole = spec.axis("pp") * spec.micro_batch_size * spec.axis("dp")
+    whole = spec.axis(Axis.PP) * spec.micro_batch_size * spec.axis(Axis.DP)
     near = [value for value in nearest_multiples(spec.global_batch_size, whole) if value != spec.global_batch_size]
     return [Fix(f"set global_batch_size to {value}", Safety.CHANGES_NUMERICS, (Edit(_TOTAL, value),)) for value in near]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parcompile.cost.context_time import context_fault
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.cp_implementation import AUTO
@@ -25,14 +25,14 @@ _LAYOUT = ("parallelism", "cp_layout")
 def _named(spec: Resolution) -> CpImplementation:
     """The implementation that is written by name, with more than one rank to run on."""
     name = spec.named_implementation
-    if name == AUTO or spec.axis("cp") == 1:
+    if name == AUTO or spec.axis(Axis.CP) == 1:
         raise Unavailable("cp_implementation")
     return CpImplementation(name)
 
 
 def _heads(spec: Resolution) -> tuple[int, int]:
     """Query and key/value heads of a tensor-parallel rank."""
-    heads, kv_heads, tp = spec.shape.num_attention_heads, spec.shape.num_key_value_heads, spec.axis("tp")
+    heads, kv_heads, tp = spec.shape.num_attention_heads, spec.shape.num_key_value_heads, spec.axis(Axis.TP)
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise Unavailable("model")  # T001 or T002 speaks of it
     return heads // tp, max(1, kv_heads // tp)
@@ -51,7 +51,7 @@ def resize(sizes: tuple[int, int]) -> Fix:
 
 def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
     """Sizes of both levels that heads and layout allow, the largest inner level on a node first."""
-    heads, cp = _heads(spec), spec.axis("cp")
+    heads, cp = _heads(spec), spec.axis(Axis.CP)
     on_node = spec.cluster.gpus_per_node
     found = [
         sizes
@@ -73,7 +73,7 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
 )
 def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     """Fires for ulysses, and for usp with the sizes that are given."""
-    kind, cp, sizes = _named(spec), spec.axis("cp"), spec.given_sizes
+    kind, cp, sizes = _named(spec), spec.axis(Axis.CP), spec.given_sizes
     if kind is CpImplementation.ULYSSES:
         ranks, place, path = cp, f"cp {cp}", _NAME
     elif kind is CpImplementation.USP and sizes is not None and sizes[0] * sizes[1] == cp:
@@ -87,7 +87,7 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     fits = [one for one in divisors(heads) if heads_fault(heads, kv_heads, one) is None]
     resized = [resize(one) for one in possible_sizes(spec, CpImplementation.USP)] if path == _SIZES else []
     yield Finding(
-        f"{kind.value} with {place}: {fault} (heads / tp {spec.axis('tp')}); possible: {listed(fits)} ranks",
+        f"{kind.value} with {place}: {fault} (heads / tp {spec.axis(Axis.TP)}); possible: {listed(fits)} ranks",
         path,
         help="the rings and all_gather take any number of heads",
         fixes=(*resized, _use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
@@ -131,7 +131,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
 )
 def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     """Fires when no sizes are given and none are possible."""
-    kind, cp = _named(spec), spec.axis("cp")
+    kind, cp = _named(spec), spec.axis(Axis.CP)
     if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
         return
     if kind is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
@@ -170,7 +170,7 @@ def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
         fix = Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),))
         return Finding(message, path, fixes=(fix,))
 
-    cp = spec.axis("cp")
+    cp = spec.axis(Axis.CP)
     if cp == 1 and spec.given(*_NAME):
         yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
     sizes = spec.given_sizes
@@ -203,7 +203,7 @@ def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
     if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
         return
     order = spec.order
-    inside = [axis for axis in AXES if axis != "ep" and order.index(axis) < order.index("cp")]
+    inside = [axis for axis in AXES if axis is not Axis.EP and order.index(axis) < order.index(Axis.CP)]
     stride = 1
     for axis in inside:
         stride *= spec.axis(axis)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
 
@@ -20,7 +21,7 @@ _LAYOUT = ("parallelism", "cp_layout")
 
 def _divisor(spec: Resolution) -> int:
     """What the sequence length has to be a multiple of, for cp and sequence parallelism together."""
-    cp, tp = spec.axis("cp"), spec.axis("tp")
+    cp, tp = spec.axis(Axis.CP), spec.axis(Axis.TP)
     chunks = spec.cp_layout.chunks_per_rank if cp > 1 else 1
     local = math.lcm(chunks, tp) if spec.sequence_parallel else chunks
     return cp * local
@@ -52,7 +53,7 @@ def length_finding(spec: Resolution, message: str, related: tuple[Related, ...])
 )
 def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when the chunks are not whole."""
-    length, cp, layout = spec.sequence_length, spec.axis("cp"), spec.cp_layout
+    length, cp, layout = spec.sequence_length, spec.axis(Axis.CP), spec.cp_layout
     chunks = cp * layout.chunks_per_rank
     if cp > 1 and length % chunks:
         factor = f"{layout.chunks_per_rank} · cp {cp}" if layout.chunks_per_rank > 1 else f"cp {cp}"
@@ -74,7 +75,7 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
 )
 def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when cp_layout is given at cp 1."""
-    if spec.given(*_LAYOUT) and spec.axis("cp") == 1:
+    if spec.given(*_LAYOUT) and spec.axis(Axis.CP) == 1:
         yield Finding(
             f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
             _LAYOUT,
@@ -95,7 +96,7 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
 )
 def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
     """Fires for the contiguous layout where more than one rank has chunks of its own."""
-    cp = spec.axis("cp")
+    cp = spec.axis(Axis.CP)
     if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
         share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
         yield Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .places import also
@@ -30,7 +31,7 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
     """Fires for both."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
         yield Finding(
-            f"gradient_allreduce_op sum: gradients become dp {spec.axis('dp')} times too large",
+            f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large",
             _REDUCTION,
             help="remove it: the mean over dp is what the plan's loss needs",
             fixes=(_removal(_REDUCTION),),

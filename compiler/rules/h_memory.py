@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.cost.memory import static_memory
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.diagnostics.suggest import closest
+from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import SplitError
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import PresetError, is_preset_file
@@ -31,7 +32,7 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the static bytes of the fullest rank exceed the device's memory."""
     machine, stage = spec.cluster.preset or accelerators().get(spec.cluster.accelerator), spec.zero_stage
     device = None if machine is None else machine.memory_bytes
-    if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis("tp"):
+    if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         return
     try:
         memory = static_memory(spec.spec())
@@ -49,12 +50,12 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
         return
     largest = max(parts, key=lambda name: parts[name])
     terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    shards = spec.axis("dp") * spec.axis("cp")
+    shards = spec.axis(Axis.DP) * spec.axis(Axis.CP)
     yield Finding(
         f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {machine.name}, without "
         f"activations; the largest part is {largest}",
         model_path(spec, "hidden_size"),
-        help=f"tp {spec.axis('tp')} and pp {spec.axis('pp')} divide all of it; dp · cp {shards} divides the fp32 "
+        help=f"tp {spec.axis(Axis.TP)} and pp {spec.axis(Axis.PP)} divide all of it; dp · cp {shards} divides the fp32 "
         "master weights and the optimizer state, at ZeRO stage 1",
         related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
     )

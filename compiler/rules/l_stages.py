@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.layout.stages import Slots
 from parcompile.spec.resolve import Resolution, Unavailable
 
@@ -46,7 +47,7 @@ def _has_ends(slots: Slots) -> bool:
 )
 def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
     """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
-    slots, pp = spec.slots, spec.axis("pp")
+    slots, pp = spec.slots, spec.axis(Axis.PP)
     total, terms = _counted(spec)
     if _has_ends(slots) or total % pp == 0:
         return
@@ -94,9 +95,9 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
 )
 def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the size of the copy."""
-    pp, shape = spec.axis("pp"), spec.shape
+    pp, shape = spec.axis(Axis.PP), spec.shape
     if pp > 1 and shape.tie_word_embeddings:
-        rows, width, tp = spec.padded_vocab_size, shape.hidden_size, spec.axis("tp")
+        rows, width, tp = spec.padded_vocab_size, shape.hidden_size, spec.axis(Axis.TP)
         yield Finding(
             f"tied embeddings with pp {pp}: the last stage holds a copy of {rows} · {width} / tp {tp} = "
             f"{rows * width // tp:,} parameters, whose gradient is summed with the first stage's",
@@ -152,7 +153,7 @@ def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
 )
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when what is left is negative, is not whole, or has no stage to go to."""
-    slots, layers, pp = spec.slots, spec.shape.num_hidden_layers, spec.axis("pp")
+    slots, layers, pp = spec.slots, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
     ends = {path: value for path, value in ((_FIRST, slots.first), (_LAST, slots.last)) if value is not None}
     if not ends or slots.embedding or slots.loss:
         return
@@ -207,7 +208,7 @@ def _nearest_end(path: Path, ends: dict[tuple[str, str], int], layers: int, midd
 )
 def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
-    slots, virtual, pp = spec.slots, spec.virtual_stages, spec.axis("pp")
+    slots, virtual, pp = spec.slots, spec.virtual_stages, spec.axis(Axis.PP)
     if virtual == 1 or pp == 1:
         return
     counts = _per_rank(spec)
@@ -253,7 +254,7 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
 )
 def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages at pp 1."""
-    if spec.virtual_stages > 1 and spec.axis("pp") == 1:
+    if spec.virtual_stages > 1 and spec.axis(Axis.PP) == 1:
         yield Finding(
             f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave",
             _VIRTUAL,
@@ -275,7 +276,7 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
 )
 def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for accounts at pp 1."""
-    if spec.axis("pp") > 1:
+    if spec.axis(Axis.PP) > 1:
         return
     slots = spec.slots
     for path, value in ((_EMBEDDING, slots.embedding), (_LOSS, slots.loss)):

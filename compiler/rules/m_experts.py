@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -47,7 +48,7 @@ _LATENT = {
 )
 def experts_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires for ep > 1 without experts, or when they do not divide."""
-    ep, moe = spec.axis("ep"), spec.shape.moe
+    ep, moe = spec.axis(Axis.EP), spec.shape.moe
     related = also(spec, model_path(spec, *_EXPERTS, "model_type"))
     if ep > 1 and moe is None:
         removal = Fix("remove ep", Safety.CHANGES_COST, (Edit(_EP, remove=True),))

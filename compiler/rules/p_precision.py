@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec import Precision
 from parcompile.spec.resolve import Resolution
 
@@ -94,7 +95,7 @@ def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
 )
 def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
     """Fires for pp > 1, bf16, ZeRO-1 without fp32 accumulation."""
-    pp, sums = spec.axis("pp"), spec.gradient_accumulation_dtype
+    pp, sums = spec.axis(Axis.PP), spec.gradient_accumulation_dtype
     if pp > 1 and spec.precision is Precision.BF16 and spec.zero_stage == 1 and sums is Precision.BF16:
         yield Finding(
             f"pp {pp} with precision bf16 and ZeRO stage 1 accumulates in {sums.value}",

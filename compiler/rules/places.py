@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parcompile.diagnostics import Related, Safety
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 
@@ -13,6 +14,11 @@ def model_path(spec: Resolution, *keys: str) -> tuple[str, ...]:
         if key in given:
             return ("model", key)
     return ("model",)
+
+
+def axis_path(axis: Axis) -> tuple[str, str]:
+    """Where the size of an axis stands."""
+    return "parallelism", axis.value
 
 
 def also(spec: Resolution, *paths: tuple[str, ...]) -> tuple[Related, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -33,7 +34,7 @@ _UNEVEN = {"embed.weight": [1024, 64], "layers.*.up.weight": [258, 64], "head.we
 )
 def module_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires for each rule whose parts tp does not divide."""
-    shape, tp = spec.shape, spec.axis("tp")
+    shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.own is None:
         return
     splits = [parameter.split for parameter in spec.parameters if parameter.split]

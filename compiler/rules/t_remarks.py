@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .places import also, model_path
@@ -27,7 +28,7 @@ _FEW_CONNECTIONS = ("a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "
 )
 def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says how many ranks share a head."""
-    heads, tp = spec.shape.num_key_value_heads, spec.axis("tp")
+    heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
     if tp > heads and tp % heads == 0:
         yield Finding(
             f"num_key_value_heads {heads} < tp {tp}: each kv head is held by {tp // heads} ranks",
@@ -48,7 +49,7 @@ def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
 )
 def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the padded size."""
-    vocab, padded, tp = spec.shape.vocab_size, spec.padded_vocab_size, spec.axis("tp")
+    vocab, padded, tp = spec.shape.vocab_size, spec.padded_vocab_size, spec.axis(Axis.TP)
     if padded != vocab:
         yield Finding(
             f"vocab_size {vocab} is padded to {padded}, a multiple of {spec.make_vocab_size_divisible_by} · tp {tp}",
@@ -70,7 +71,7 @@ def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
 def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when sequence_parallel is on at tp 1."""
     path = ("parallelism", "sequence_parallel")
-    if spec.sequence_parallel and spec.axis("tp") == 1:
+    if spec.sequence_parallel and spec.axis(Axis.TP) == 1:
         yield Finding(
             "sequence_parallel has no effect with tp 1: it is switched off",
             path,
@@ -93,7 +94,7 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
 )
 def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
     """Says what has to be exported before Megatron-LM starts."""
-    tp, cp, accelerator = spec.axis("tp"), spec.axis("cp"), spec.cluster.accelerator
+    tp, cp, accelerator = spec.axis(Axis.TP), spec.axis(Axis.CP), spec.cluster.accelerator
     if (tp > 1 or cp > 1) and accelerator in _FEW_CONNECTIONS:
         yield Finding(
             f"tp {tp}, cp {cp} on {accelerator}: export CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-LM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .c_sequence import length_finding
@@ -26,7 +27,7 @@ from .registry import Finding, rule
 )
 def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when the local sequence cannot be split over tp."""
-    length, cp, tp = spec.sequence_length, spec.axis("cp"), spec.axis("tp")
+    length, cp, tp = spec.sequence_length, spec.axis(Axis.CP), spec.axis(Axis.TP)
     if spec.sequence_parallel and length % cp == 0 and (length // cp) % tp:
         local = length // cp
         yield length_finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.spec.resolve import Resolution
 
@@ -24,7 +25,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
     kv_heads = shape.num_key_value_heads
-    near = nearest_divisors(spec.axis("tp"), *sizes, count=99)
+    near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(tp for tp in near if kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
@@ -46,8 +47,8 @@ def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
     for tp in sizes:
         edits = [Edit(_TP, tp)]
         title = f"set tp to {tp}"
-        if spec.given(*dp_path) and "dp" not in spec.auto_axes:
-            ranks = spec.axis("tp") * spec.axis("dp")
+        if spec.given(*dp_path) and Axis.DP not in spec.auto_axes:
+            ranks = spec.axis(Axis.TP) * spec.axis(Axis.DP)
             if ranks % tp == 0:
                 edits.append(Edit(dp_path, ranks // tp))
                 title += f" and dp to {ranks // tp}"
@@ -65,7 +66,7 @@ def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
 )
 def heads_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when num_attention_heads % tp is not 0."""
-    heads, tp = spec.shape.num_attention_heads, spec.axis("tp")
+    heads, tp = spec.shape.num_attention_heads, spec.axis(Axis.TP)
     if heads % tp:
         yield _indivisible(
             spec,
@@ -86,7 +87,7 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 )
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
-    heads, tp = spec.shape.num_key_value_heads, spec.axis("tp")
+    heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
     if heads % tp and tp % heads and spec.shape.num_attention_heads % tp == 0:
         yield _indivisible(
             spec,
@@ -107,7 +108,7 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 )
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when intermediate_size % tp, or an expert's width % tp, is not 0."""
-    shape, tp = spec.shape, spec.axis("tp")
+    shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.own is not None:
         return  # rule T011 looks at the module's own weights
     widths = []
@@ -139,7 +140,7 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
 )
 def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Finding]:
     """Fires for experts with tp > 1 and no sequence parallelism."""
-    path, tp = ("parallelism", "sequence_parallel"), spec.axis("tp")
+    path, tp = ("parallelism", "sequence_parallel"), spec.axis(Axis.TP)
     if spec.shape.has_moe and tp > 1 and not spec.sequence_parallel:
         yield Finding(
             f"a mixture of experts with tp {tp} and sequence_parallel false",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.resolve.cp_implementation import AUTO
 
@@ -27,7 +28,7 @@ _SIZES = ("parallelism", "hierarchical_cp_sizes")
 )
 def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires for another product."""
-    sizes, cp, name = spec.given_sizes, spec.axis("cp"), spec.named_implementation
+    sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation
     if sizes is None or cp == 1 or sizes[0] * sizes[1] == cp:
         return
     kind = CpImplementation.USP if name == AUTO else CpImplementation(name)

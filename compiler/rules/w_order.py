@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from itertools import chain
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 from parcompile.spec.resolve import Resolution
 
-from .places import also
+from .places import also, axis_path
 from .registry import Finding, rule
 
 _ORDER = ("parallelism", "order")
-_MEGATRON_ORDERS = (("tp", "cp", "ep", "dp", "pp"), ("tp", "cp", "ep", "pp", "dp"))
+_MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
 
 
 @rule(
@@ -48,7 +48,7 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
             _ORDER,
             help=f"name every axis that is larger than 1, for example {full}",
             fixes=(_reorder(full, Safety.CHANGES_COST),),
-            related=also(spec, *(("parallelism", axis) for axis in missing)),
+            related=also(spec, *(axis_path(axis) for axis in missing)),
         )
 
 
@@ -71,15 +71,15 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
 )
 def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
     """Fires when an axis larger than 1 stands outside pp and the two grids differ."""
-    pp, cp, ep, order = spec.axis("pp"), spec.axis("cp"), spec.axis("ep"), spec.order
-    outside = [axis for axis in order[order.index("pp") + 1 :] if spec.axis(axis) > 1]
+    pp, cp, ep, order = spec.axis(Axis.PP), spec.axis(Axis.CP), spec.axis(Axis.EP), spec.order
+    outside = [axis for axis in order[order.index(Axis.PP) + 1 :] if spec.axis(axis) > 1]
     if pp > 1 and outside and cp != ep:
-        dp = spec.axis("dp")
+        dp, inner = spec.axis(Axis.DP), (axis for axis in order if axis is not Axis.PP)
         yield Finding(
             f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}",
             _ORDER,
             help="let the order end in pp",
-            fixes=(_reorder("-".join([*(axis for axis in order if axis != "pp"), "pp"]), Safety.CHANGES_COST),),
+            fixes=(_reorder("-".join((*inner, Axis.PP)), Safety.CHANGES_COST),),
             related=also(spec, ("parallelism", "pp")),
         )
 

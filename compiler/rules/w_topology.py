@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.grid import Grid
+from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.plan.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes
 
+from .places import axis_path
 from .registry import Finding, rule
 
 _ORDER = ("parallelism", "order")
 
 
 def _grid(spec: Resolution) -> Grid:
-    grid = Grid.of(spec.order, {axis: spec.axis(axis) for axis in ("tp", "cp", "dp", "pp")})
+    grid = Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
     if grid.world_size != spec.world_size or len(set(spec.order)) != len(spec.order):
         raise Unavailable("parallelism")  # W001 or W004 speaks of it
     return grid
@@ -31,14 +32,14 @@ def _traffic(spec: Resolution) -> Traffic:
         raise Unavailable("model") from None
 
 
-def _leaving(spec: Resolution) -> Iterator[tuple[str, Placement, Placement | None]]:
+def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Placement | None]]:
     """Each of tp and cp whose groups leave the node, with the best order in which none of both does."""
     per_node = spec.cluster.gpus_per_node
     if spec.cluster.nodes == 1:
         return
     grid, traffic = _grid(spec), _traffic(spec)
     here = placement(grid, per_node, traffic)
-    leaving = [axis for axis in ("tp", "cp") if not here.keeps(axis)]
+    leaving = [axis for axis in (Axis.TP, Axis.CP) if not here.keeps(axis)]
     if not leaving:
         return
     # A better order takes no axis off the node that is on it now.
@@ -46,7 +47,7 @@ def _leaving(spec: Resolution) -> Iterator[tuple[str, Placement, Placement | Non
         other
         for other in alternatives(grid, per_node, traffic)
         if other.leaving_bytes < here.leaving_bytes
-        and all(other.keeps(axis) or axis in leaving for axis in ("tp", "cp"))
+        and all(other.keeps(axis) or axis in leaving for axis in (Axis.TP, Axis.CP))
     ]
     for axis in leaving:
         yield axis, here, next((other for other in others if other.keeps(axis)), None)
@@ -93,15 +94,15 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
 def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says how far the ring reaches and what it sends."""
     for axis, here, better in _leaving(spec):
-        if axis == "cp" and better is None:
-            found, size = here.reaches["cp"], _traffic(spec).cp
+        if axis is Axis.CP and better is None:
+            found, size = here.reaches[Axis.CP], _traffic(spec).cp
             yield Finding(
-                f"tp {spec.axis('tp')} · cp {spec.axis('cp')} on nodes of {spec.cluster.gpus_per_node}: "
+                f"tp {spec.axis(Axis.TP)} · cp {spec.axis(Axis.CP)} on nodes of {spec.cluster.gpus_per_node}: "
                 f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
                 f"{format_bytes(size)} per step in its cp group",
-                _place(spec, "cp"),
+                _place(spec, Axis.CP),
             )
 
 
-def _place(spec: Resolution, axis: str) -> Path:
-    return _ORDER if spec.given(*_ORDER) else ("parallelism", axis)
+def _place(spec: Resolution, axis: Axis) -> Path:
+    return _ORDER if spec.given(*_ORDER) else axis_path(axis)

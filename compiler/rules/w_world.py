@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import divisors, listed, nearest_divisors
-from .places import also, layout_change
+from .places import also, axis_path, layout_change
 from .registry import Finding, rule
 
-_DENSE = ("tp", "cp", "pp", "dp")
+_DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
 
 @rule(
@@ -34,10 +35,10 @@ def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
     product = math.prod(sizes.values())
     equation = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
     machines = f"{cluster.nodes} nodes · {cluster.gpus_per_node} GPUs = {world}"
-    given = [axis for axis in fixed if spec.given("parallelism", axis) and sizes[axis] > 1]
-    path = ("parallelism", given[0]) if given else ("cluster", "gpus_per_node")
+    given = [axis for axis in fixed if spec.given(*axis_path(axis)) and sizes[axis] > 1]
+    path = axis_path(given[0]) if given else ("cluster", "gpus_per_node")
     related = also(spec, ("cluster", "nodes"), ("cluster", "gpus_per_node"))
-    related += also(spec, *(("parallelism", axis) for axis in given[1:]))
+    related += also(spec, *(axis_path(axis) for axis in given[1:]))
     if spec.auto_axes and world % product:
         yield Finding(
             f"{equation} = {product} does not divide the world of {machines}: {world} / {product} is not whole",
@@ -50,15 +51,15 @@ def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
     elif not spec.auto_axes and product != world:
         fixes = _resized(spec, given, sizes)
         hint = f"tp · cp · pp · dp has to be {world}"
-        without_dp = product // sizes["dp"]
+        without_dp = product // sizes[Axis.DP]
         if world % without_dp == 0:
             fits = world // without_dp
             hint = f'write dp {fits}, or "auto": {world} / {without_dp} = {fits}'
-            fixes = (_resize(spec, "dp", fits), *(fix for fix in fixes if fix.edits[0].path[-1] != "dp"))
+            fixes = (_resize(spec, Axis.DP, fits), *(fix for fix in fixes if fix.edits[0].path[-1] != Axis.DP))
         yield Finding(f"{equation} = {product} ≠ world of {machines}", path, help=hint, fixes=fixes, related=related)
 
 
-def _resized(spec: Resolution, given: list[str], sizes: dict[str, int]) -> tuple[Fix, ...]:
+def _resized(spec: Resolution, given: list[Axis], sizes: dict[Axis, int]) -> tuple[Fix, ...]:
     """Other sizes of one axis with which the product fits, the smallest change first."""
     found: list[tuple[int, Fix]] = []
     for axis in given:
@@ -70,8 +71,8 @@ def _resized(spec: Resolution, given: list[str], sizes: dict[str, int]) -> tuple
     return tuple(fix for _, fix in sorted(found, key=lambda one: (one[0], one[1].title)))
 
 
-def _resize(spec: Resolution, axis: str, size: int) -> Fix:
-    return Fix(f"set {axis} to {size}", layout_change(spec), (Edit(("parallelism", axis), size),))
+def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
+    return Fix(f"set {axis} to {size}", layout_change(spec), (Edit(axis_path(axis), size),))
 
 
 @rule(
@@ -88,15 +89,15 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
         first, second = spec.auto_axes[:2]
         yield Finding(
             f"{named}: only one axis can follow from the world size",
-            ("parallelism", second),
+            axis_path(second),
             help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
             "CHOSEN` choose",
             fixes=tuple(
-                Fix(f"set {axis} to 1", layout_change(spec), (Edit(("parallelism", axis), 1),))
+                Fix(f"set {axis} to 1", layout_change(spec), (Edit(axis_path(axis), 1),))
                 for axis in spec.auto_axes
-                if axis != "dp"
+                if axis is not Axis.DP
             ),
-            related=also(spec, ("parallelism", first)),
+            related=also(spec, axis_path(first)),
         )
 
 
@@ -111,7 +112,7 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
 )
 def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
     """Fires when ep does not fit into dp · cp."""
-    ep, dp, cp = spec.axis("ep"), spec.axis("dp"), spec.axis("cp")
+    ep, dp, cp = spec.axis(Axis.EP), spec.axis(Axis.DP), spec.axis(Axis.CP)
     room = dp * cp
     if room % ep:
         near = nearest_divisors(ep, room)
@@ -119,7 +120,7 @@ def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
             f"ep {ep} does not divide dp {dp} · cp {cp} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
             ("parallelism", "ep"),
             help="experts are shared by ranks of dp · cp: choose ep among its divisors",
-            fixes=tuple(_resize(spec, "ep", size) for size in near),
+            fixes=tuple(_resize(spec, Axis.EP, size) for size in near),
             related=also(spec, ("parallelism", "dp"), ("parallelism", "cp")),
         )
 
@@ -137,7 +138,7 @@ def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
     for axis in spec.auto_axes[:1]:
         size = spec.axis(axis)
         how = spec.provenance[f"parallelism.{axis}"].detail
-        yield Finding(f"{axis} = {size}: {how}", ("parallelism", axis))
+        yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
 
 
 @rule(
@@ -152,7 +153,7 @@ def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
 )
 def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
     """Fires when some tp group has ranks on two nodes in every order."""
-    tp, node = spec.axis("tp"), spec.cluster.gpus_per_node
+    tp, node = spec.axis(Axis.TP), spec.cluster.gpus_per_node
     if spec.cluster.nodes > 1 and node % tp:
         yield Finding(
             f"tp {tp} > gpus_per_node {node}: every tensor-parallel collective crosses nodes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
+from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.spec.resolve import Resolution
 
@@ -26,8 +27,8 @@ RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2"}
 )
 def runtime_has_no_pipeline(spec: Resolution) -> Iterator[Finding]:
     """Fires for pp > 1."""
-    if spec.axis("pp") > 1:
-        yield Finding(f"pp {spec.axis('pp')}: parcompile.runtime runs pp 1 only", ("parallelism", "pp"))
+    if spec.axis(Axis.PP) > 1:
+        yield Finding(f"pp {spec.axis(Axis.PP)}: parcompile.runtime runs pp 1 only", ("parallelism", "pp"))
 
 
 @rule(
@@ -41,8 +42,8 @@ def runtime_has_no_pipeline(spec: Resolution) -> Iterator[Finding]:
 )
 def runtime_has_no_expert_parallelism(spec: Resolution) -> Iterator[Finding]:
     """Fires for ep > 1."""
-    if spec.axis("ep") > 1:
-        yield Finding(f"ep {spec.axis('ep')}: parcompile.runtime runs ep 1 only", ("parallelism", "ep"))
+    if spec.axis(Axis.EP) > 1:
+        yield Finding(f"ep {spec.axis(Axis.EP)}: parcompile.runtime runs ep 1 only", ("parallelism", "ep"))
 
 
 @rule(

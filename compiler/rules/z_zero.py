@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
 from .places import also, model_path
@@ -62,7 +63,7 @@ def first_effective_stage(key: str) -> int:
 )
 def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
     """Fires for stage ≥ 2 and pp > 1."""
-    stage, pp = spec.zero_stage, spec.axis("pp")
+    stage, pp = spec.zero_stage, spec.axis(Axis.PP)
     if stage >= 2 and pp > 1:
         yield Finding(
             f"zero.stage {stage} with pp {pp}: DeepSpeed runs pipelines up to stage 1",
@@ -144,7 +145,7 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 def zero_has_something_to_shard(spec: Resolution) -> Iterator[Finding]:
     """Says that dp · cp is 1."""
     stage = spec.zero_stage
-    if stage > 0 and spec.world_size > 1 and spec.axis("dp") * spec.axis("cp") == 1:
+    if stage > 0 and spec.world_size > 1 and spec.axis(Axis.DP) * spec.axis(Axis.CP) == 1:
         place = _STAGE if spec.given(*_STAGE) else ("parallelism", "dp")
         yield Finding(f"zero.stage {stage} with dp 1 · cp 1 = 1 shard: nothing is divided", place)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, DENSE_AXES, Axis
 
 from .variant import Variant, variant
 from .ways import Open
@@ -36,16 +36,16 @@ class Candidate:
     def name(self) -> str:
         """Short, for tables."""
         work = self.work
-        axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
+        axes = " ".join(f"{axis}{work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
         marks = ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
         return " ".join([axes, f"mb{work.micro_batch}", *marks])
 
     @property
-    def ordered(self) -> tuple[str, ...]:
+    def ordered(self) -> tuple[Axis, ...]:
         """The axes whose order matters."""
-        return tuple(axis for axis in AXES if axis != "ep" and getattr(self.work, axis) > 1)
+        return tuple(axis for axis in DENSE_AXES if self.work.size(axis) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Space:
     tree: Mapping[str, Any]
     folder: Path
     world: int
-    axes: Mapping[str, tuple[int, ...]]
+    axes: Mapping[Axis, tuple[int, ...]]
     sequence_parallel: tuple[bool, ...]
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...]
@@ -78,12 +78,13 @@ class Space:
         found: list[dict[str, object]] = []
         for sizes in itertools.product(*self.axes.values()):
             named = dict(zip(self.axes, sizes, strict=True))
-            if self.world % (named["tp"] * named["cp"] * named["pp"]):
+            if self.world % (named[Axis.TP] * named[Axis.CP] * named[Axis.PP]):
                 continue
-            shares = self.sequence_parallel if named["tp"] > 1 else self.sequence_parallel[:1]
+            shares = self.sequence_parallel if named[Axis.TP] > 1 else self.sequence_parallel[:1]
             for split in shares:
-                changes: dict[str, object] = {**named, "sequence_parallel": split and named["tp"] > 1}
-                if named["pp"] > 1 and self.sums_are_open:
+                changes: dict[str, object] = {axis.value: size for axis, size in named.items()}
+                changes["sequence_parallel"] = split and named[Axis.TP] > 1
+                if named[Axis.PP] > 1 and self.sums_are_open:
                     # DeepSpeed pipelines bf16 only with fp32 sums of gradients.
                     changes["gradient_accumulation_dtype"] = "fp32"
                 found.append(changes)
@@ -108,16 +109,16 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
     if batch is None:
         raise ValueError("training.global_batch_size is not given: layouts are compared at one global batch")
     world = cluster.get("nodes", 1) * cluster["gpus_per_node"]
-    limits = {"tp": min(world, 64), "cp": world, "pp": min(world, layers)}
+    limits = {Axis.TP: min(world, 64), Axis.CP: world, Axis.PP: min(world, layers)}
 
-    def sizes(axis: str, limit: int) -> tuple[int, ...]:
+    def sizes(axis: Axis, limit: int) -> tuple[int, ...]:
         given = parallelism.get(axis, "auto")
         return (given,) if given != "auto" else tuple(one for one in range(1, limit + 1) if world % one == 0)
 
     axes = {axis: sizes(axis, limit) for axis, limit in limits.items()}
     if experts:
-        given = parallelism.get("ep")
-        axes["ep"] = (given,) if given else tuple(one for one in range(1, experts + 1) if experts % one == 0)
+        given = parallelism.get(Axis.EP)
+        axes[Axis.EP] = (given,) if given else tuple(one for one in range(1, experts + 1) if experts % one == 0)
     split = parallelism.get("sequence_parallel")
     micro = training.get("micro_batch_size")
     recompute = training.get("activation_checkpointing")

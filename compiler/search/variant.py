@@ -12,7 +12,7 @@ from typing import Any
 
 from parcompile.cost.workload import Workload, workload_of
 from parcompile.diagnostics import Severity
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 from parcompile.plan.plan import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -59,8 +59,8 @@ def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str,
             raise ValueError(f"{name!r} cannot be varied; these can: {', '.join(SECTIONS)}")
         found.setdefault(SECTIONS[name], {})[name] = value
     parallelism, training = found.setdefault("parallelism", {}), found.setdefault("training", {})
-    if "dp" not in changes:
-        parallelism.pop("dp", None)
+    if Axis.DP not in changes:
+        parallelism.pop(Axis.DP, None)
     if training.get("global_batch_size") is not None:
         training.pop("gradient_accumulation_steps", None)
     return found

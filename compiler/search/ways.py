@@ -15,7 +15,7 @@ from parcompile.cost.context_time import EQUAL, ContextCost, attention_seconds, 
 from parcompile.cost.step import StepTerms, StepTime, step_terms, step_time
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class Way:
     @property
     def name(self) -> str:
         """The axes that are larger than 1, from the innermost to the outermost, and how cp runs."""
-        sizes = {axis: getattr(self.work, axis) for axis in AXES if axis != "ep"}
-        order = "-".join(axis for axis in self.work.order if sizes.get(axis, 1) > 1) or "one rank"
+        large = (axis for axis in self.work.order if axis is not Axis.EP and self.work.size(axis) > 1)
+        order = "-".join(large) or "one rank"
         return f"{order}, {self.work.context.name}" if self.work.cp > 1 else order
 
 
-def orders(work: Workload) -> list[tuple[str, ...]]:
+def orders(work: Workload) -> list[tuple[Axis, ...]]:
     """The orders of a layout that put ranks elsewhere, the default first: on one node no order does."""
     if work.nodes == 1:
         return [AXES]
-    large = [axis for axis in ("cp", "dp", "pp") if getattr(work, axis) > 1]
+    large = [axis for axis in (Axis.CP, Axis.DP, Axis.PP) if work.size(axis) > 1]
     found = []
     for permuted in itertools.permutations(large):
         placed = iter(permuted)
@@ -67,7 +67,7 @@ def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
     for order in orders(work) if opened.orders else [work.order]:
         placed = replace(work, order=order)
         # Farther than a node apart is as far as another node.
-        stride = min(placed.stride("cp"), work.gpus_per_node)
+        stride = min(placed.stride(Axis.CP), work.gpus_per_node)
         if opened.implementations and work.cp > 1:
             if stride not in chosen:
                 ranked = costs(placed, _possible(placed, opened), values)

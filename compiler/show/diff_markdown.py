@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.workload import workload_of
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.plan import Plan
 from parcompile.plan.diff import TITLES, Difference, Kind
 from parcompile.plan.resume import Resume, Resumption
@@ -84,9 +85,7 @@ def _costs(before: Plan, after: Plan) -> str:
 
 def _layout(plan: Plan) -> str:
     parallelism, training = plan.spec.parallelism, plan.spec.training
-    axes = " × ".join(
-        f"{axis} {size}" for axis in ("tp", "cp", "dp", "pp", "ep") if (size := getattr(parallelism, axis)) > 1
-    )
+    axes = " × ".join(f"{axis} {size}" for axis in (*DENSE_AXES, Axis.EP) if (size := parallelism.size(axis)) > 1)
     return f"{axes or 'one rank'}, micro {training.micro_batch_size} × {training.gradient_accumulation_steps}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import Grid
+from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import Slots, Stage, merged, rank_stages
 from parcompile.machines.accelerator import Accelerator
@@ -52,7 +52,7 @@ class Parallelism:
     ep: int
     dp: int
     pp: int
-    order: tuple[str, ...]
+    order: tuple[Axis, ...]
     sequence_parallel: bool
     cp_layout: CpLayout
     make_vocab_size_divisible_by: int
@@ -69,8 +69,11 @@ class Parallelism:
     @property
     def grid(self) -> Grid:
         """The dense grid. Experts are laid over its dp · cp ranks, so ep takes no ranks of its own."""
-        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        return Grid.of(self.order, sizes)
+        return Grid.of(self.order, {axis: self.size(axis) for axis in DENSE_AXES})
+
+    def size(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return int(getattr(self, axis.value))
 
     @property
     def context(self) -> ContextParallel:

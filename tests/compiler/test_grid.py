@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -5,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import AXES, divisor_tuples, enumerated, orders
 
-from parcompile.layout.grid import Grid
+from parcompile.layout.grid import AXES as ALL_AXES
+from parcompile.layout.grid import Axis, Grid
 from parcompile.layout.group_families import Portions, Slice, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
@@ -132,3 +134,15 @@ def test_kv_replicas_are_runs_of_each_tp_group(tp, replicas) -> None:
     }
     assert set(family.all()) == runs
     assert sum(map(len, family.all())) == grid.world_size == math.prod((tp, 2, 2))
+
+
+class TestAxis:
+    def test_is_its_value_wherever_it_is_written(self) -> None:
+        axis = Axis.TP
+        assert [str(axis), f"{axis}", f"{axis:>4}", "{}".format(axis)] == ["tp", "tp", "  tp", "tp"]  # noqa: UP032
+        assert "-".join(ALL_AXES) == "tp-cp-ep-dp-pp"
+        assert json.dumps({axis: [axis]}) == '{"tp": ["tp"]}'
+
+    def test_is_found_under_its_value(self) -> None:
+        assert {"tp": 1}[Axis.TP] == 1
+        assert Axis("tp") is Axis.TP

@@ -8,25 +8,25 @@ from __future__ import annotations
 from typing import Any
 
 from parcompile.cost.memory import static_memory
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.plan import Plan
 from parcompile.plan.process_groups import shown_names
 from parcompile.plan.sections import strided
 from parcompile.show.pictures.colours import SHADES, colour
-from parcompile.show.pictures.subject import DENSE_AXES
 
 USES = {
-    "tp": "layers",
-    "cp": "one sequence",
-    "dp": "batches",
-    "pp": "stages",
+    Axis.TP: "layers",
+    Axis.CP: "one sequence",
+    Axis.DP: "batches",
+    Axis.PP: "stages",
     "dp-cp": "gradients and ZeRO",
     "tp-pp": "one copy of the model",
     "kv-replica": "gradients of shared kv heads",
     "cp-inner": "attention, neighbours",
     "cp-outer": "attention, across",
-    "ep": "routed experts",
+    Axis.EP: "routed experts",
     "expert-dp": "gradients of experts",
 }
 
@@ -105,7 +105,7 @@ def _tensors(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _colours(*, dark: bool) -> dict[str, Any]:
-    roles = ("surface", "ink", "soft", "track", "line", *DENSE_AXES, "ep")
+    roles = ("surface", "ink", "soft", "track", "line", *DENSE_AXES, Axis.EP)
     return {
         **{role: colour(role, dark=dark) for role in roles},
         "ramps": {axis: [colour(f"{axis}-{shade}", dark=dark) for shade in range(SHADES)] for axis in DENSE_AXES},

@@ -8,8 +8,9 @@ from string import Template
 from typing import Any
 
 from parcompile.diagnostics import Diagnostic
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.show.pictures.colours import DARK, LIGHT, rules
-from parcompile.show.pictures.subject import DENSE_AXES, Subject
+from parcompile.show.pictures.subject import Subject
 from parcompile.version import __version__
 
 from .data import page_data
@@ -40,7 +41,7 @@ def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Ma
     links = [("ranks", "Ranks"), ("cuts", "Cuts"), ("memory", "Memory"), ("traffic", "Traffic"), ("ring", "Ring")]
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
     links += [*([("search", "Search")] if search is not None else []), ("values", "Values")]
-    axes = [axis for axis in DENSE_AXES if getattr(plan.spec.parallelism, axis) > 1] or ["tp"]
+    axes = [axis for axis in DENSE_AXES if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
     choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
     fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in drawn), strict=True))
     colours = {
@@ -67,7 +68,7 @@ def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Ma
 def _layout(subject: Subject) -> dict[str, object]:
     """What a search may set, as this plan has it."""
     spec = subject.plan.spec
-    axes = {axis: getattr(spec.parallelism, axis) for axis in (*DENSE_AXES, "ep")}
+    axes = {axis.value: spec.parallelism.size(axis) for axis in (*DENSE_AXES, Axis.EP)}
     sizes = spec.parallelism.hierarchical_cp_sizes
     return {
         **axes,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .html import Html, folded, joined, table, tag
@@ -85,7 +86,7 @@ def _layouts(title: str, found: list[dict[str, Any]], plan: Mapping[str, object]
 
 def _name(layout: Mapping[str, object]) -> str:
     """A layout in few words: its axes, then what else it sets."""
-    axes = [f"{axis} {layout[axis]}" for axis in ("tp", "cp", "ep", "pp", "dp") if axis in layout]
+    axes = [f"{axis} {layout[axis]}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP) if axis in layout]
     more = []
     for name, value in layout.items():
         if name in _WORDS and value not in (False, "none"):

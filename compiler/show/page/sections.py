@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parcompile.diagnostics import Diagnostic, Severity, format_path
+from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures.markdown import TABLES
 from parcompile.show.pictures.named import picture
 from parcompile.show.pictures.shapes import NARROW, WIDE, Picture
-from parcompile.show.pictures.subject import DENSE_AXES, Subject
+from parcompile.show.pictures.subject import Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
@@ -24,7 +25,7 @@ def tiles(subject: Subject) -> Html:
     low, high = found.time.interval_seconds
     memory = found.memory
     chance = "" if memory.probability is None else f"fits with probability {memory.probability:.0%}"
-    mesh = " × ".join(f"{axis} {getattr(plan.spec.parallelism, axis)}" for axis in DENSE_AXES)
+    mesh = " × ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in DENSE_AXES)
     static = max(stage.static_bytes for stage in memory.stages)
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),

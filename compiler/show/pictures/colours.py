@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from parcompile.layout.grid import Axis
+
 SHADES = 16
 
 LIGHT = {
@@ -19,11 +21,11 @@ LIGHT = {
     "bad": "#b3261e",
     "good": "#0b7a4b",
     "warn": "#8a5300",
-    "tp": "#0072b2",
-    "cp": "#d55e00",
-    "dp": "#009070",
-    "pp": "#a5559a",
-    "ep": "#8c7000",
+    Axis.TP: "#0072b2",
+    Axis.CP: "#d55e00",
+    Axis.DP: "#009070",
+    Axis.PP: "#a5559a",
+    Axis.EP: "#8c7000",
     "weights": "#08457e",
     "gradients": "#2a7bbd",
     "master": "#5fa8dc",
@@ -53,11 +55,11 @@ DARK = {
     "bad": "#ff8a80",
     "good": "#5fd3a1",
     "warn": "#f3b95f",
-    "tp": "#56b4e9",
-    "cp": "#ff9248",
-    "dp": "#2fc79f",
-    "pp": "#d98fce",
-    "ep": "#e0c341",
+    Axis.TP: "#56b4e9",
+    Axis.CP: "#ff9248",
+    Axis.DP: "#2fc79f",
+    Axis.PP: "#d98fce",
+    Axis.EP: "#e0c341",
     "weights": "#2f7fc4",
     "gradients": "#58a5e0",
     "master": "#86c2ee",
@@ -79,16 +81,16 @@ DARK = {
 }
 
 _RAMPS = {
-    "tp": (("#dcecf7", "#0072b2", "#002f4d"), ("#123a55", "#3f9fd8", "#c9e8fb")),
-    "cp": (("#fde6d3", "#d55e00", "#5c2800"), ("#4d2a12", "#e97a2c", "#ffd9b8")),
-    "dp": (("#d3f0e7", "#009070", "#003d2f"), ("#0d4034", "#1fae8a", "#bff3e1")),
-    "pp": (("#f4e1f1", "#a5559a", "#47193f"), ("#45233f", "#bd72b2", "#f5d4ef")),
-    "ep": (("#f5edc8", "#a08000", "#4a3b00"), ("#433911", "#b89a22", "#f7e9a3")),
+    Axis.TP: (("#dcecf7", "#0072b2", "#002f4d"), ("#123a55", "#3f9fd8", "#c9e8fb")),
+    Axis.CP: (("#fde6d3", "#d55e00", "#5c2800"), ("#4d2a12", "#e97a2c", "#ffd9b8")),
+    Axis.DP: (("#d3f0e7", "#009070", "#003d2f"), ("#0d4034", "#1fae8a", "#bff3e1")),
+    Axis.PP: (("#f4e1f1", "#a5559a", "#47193f"), ("#45233f", "#bd72b2", "#f5d4ef")),
+    Axis.EP: (("#f5edc8", "#a08000", "#4a3b00"), ("#433911", "#b89a22", "#f7e9a3")),
 }
 """Of each axis the lightest, the middle and the darkest shade in light, and the other way round in dark."""
 
 
-def shade(axis: str, index: int, size: int) -> str:
+def shade(axis: Axis, index: int, size: int) -> str:
     """The role of the `index`-th of `size` coordinates along an axis."""
     # Few coordinates keep away from the ends, which are nearly white and nearly black.
     margin = max(0, 4 - size // 2)
@@ -110,7 +112,7 @@ def colour(role: str, *, dark: bool = False) -> str:
     if role in scheme:
         return scheme[role]
     axis, _, place = role.rpartition("-")
-    low, middle, high = _RAMPS[axis][dark]
+    low, middle, high = _RAMPS[Axis(axis)][dark]
     share = int(place) / (SHADES - 1) * 2
     return _mixed(low, middle, share) if share <= 1 else _mixed(middle, high, share - 1)
 

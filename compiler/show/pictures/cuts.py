@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
@@ -11,7 +12,7 @@ from parcompile.units import format_bytes
 
 from .colours import shade
 from .shapes import SMALL, Box, Picture, Shape, Sketch, Text, fitted, text_width
-from .subject import DENSE_AXES, Subject
+from .subject import Subject
 
 MOST_PARTS = 256
 """Pieces that are drawn one by one; of more, as many, and the words say how many there are."""
@@ -36,15 +37,15 @@ def draw(subject: Subject, width: float, *, axis: str | None = None) -> Picture:
         said.append(_PANELS[name](sketch, subject))
     title = "What each axis cuts" if axis is None else f"What {_NAMES.get(axis, axis)} cuts"
     parallelism = subject.plan.spec.parallelism
-    world = " × ".join(f"{name} {getattr(parallelism, name)}" for name in DENSE_AXES)
+    world = " × ".join(f"{axis} {parallelism.size(axis)}" for axis in DENSE_AXES)
     return sketch.picture(title, f"{subject.plan.spec.name}: {world}", " ".join(said))
 
 
 def _cut(subject: Subject) -> list[str]:
     """The panels that show a cut."""
     spec = subject.plan.spec
-    found = [axis for axis in DENSE_AXES if getattr(spec.parallelism, axis) > 1]
-    return [*found, *(["zero"] if spec.zero_stage and spec.parallelism.zero_shards > 1 else [])] or ["tp"]
+    found = [axis for axis in DENSE_AXES if spec.parallelism.size(axis) > 1]
+    return [*found, *(["zero"] if spec.zero_stage and spec.parallelism.zero_shards > 1 else [])] or [Axis.TP]
 
 
 def _weights(sketch: Sketch, subject: Subject) -> str:
@@ -66,7 +67,7 @@ def _weights(sketch: Sketch, subject: Subject) -> str:
         for column, (parameter, layout) in enumerate(row):
             _matrix(sketch, (column * slot, foot), scale, parameter, layout, tp)
         sketch.y = foot + 56
-    sketch.legend([(shade("tp", rank, tp), f"tp {rank}") for rank in range(min(tp, 8))])
+    sketch.legend([(shade(Axis.TP, rank, tp), f"tp {rank}") for rank in range(min(tp, 8))])
     copies = subject.plan.kv_replicas
     if copies > 1:
         sketch.caption(f"There are fewer kv heads than ranks: {copies} ranks hold each of them.", size=SMALL + 1)
@@ -89,7 +90,7 @@ def _matrix(
                 if (start, stop) in drawn:
                     continue  # a kv head that the rank before has too
                 drawn.add((start, stop))
-                role, title = shade("tp", rank, tp), f"{parameter.name}: tp {rank} holds [{start}, {stop})"
+                role, title = shade(Axis.TP, rank, tp), f"{parameter.name}: tp {rank} holds [{start}, {stop})"
                 if layout.dim == 0:
                     first, last = height * start / rows, height * stop / rows
                     sketch.add(Box(x, y + first, width, max(last - first - 0.6, 0.4), role, title))
@@ -125,16 +126,16 @@ def _tokens(sketch: Sketch, subject: Subject) -> str:
                             top,
                             unit * step - 0.4,
                             BAR,
-                            shade("cp", rank, cp),
+                            shade(Axis.CP, rank, cp),
                             f"cp {rank}: tokens {rank} + i · {cp}",
                         )
                     )
                 continue
             x, wide = sketch.width * piece.start / length, sketch.width * len(piece) / length * step
             title = f"cp {rank}: tokens [{piece.start}, {piece.stop})"
-            _part(sketch, x, top, wide, shade("cp", rank, cp), str(rank), title)
+            _part(sketch, x, top, wide, shade(Axis.CP, rank, cp), str(rank), title)
     _ends(sketch, top + BAR, "token 0", f"{length:,}")
-    sketch.legend([(shade("cp", rank, cp), f"cp {rank}") for rank in range(min(cp, 8))])
+    sketch.legend([(shade(Axis.CP, rank, cp), f"cp {rank}") for rank in range(min(cp, 8))])
     return said
 
 
@@ -159,7 +160,7 @@ def _batch(sketch: Sketch, subject: Subject) -> str:
         for index in range(shown):
             x = left + index * cell + (index // micro) * cell / 8
             title = f"dp {rank}: micro-batch {index // micro}"
-            sketch.add(Box(x, y, max(cell - 1.5, 0.5), 16, shade("dp", rank, dp), title, radius=2))
+            sketch.add(Box(x, y, max(cell - 1.5, 0.5), 16, shade(Axis.DP, rank, dp), title, radius=2))
     sketch.y = top + shown_dp * 20
     if shown_dp < dp or shown < micro * steps:
         sketch.caption(
@@ -177,7 +178,7 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
     top, wide = sketch.y + 8, sketch.width / (layers + 2)
     # The embedding stands before the layers, the head behind them.
     for rank, held in enumerate(spec.virtual_stages):
-        role = shade("pp", rank, pp)
+        role = shade(Axis.PP, rank, pp)
         for stage in held:
             for layer in stage.layers:
                 sketch.add(Box(wide * (layer + 1), top, wide - 0.8, BAR, role, f"pp {rank}: layer {layer}"))
@@ -213,7 +214,7 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     wide = sketch.width / shown
     for index in range(shown):
         rank = index * shards // shown
-        _part(sketch, index * wide, y, wide, shade("dp", rank, shards), str(rank), f"shard {rank} of {shards}")
+        _part(sketch, index * wide, y, wide, shade(Axis.DP, rank, shards), str(rank), f"shard {rank} of {shards}")
     _ends(sketch, y + BAR, "parameter 0", f"{memory['padded_numel']:,}")
     return said
 
@@ -231,10 +232,10 @@ def _ends(sketch: Sketch, y: float, first: str, last: str) -> None:
 
 
 _PANELS: dict[str, Callable[[Sketch, Subject], str]] = {
-    "tp": _weights,
-    "cp": _tokens,
-    "dp": _batch,
-    "pp": _layers,
+    Axis.TP: _weights,
+    Axis.CP: _tokens,
+    Axis.DP: _batch,
+    Axis.PP: _layers,
     "zero": _optimizer,
 }
 _NAMES = {"zero": "ZeRO"}

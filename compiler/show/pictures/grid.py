@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.group_families import Slice
 
 from .colours import shade
 from .shapes import SMALL, Box, Cells, Picture, Sketch, Text
-from .subject import DENSE_AXES, Subject
+from .subject import Subject
 
 LARGEST_CELL, SMALLEST_CELL = 34, 3
 LABELLED = 22
@@ -67,9 +68,9 @@ def draw(subject: Subject, width: float, *, axis: str | None = None, rank: int |
     Raises:
         ValueError: the rank or the axis does not exist.
     """
-    plan, chosen = subject.plan, axis or subject.axes[0]
-    if chosen not in DENSE_AXES:
-        raise ValueError(f"ranks have no coordinate on an axis {chosen!r}: the axes are {', '.join(DENSE_AXES)}")
+    if axis is not None and axis not in DENSE_AXES:
+        raise ValueError(f"ranks have no coordinate on an axis {axis!r}: the axes are {', '.join(DENSE_AXES)}")
+    plan, chosen = subject.plan, Axis(axis) if axis else subject.axes[0]
     grid, cluster = plan.groups.grid, plan.spec.cluster
     sketch = Sketch(width)
     tiling = _Tiling.of(cluster.nodes, cluster.gpus_per_node, width, 760.0 if sketch.narrow else 470.0)
@@ -113,7 +114,7 @@ def _lit(subject: Subject, rank: int) -> dict[int, str]:
 
 def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
     grid, per_node = subject.plan.groups.grid, subject.plan.spec.cluster.gpus_per_node
-    found = []
+    found: list[tuple[str, str]] = []
     for axis in subject.axes:
         ranks = Slice(grid, (axis,)).of_rank(rank)
         nodes = len({one // per_node for one in ranks})
@@ -121,7 +122,7 @@ def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
     return found
 
 
-def _axis_legend(axis: str, size: int) -> list[tuple[str, str]]:
+def _axis_legend(axis: Axis, size: int) -> list[tuple[str, str]]:
     if size <= 8:
         return [(shade(axis, index, size), f"{axis} {index}") for index in range(size)]
     shown = sorted({index * (size - 1) // 5 for index in range(6)})

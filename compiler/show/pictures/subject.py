@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.workload import workload_of
+from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.groups import CP_LEVELS, KV_REPLICA
 from parcompile.plan import Plan
 
-DENSE_AXES = ("tp", "cp", "dp", "pp")
-AXIS_OF_GROUP = {"kv-replica": "tp", "dp-cp": "dp", "ep": "ep", "cp-inner": "cp", "cp-outer": "cp"}
+AXIS_OF_GROUP: Mapping[str, Axis] = {
+    KV_REPLICA: Axis.TP,
+    "dp-cp": Axis.DP,
+    **dict.fromkeys(CP_LEVELS, Axis.CP),
+}
 """The axis in whose colour a group's traffic is drawn, where it is not the group's own name."""
 
 
@@ -30,8 +36,8 @@ class Subject:
         return cls(plan, estimate(workload_of(plan.spec)))
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[Axis, ...]:
         """The axes along which ranks differ, innermost first; tp when there is one rank only."""
         parallelism = self.plan.spec.parallelism
-        found = tuple(axis for axis in parallelism.order if axis in DENSE_AXES and getattr(parallelism, axis) > 1)
-        return found or ("tp",)
+        found = tuple(axis for axis in parallelism.order if axis in DENSE_AXES and parallelism.size(axis) > 1)
+        return found or (Axis.TP,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parcompile.cost.pipeline import Schedule, schedule
 from parcompile.cost.table import time_bars, time_rows
+from parcompile.layout.grid import Axis
 from parcompile.units import format_seconds
 
 from .shapes import SMALL, Box, Picture, Sketch, Text, fitted, text_width
@@ -12,12 +13,12 @@ from .subject import AXIS_OF_GROUP, Subject
 ROLES = {
     "computation": "computation",
     "kernel launches": "launches",
-    "tp, exposed": "tp",
-    "cp, exposed": "cp",
-    "ep, exposed": "ep",
+    "tp, exposed": Axis.TP,
+    "cp, exposed": Axis.CP,
+    "ep, exposed": Axis.EP,
     "pipeline bubble and imbalance": "bubble",
-    "stage exchange": "pp",
-    "gradients, exposed": "dp",
+    "stage exchange": Axis.PP,
+    "gradients, exposed": Axis.DP,
     "optimizer": "optimizer",
 }
 LEAST_PASS = 5.0
@@ -130,7 +131,7 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
             ("forward", "forward"),
             ("backward", "backward"),
             ("bubble", "idle"),
-            ("dp", "gradients"),
+            (Axis.DP, "gradients"),
             ("optimizer", "optimizer"),
         ]
     )
@@ -174,7 +175,7 @@ def _tail(
     start, stop, left, room = window
     scale = room / (stop - start)
     begin = laid.seconds
-    for role, title, time in (("dp", "gradients", times[0]), ("optimizer", "optimizer", times[1])):
+    for role, title, time in ((Axis.DP, "gradients", times[0]), ("optimizer", "optimizer", times[1])):
         first, last = max(begin, start), min(begin + time, stop)
         if time and first < last:
             length = max((last - first) * scale, 1.5)

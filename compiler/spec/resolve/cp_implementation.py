@@ -8,6 +8,7 @@ from parcompile.cost.context_time import attention_seconds, candidates, cheapest
 from parcompile.cost.rates import time_values
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
+from parcompile.layout.grid import Axis
 from parcompile.spec import Origin
 from parcompile.units import format_milliseconds
 
@@ -62,7 +63,7 @@ class ContextValues(ModelValues, TrainingValues):
         return found
 
     def _context_parallel(self) -> ContextParallel:
-        cp, name, sizes = self.axis("cp"), self.named_implementation, self.given_sizes
+        cp, name, sizes = self.axis(Axis.CP), self.named_implementation, self.given_sizes
         if cp == 1:
             # Nobody shares a sequence: there is nothing to choose.
             self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, "cp 1")
@@ -117,11 +118,11 @@ class ContextValues(ModelValues, TrainingValues):
             sequence_length=self.sequence_length,
             micro_batch=self.micro_batch_size,
             micro_batches=1,
-            tp=self.axis("tp"),
-            cp=self.axis("cp"),
-            ep=self.axis("ep"),
-            dp=self.axis("dp"),
-            pp=self.axis("pp"),
+            tp=self.axis(Axis.TP),
+            cp=self.axis(Axis.CP),
+            ep=self.axis(Axis.EP),
+            dp=self.axis(Axis.DP),
+            pp=self.axis(Axis.PP),
             order=self.order,
             cp_layout=self.cp_layout.value,
             element_bytes=self.precision.bytes,

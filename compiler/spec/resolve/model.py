@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -71,7 +72,7 @@ class ModelValues(ParallelismValues):
     @property
     def padded_vocab_size(self) -> int:
         """The vocabulary with padding."""
-        return padded_vocab_size(self.shape.vocab_size, self.axis("tp"), self.make_vocab_size_divisible_by)
+        return padded_vocab_size(self.shape.vocab_size, self.axis(Axis.TP), self.make_vocab_size_divisible_by)
 
     def model(self) -> Model:
         """The whole section."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 
 from parcompile.layout.context_parallel import ContextParallel
-from parcompile.layout.grid import AXES
+from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import Slots
 from parcompile.machines.accelerator import Accelerator
@@ -14,6 +15,9 @@ from parcompile.machines.preset import PresetError, is_preset_file, read_preset
 from parcompile.spec import Cluster, Origin, Parallelism
 
 from .reader import MISSING, SpecReader, Unavailable
+
+_SIZED = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
+"""The axes that multiply to the world, as equations list them."""
 
 
 class ParallelismValues(SpecReader):
@@ -48,46 +52,42 @@ class ParallelismValues(SpecReader):
         return self.cluster.world_size
 
     @functools.cached_property
-    def auto_axes(self) -> tuple[str, ...]:
+    def auto_axes(self) -> tuple[Axis, ...]:
         """The axes that the world size decides: those that are "auto", and dp when it is left out."""
-        found = [axis for axis in ("tp", "cp", "pp", "dp") if self._axis_text(axis) == "auto"]
-        return tuple(found)
+        return tuple(axis for axis in _SIZED if self._axis_text(axis) == "auto")
 
-    def _axis_text(self, axis: str) -> object:
-        node = self.lookup(("parallelism", axis))
+    def _axis_text(self, axis: Axis) -> object:
+        node = self.lookup(("parallelism", axis.value))
         if node is MISSING:
             # Left out, dp takes what the world leaves, unless another axis is to.
-            others = ("tp", "cp", "pp")
-            return "auto" if axis == "dp" and all(self._axis_text(other) != "auto" for other in others) else 1
+            others = (self._axis_text(other) for other in _SIZED if other is not Axis.DP)
+            return "auto" if axis is Axis.DP and "auto" not in others else 1
         return node
 
-    def axis(self, name: str) -> int:
+    def axis(self, axis: Axis) -> int:
         """The size of an axis.
 
         Raises:
             Unavailable: it is invalid, or "auto" and the world does not decide it.
         """
-        if name == "ep":
-            return int(self.get("parallelism", "ep", default=1))
-        if name not in self.auto_axes:
+        name = axis.value
+        if axis not in self.auto_axes:
             return int(self.get("parallelism", name, default=1))
         if len(self.auto_axes) > 1 or self.is_invalid(("parallelism", name)):
             raise Unavailable(name)
-        rest = 1
-        for other in ("tp", "cp", "pp", "dp"):
-            if other != name:
-                rest *= self.axis(other)
+        others = {other: self.axis(other) for other in _SIZED if other is not axis}
+        rest = math.prod(others.values())
         if self.world_size % rest:
             raise Unavailable(name)
-        others = " · ".join(f"{axis} {self.axis(axis)}" for axis in ("tp", "cp", "pp", "dp") if axis != name)
+        equation = " · ".join(f"{other} {size}" for other, size in others.items())
         size = self.world_size // rest
-        self.record(("parallelism", name), size, Origin.DERIVED, f"world {self.world_size} / ({others})")
+        self.record(("parallelism", name), size, Origin.DERIVED, f"world {self.world_size} / ({equation})")
         return size
 
     @property
-    def order(self) -> tuple[str, ...]:
+    def order(self) -> tuple[Axis, ...]:
         """The axes, innermost first. An axis that is not named comes last: it has size 1 (rule W004)."""
-        named = tuple(self.get("parallelism", "order", default="-".join(AXES)).split("-"))
+        named = tuple(map(Axis, self.get("parallelism", "order", default="-".join(AXES)).split("-")))
         return named + tuple(axis for axis in AXES if axis not in named)
 
     @property
@@ -116,7 +116,7 @@ class ParallelismValues(SpecReader):
             for part in ("embedding", "loss")
         )
         return Slots(
-            self.axis("pp"),
+            self.axis(Axis.PP),
             self.virtual_stages,
             embedding=embedding,
             loss=loss,
@@ -137,17 +137,17 @@ class ParallelismValues(SpecReader):
             return None
         if self.given("parallelism", name):
             return int(self.get("parallelism", name))
-        return int(self.record(("parallelism", name), self.axis("pp"), Origin.DERIVED, f"pp {self.axis('pp')}"))
+        return int(self.record(("parallelism", name), self.axis(Axis.PP), Origin.DERIVED, f"pp {self.axis(Axis.PP)}"))
 
     def parallelism(self, context: ContextParallel) -> Parallelism:
         """The whole section, with the way in which attention runs over cp."""
         slots = self.slots
         return Parallelism(
-            **{axis: self.axis(axis) for axis in AXES},
+            **{axis.value: self.axis(axis) for axis in AXES},
             order=self.order,
-            sequence_parallel=self.sequence_parallel and self.axis("tp") > 1,
+            sequence_parallel=self.sequence_parallel and self.axis(Axis.TP) > 1,
             # One rank holds the whole sequence in order: there is nothing to deal.
-            cp_layout=self.cp_layout if self.axis("cp") > 1 else CpLayout.CONTIGUOUS,
+            cp_layout=self.cp_layout if self.axis(Axis.CP) > 1 else CpLayout.CONTIGUOUS,
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             cp_implementation=context.implementation,
             hierarchical_cp_sizes=context.sizes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parcompile.layout.grid import Axis
 from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Training
 
 from .parallelism import ParallelismValues
@@ -24,7 +25,7 @@ class TrainingValues(ParallelismValues):
             return int(self.get("training", name, default=1))
         if not self.given("training", steps):
             return int(self.get("training", name, default=1))
-        total, passes, dp = self._batch("global_batch_size"), self._batch(steps), self.axis("dp")
+        total, passes, dp = self._batch("global_batch_size"), self._batch(steps), self.axis(Axis.DP)
         return self._whole_ratio(name, total, passes * dp, f"global_batch_size {total} / ({steps} {passes} · dp {dp})")
 
     @property
@@ -33,7 +34,7 @@ class TrainingValues(ParallelismValues):
         name = "gradient_accumulation_steps"
         if self.given("training", name) or not self.given("training", "global_batch_size"):
             return int(self.get("training", name, default=1))
-        total, micro, dp = self._batch("global_batch_size"), self.micro_batch_size, self.axis("dp")
+        total, micro, dp = self._batch("global_batch_size"), self.micro_batch_size, self.axis(Axis.DP)
         return self._whole_ratio(name, total, micro * dp, f"global_batch_size {total} / (micro {micro} · dp {dp})")
 
     @property
@@ -41,7 +42,7 @@ class TrainingValues(ParallelismValues):
         """Sequences of one optimizer step."""
         if self.given("training", "global_batch_size"):
             return self._batch("global_batch_size")
-        micro, passes, dp = self.micro_batch_size, self.gradient_accumulation_steps, self.axis("dp")
+        micro, passes, dp = self.micro_batch_size, self.gradient_accumulation_steps, self.axis(Axis.DP)
         equation = f"micro {micro} · gradient_accumulation_steps {passes} · dp {dp}"
         self.get("training", "global_batch_size", default=None)
         path = "training.global_batch_size"
