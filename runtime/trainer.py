@@ -7,11 +7,9 @@ size is left to what DeepSpeed makes of the plan's. Needs the extra `[hf]` and a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -21,6 +19,7 @@ from parcompile.plan import Plan
 
 from .checkpoint import load, save
 from .data import PlanLoader
+from .deepspeed_patches import initialize_with
 from .engine import prepare, seed_ranks, take_over
 from .engine.evaluation import evaluate
 from .errors import RunError
@@ -120,7 +119,7 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
             resume = _Resume(self, self._folder if resume_from_checkpoint is True else Path(resume_from_checkpoint))
             self.add_callback(resume)
         try:
-            with _engines_of(self.mesh):
+            with initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh)):
                 return super().train(**others)
         finally:
             if resume is not None:
@@ -186,19 +185,3 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         state.global_step = trainer._batches.step = done
         # What Trainer divides its logged loss and its speed by.
         trainer._globalstep_last_logged = trainer._initial_global_step = done
-
-
-@contextlib.contextmanager
-def _engines_of(mesh: Mesh) -> Iterator[None]:
-    """Engines that accelerate builds meanwhile get the plan's groups."""
-    import deepspeed
-
-    make = deepspeed.initialize
-
-    def initialize(*args: Any, **options: Any) -> Any:
-        made = make(*args, **options, mpu=Mpu(mesh))
-        take_over(made[0], mesh)
-        return made
-
-    with mock.patch.object(deepspeed, "initialize", initialize):
-        yield

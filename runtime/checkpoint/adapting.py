@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parcompile.runtime.deepspeed_patches import master_shards, parameter_groups, place_in_shard
 from parcompile.runtime.model.lora import plain_name
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.tensor_parallel import take_ranges
 
-from .reading import MASTER, SavedRun
+from .deepspeed_files import MASTER
+from .reading import SavedRun
 
 
 def adapt(engine: Any, saved: SavedRun) -> None:
@@ -47,7 +49,7 @@ def adapt(engine: Any, saved: SavedRun) -> None:
 
 def group_sizes(optimizer: Any) -> list[int]:
     """How many parameters the groups of ZeRO's optimizer have."""
-    return [len(parameters) for parameters in getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups]
+    return [len(parameters) for parameters in parameter_groups(optimizer)]
 
 
 def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
@@ -59,12 +61,8 @@ def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
 
 def _groups(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[nn.Parameter]]]:
     """Of each parameter group: this rank's flat fp32 shard, the optimizer's state of it, and all its parameters."""
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        shards, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
-    else:
-        shards, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-    for shard, parameters in zip(shards, groups, strict=True):
-        yield shard, optimizer.optimizer.state[shard], list(parameters)
+    for shard, parameters in zip(master_shards(optimizer), parameter_groups(optimizer), strict=True):
+        yield shard, optimizer.optimizer.state[shard], parameters
 
 
 def _moment(state: dict[str, Any], kind: str, like: Tensor) -> Tensor:
@@ -76,12 +74,9 @@ def _moment(state: dict[str, Any], kind: str, like: Tensor) -> Tensor:
 
 def _place(parameter: nn.Parameter, local: Tensor, flat: Tensor) -> None:
     """Writes what of a parameter lies in this rank's shard."""
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
-        return
-    source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-    run = local.reshape(-1)[source.start : source.start + source.numel]
-    flat.view(-1)[target.start : target.start + target.numel].copy_(run)
+    place = place_in_shard(parameter)
+    if place is not None:
+        flat.view(-1)[place.of_shard].copy_(local.reshape(-1)[place.of_parameter])
 
 
 def _settings(engine: Any, saved: SavedRun) -> None:

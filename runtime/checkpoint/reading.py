@@ -21,14 +21,9 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import matrix_layout, matrix_of, plain_name
 from parcompile.runtime.tensor_parallel import merge_ranges
 
+from .deepspeed_files import MASTER, SHARD_FILE, WEIGHTS_FILE, OptimizerShard
 from .manifest import Note
 from .trusted import load_trusted
-
-MASTER = "fp32"
-"""The kind of tensor that holds the weights in full precision."""
-
-_SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_WEIGHTS = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
 class SavedRun:
@@ -45,7 +40,7 @@ class SavedRun:
     @cached_property
     def weights(self) -> list[dict[str, Any]]:
         """The content of the weight files, by tp rank."""
-        return [load_trusted(file) for _, file in self._files(_WEIGHTS)]
+        return [load_trusted(file) for _, file in self._files(WEIGHTS_FILE)]
 
     @cached_property
     def _stored(self) -> dict[str, str]:
@@ -58,10 +53,10 @@ class SavedRun:
         return [name for name in self._stored if matrix_of(name) is not None]
 
     @cached_property
-    def _shards(self) -> list[list[_Shard]]:
+    def _shards(self) -> list[list[OptimizerShard]]:
         """By tp rank, then by shard."""
         found: dict[int, dict[int, Path]] = {}
-        for (shard, tp_rank), file in self._files(_SHARD):
+        for (shard, tp_rank), file in self._files(SHARD_FILE):
             found.setdefault(tp_rank, {})[shard] = file
         tp, shards = self.note.plan.spec.parallelism.tp, self.note.plan.spec.parallelism.zero_shards
         for tp_rank in range(tp):
@@ -70,7 +65,7 @@ class SavedRun:
                 raise RunError(
                     f"{self.note.folder} lacks the optimizer states of tp rank {tp_rank}, shard {missing[0]}"
                 )
-        return [[_Shard(load_trusted(found[rank][shard])) for shard in range(shards)] for rank in range(tp)]
+        return [[OptimizerShard(load_trusted(found[rank][shard])) for shard in range(shards)] for rank in range(tp)]
 
     def _files(self, pattern: re.Pattern[str]) -> Iterator[Any]:
         for name in sorted(self.note.files):
@@ -158,47 +153,3 @@ class SavedRun:
                 f"the plan has {layout.local_numel}"
             )
         return flat.view(layout.local_shape)
-
-
-class _Shard:
-    """One rank's optimizer states: a flat run of elements for each group of parameters."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        states = content["optimizer_state_dict"]
-        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
-        masters = states.get("single_partition_of_fp32_groups", states.get("fp32_flat_groups_partition"))
-        assert masters is not None
-        self.loss_scaler = states.get("loss_scaler")
-        self.settings: list[dict[str, Any]] = base["param_groups"]
-        self._flat: list[dict[str, Tensor]] = []
-        self.scalars: list[dict[str, Any]] = []
-        for group, master in enumerate(masters):
-            state = base["state"].get(group, {})
-            flat = {kind: value for kind, value in state.items() if _is_flat(value, master)}
-            self._flat.append({MASTER: master, **flat})
-            self.scalars.append({kind: value for kind, value in state.items() if kind not in flat})
-        self._places = {
-            name: (group, int(place.start), int(place.numel))
-            for group, places in enumerate(states["param_slice_mappings"])
-            for name, place in places.items()
-        }
-
-    @property
-    def moments(self) -> list[str]:
-        return [kind for kind in self._flat[0] if kind != MASTER]
-
-    @property
-    def groups(self) -> dict[str, int]:
-        """The group of each parameter that lies here, in order."""
-        return {name: group for name, (group, _, _) in self._places.items()}
-
-    def piece(self, name: str, kind: str) -> Tensor | None:
-        """This shard's part of a tp rank's parameter, flat."""
-        if name not in self._places:
-            return None
-        group, start, numel = self._places[name]
-        return self._flat[group][kind][start : start + numel]
-
-
-def _is_flat(value: object, master: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.numel() == master.numel() and value.dim() > 0

@@ -27,8 +27,9 @@ from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
 
+from .deepspeed_files import MASTER, shard_file, weights_file
 from .manifest import LATEST, NOTE, Note, digest_of, read_note, write_atomically
-from .reading import MASTER, SavedRun
+from .reading import SavedRun
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -175,10 +176,9 @@ def _write_rank(source: Source, folder: Path, tp_rank: int, counters: dict[str, 
         **_versions(plan),
         **counters,
     }
-    torch.save(states, folder / f"mp_rank_{tp_rank:02d}_model_states.pt")
-    prefix = "bf16_" if precision is Precision.BF16 else ""
+    torch.save(states, folder / weights_file(tp_rank))
     for shard in range(parallelism.zero_shards):
-        file = folder / f"{prefix}zero_pp_rank_{shard}_mp_rank_{tp_rank:02d}_optim_states.pt"
+        file = folder / shard_file(shard, tp_rank, bf16=precision is Precision.BF16)
         torch.save({"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}, file)
 
 

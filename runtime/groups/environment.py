@@ -45,10 +45,3 @@ def backend_of(device: torch.device) -> str:
     from deepspeed.accelerator import get_accelerator
 
     return str(get_accelerator().communication_backend_name())
-
-
-def forbid_jit_builds() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory op at start-up: a minute, or an error without a compiler."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from parcompile.plan import Plan
+from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 
-from .environment import Environment, device_of, forbid_jit_builds
+from .environment import Environment, device_of
 from .handshake import agree, statement
 from .mesh import Mesh
 from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, leave_world, start_world, store_of_world

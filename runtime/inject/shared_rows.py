@@ -7,13 +7,13 @@ so in some of its rows: those are summed here, and left out of the norm of every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.runtime.deepspeed_patches import count_in_norm, place_in_shard
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slice
 from parcompile.runtime.tensor_parallel import mark_shard
@@ -58,30 +58,21 @@ def count_once(engine: Any) -> None:
     parameters = [one for one in engine.module.parameters() if hasattr(one, _ROWS) and one.requires_grad]
     if not parameters:
         return
-    optimizer = engine.optimizer
-    norm = getattr(optimizer, "get_grad_norm_direct", None)
-    if norm is None:
+    if not count_in_norm(engine.optimizer, _counted_of_shard):
         raise RunError(
             "a fused query-key-value weight with more tp ranks than kv heads needs DeepSpeed's ZeRO-1 optimizer: "
             "leave gradient_accumulation_dtype to the precision"
         )
 
-    def norm_of(gradients: Sequence[Tensor], trained: Sequence[nn.Parameter], *args: Any, **options: Any) -> Any:
-        return norm(list(_without_repeated(gradients, trained)), trained, *args, **options)
 
-    optimizer.get_grad_norm_direct = norm_of
-
-
-def _without_repeated(gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    """Gradients of this rank's optimizer shard, zero where another rank's count."""
-    owners = iter(parameters)
-    for gradient in gradients:
-        owner = None if getattr(gradient, "_zero_padding", False) else next(owners, None)
-        if owner is None or not hasattr(owner, _ROWS):
-            yield gradient
-            continue
-        # The first and the last parameter of a shard may lie in it in part.
-        yield counted(owner, gradient, owner._hp_mapping.lp_fragment_address.start)  # type: ignore[attr-defined]
+def _counted_of_shard(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The gradient of what of a parameter lies in this rank's optimizer shard, zero where another rank's counts."""
+    if not hasattr(parameter, _ROWS):
+        return gradient
+    place = place_in_shard(parameter)
+    assert place is not None
+    # The first and the last parameter of a shard may lie in it in part.
+    return counted(parameter, gradient, place.of_parameter.start)
 
 
 def counted(parameter: nn.Parameter, gradient: Tensor, first: int = 0) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
+from parcompile.runtime.deepspeed_patches import forbid_jit_builds, forget_groups
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_group
-from parcompile.runtime.groups.environment import forbid_jit_builds
 from parcompile.runtime.transport import gloo
 
 from .counting import Counting
@@ -60,20 +60,10 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_deepspeed()
+        forget_groups()
         set_accelerator(before)
         os.environ.clear()
         os.environ.update(environment)
-
-
-def _forget_deepspeed() -> None:
-    """DeepSpeed keeps its layout in module globals."""
-    import deepspeed.comm.comm as comm
-    from deepspeed.utils import groups
-
-    comm.cdb = None
-    groups.mpu = None
-    groups._WORLD_GROUP = None
 
 
 @contextlib.contextmanager

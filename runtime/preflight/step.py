@@ -9,6 +9,7 @@ reduced.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,13 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.stages import Stage
+from parcompile.runtime.deepspeed_patches import (
+    flat_weights,
+    kept_gradients,
+    master_shards,
+    reduce_buckets,
+    shape_tensors,
+)
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
 
@@ -81,7 +89,7 @@ def run_step(model: nn.Module, mesh: Mesh, follow: Following, stages: tuple[Stag
         del loss, inputs
         engine.step()
         if micro == 0:
-            gradients, bucket = _gradients(engine), _bucket(optimizer)
+            gradients, bucket = _storage_bytes(kept_gradients(engine)), _nbytes(reduce_buckets(optimizer))
     moments = sum(
         value.nbytes
         for state in optimizer.optimizer.state.values()
@@ -116,10 +124,8 @@ def _engine(model: nn.Module, mesh: Mesh, follow: Following) -> tuple[Any, int, 
         dist_init_required=False,
     )
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
-    follow.forget(one for group in getattr(optimizer, "round_robin_bit16_meta", ()) for one in group)
-    flat = getattr(optimizer, "bit16_groups_flat", None) or optimizer.bf16_groups_flat
-    master = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
-    return engine, sum(one.nbytes for one in flat), sum(one.nbytes for one in master)
+    follow.forget(shape_tensors(optimizer))
+    return engine, _nbytes(flat_weights(optimizer)), _nbytes(master_shards(optimizer))
 
 
 def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
@@ -132,18 +138,14 @@ def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
     adam.zero_grad(set_to_none=True)
 
 
-def _gradients(engine: Any) -> int:
-    """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
-    kept = [getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum")]
-    kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
-    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in kept if one is not None}
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory that tensors share or have for themselves."""
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
     return sum(storages.values())
 
 
-def _bucket(optimizer: Any) -> int:
-    """The reduce bucket, which DeepSpeed takes with the first gradient."""
-    buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    return sum(buffer.nbytes for bucket in buckets for buffer in bucket.buffer)
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
 
 
 def _batch(mesh: Mesh) -> dict[str, Tensor]:

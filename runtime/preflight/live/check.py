@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from parcompile.plan import Plan, PlanError
+from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
-from parcompile.runtime.groups.environment import Environment, forbid_jit_builds
+from parcompile.runtime.groups.environment import Environment
 
 from .report import LiveReport
 from .room import Room

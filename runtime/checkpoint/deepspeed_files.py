@@ -1,0 +1,77 @@
+"""The files of a checkpoint as DeepSpeed's ZeRO and bf16 optimizers write them: their names, and what is in a shard.
+
+There is one file of weights for each model-parallel rank, and one of optimizer states for each model-parallel rank and
+each shard (0.19.8, `_get_ckpt_name` and `_get_zero_ckpt_name` of runtime/engine.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+MASTER = "fp32"
+"""The kind of tensor that holds the weights in full precision."""
+
+WEIGHTS_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+"""Its group is the model-parallel rank."""
+
+SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+"""Its groups are the shard and the model-parallel rank."""
+
+
+def weights_file(mp_rank: int) -> str:
+    """The file of weights of a model-parallel rank."""
+    return f"mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def shard_file(shard: int, mp_rank: int, *, bf16: bool) -> str:
+    """The file of optimizer states of a model-parallel rank's shard."""
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{shard}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+class OptimizerShard:
+    """One rank's optimizer states: a flat run of elements for each group of parameters."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        """`content`: of the file."""
+        states = content["optimizer_state_dict"]
+        base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
+        masters = states.get("single_partition_of_fp32_groups", states.get("fp32_flat_groups_partition"))
+        assert masters is not None
+        self.loss_scaler = states.get("loss_scaler")
+        self.settings: list[dict[str, Any]] = base["param_groups"]
+        self._flat: list[dict[str, Tensor]] = []
+        self.scalars: list[dict[str, Any]] = []
+        for group, master in enumerate(masters):
+            state = base["state"].get(group, {})
+            flat = {kind: value for kind, value in state.items() if _is_flat(value, master)}
+            self._flat.append({MASTER: master, **flat})
+            self.scalars.append({kind: value for kind, value in state.items() if kind not in flat})
+        self._places = {
+            name: (group, int(place.start), int(place.numel))
+            for group, places in enumerate(states["param_slice_mappings"])
+            for name, place in places.items()
+        }
+
+    @property
+    def moments(self) -> list[str]:
+        """The kinds of tensors that the optimizer keeps beside the weights."""
+        return [kind for kind in self._flat[0] if kind != MASTER]
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The group of each parameter that lies here, in order."""
+        return {name: group for name, (group, _, _) in self._places.items()}
+
+    def piece(self, name: str, kind: str) -> Tensor | None:
+        """This shard's part of a tp rank's parameter, flat."""
+        if name not in self._places:
+            return None
+        group, start, numel = self._places[name]
+        return self._flat[group][kind][start : start + numel]
+
+
+def _is_flat(value: object, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.numel() == master.numel() and value.dim() > 0

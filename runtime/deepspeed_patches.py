@@ -1,0 +1,156 @@
+"""Every place where the runtime changes DeepSpeed, or relies on names of it that are not documented.
+
+Read off DeepSpeed 0.19.8, the version that the tests run with. Whoever moves to another version goes through these
+lists.
+
+Changed:
+
+- `ops.__compatible_ops__` (ops/__init__.py): the CPU accelerator would compile an operator at start-up.
+  `forbid_jit_builds`
+- `comm.comm.cdb`, `utils.groups.mpu`, `utils.groups._WORLD_GROUP` (module globals): they outlive the process groups
+  that they are of. `forget_groups`
+- `deepspeed.initialize`, while Hugging Face's Trainer runs: accelerate passes no mpu. `initialize_with`
+- `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
+  weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
+  `count_in_norm`
+- The `step` of an engine is wrapped to time optimizer steps. `profiling.recorder`
+- `global_steps`, `global_samples` and `skipped_steps` of an engine, and its optimizer's `loss_scaler`, are set when
+  a checkpoint of another layout is loaded. `checkpoint.adapting`
+- The accelerator gives way to one without memory. `preflight.stand_in`
+
+Read:
+
+- Groups of parameters, their flat tensors and shards: `bit16_groups`, `bit16_groups_flat` and
+  `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `bf16_groups`, `bf16_groups_flat` and
+  `fp32_groups_flat_partition` (runtime/bf16_optimizer.py). Checkpoints of another layout are written into them, and
+  preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
+- `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
+  `place_in_shard`
+- `parameter.grad_accum`, `fp32_groups_gradients_flat`, `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the
+  bytes of gradients and buckets. `kept_gradients`, `reduce_buckets`, `shape_tensors`
+
+Agreed on with DeepSpeed by name, in the module that the name belongs to:
+
+- `parameter.tensor_model_parallel` (`is_model_parallel_parameter`, runtime/utils.py): whether a parameter counts in the
+  gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.marking`
+- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
+- Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
+  `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.trusted`
+- The environment variable `LOCAL_RANK` (runtime/engine.py): the engine asks for it without a launcher too.
+  `groups.rendezvous`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import Tensor, nn
+
+
+def forbid_jit_builds() -> None:
+    """Keeps DeepSpeed from compiling its shared-memory op at start-up: a minute, or an error without a compiler."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def forget_groups() -> None:
+    """Lets DeepSpeed begin anew in this process, with other process groups."""
+    import deepspeed.comm.comm as comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    groups.mpu = None
+    groups._WORLD_GROUP = None
+
+
+@contextlib.contextmanager
+def initialize_with(mpu: Any, take_over: Callable[[Any], None]) -> Iterator[None]:
+    """Within it, whoever calls `deepspeed.initialize` gets an engine with this mpu, which `take_over` has seen."""
+    import deepspeed
+
+    make = deepspeed.initialize
+
+    def initialize(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options, mpu=mpu)
+        take_over(made[0])
+        return made
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        yield
+
+
+def count_in_norm(optimizer: Any, counted: Callable[[nn.Parameter, Tensor], Tensor]) -> bool:
+    """Lets each gradient of this rank's shard pass `counted`, with its parameter, on its way into the gradient norm.
+
+    Returns whether the optimizer computes its norm so that this can be done: ZeRO's for stages 1 and 2 does.
+    """
+    norm = getattr(optimizer, "get_grad_norm_direct", None)
+    if norm is None:
+        return False
+
+    def norm_of(gradients: Sequence[Tensor], trained: Sequence[nn.Parameter], *args: Any, **options: Any) -> Any:
+        parameters = iter(trained)
+        # Padding of the shard stands among the gradients and belongs to no parameter.
+        owners = (None if getattr(one, "_zero_padding", False) else next(parameters, None) for one in gradients)
+        pairs = zip(gradients, owners, strict=True)
+        return norm([one if owner is None else counted(owner, one) for one, owner in pairs], trained, *args, **options)
+
+    optimizer.get_grad_norm_direct = norm_of
+    return True
+
+
+def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+    """The parameters of each group of a ZeRO or bf16 optimizer, those of other ranks' shards included."""
+    return [list(group) for group in _first_of(optimizer, "bit16_groups", "bf16_groups")]
+
+
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's flat fp32 shard of each group."""
+    return list(_first_of(optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition"))
+
+
+def flat_weights(optimizer: Any) -> list[Tensor]:
+    """The flat tensor of each group in which its parameters lie."""
+    return list(_first_of(optimizer, "bit16_groups_flat", "bf16_groups_flat"))
+
+
+def _first_of(optimizer: Any, zero: str, bf16: str) -> Any:
+    """What ZeRO's optimizer has under the first name, and the bf16 optimizer under the second."""
+    return getattr(optimizer, zero) if hasattr(optimizer, zero) else getattr(optimizer, bf16)
+
+
+class PlaceInShard(NamedTuple):
+    """Which elements of a flat parameter lie in this rank's shard, and where there."""
+
+    of_parameter: slice
+    of_shard: slice
+
+
+def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
+    """Where a parameter lies in this rank's shard; None: not at all."""
+    mapping: Any = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    pieces = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return PlaceInShard(*(slice(piece.start, piece.start + piece.numel) for piece in pieces))
+
+
+def kept_gradients(engine: Any) -> list[Tensor]:
+    """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
+    kept = [getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum")]
+    kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
+    return [one for one in kept if one is not None]
+
+
+def reduce_buckets(optimizer: Any) -> list[Tensor]:
+    """What gradients are copied to before they are reduced; it is there from the first gradient on."""
+    return [buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values() for buffer in bucket.buffer]
+
+
+def shape_tensors(optimizer: Any) -> list[Tensor]:
+    """Meta tensors in which DeepSpeed keeps the shapes of parameters."""
+    return [one for group in getattr(optimizer, "round_robin_bit16_meta", ()) for one in group]

@@ -1,0 +1,93 @@
+"""What the runtime changes in DeepSpeed, and what it reads there, is in one module, and is there in DeepSpeed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from parcompile.runtime import deepspeed_patches
+
+RUNTIME = Path(__file__).parents[2] / "runtime"
+MODULES = {file.relative_to(RUNTIME).with_suffix("").as_posix(): file for file in RUNTIME.rglob("*.py")}
+
+PUBLIC = {
+    "deepspeed",
+    "deepspeed.accelerator",
+    "deepspeed.utils",  # its logger
+}
+NAMED_BY_LISTS = {
+    "deepspeed_patches",
+    "checkpoint/trusted",
+    "checkpoint/writing",
+    "preflight/stand_in",
+}
+PRIVATE_NAMES = {
+    "__compatible_ops__": "ops/__init__.py",
+    "cdb": "comm/comm.py",
+    "_WORLD_GROUP": "utils/groups.py",
+    "get_grad_norm_direct": "runtime/zero/stage_1_and_2.py",
+    "_zero_padding": "runtime/zero/stage_1_and_2.py",
+    "bit16_groups": "runtime/zero/stage_1_and_2.py",
+    "bit16_groups_flat": "runtime/zero/stage_1_and_2.py",
+    "round_robin_bit16_meta": "runtime/zero/stage_1_and_2.py",
+    "ipg_buckets": "runtime/zero/stage_1_and_2.py",
+    "grad_accum": "runtime/zero/stage_1_and_2.py",
+    "bf16_groups": "runtime/bf16_optimizer.py",
+    "bf16_groups_flat": "runtime/bf16_optimizer.py",
+    "fp32_groups_flat_partition": "runtime/bf16_optimizer.py",
+    "fp32_groups_gradients_flat": "runtime/bf16_optimizer.py",
+    "_hp_mapping": "utils/mixed_precision_linkage.py",
+}
+"""With the file of DeepSpeed that defines each."""
+
+
+def imported(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name for name in found if name.partition(".")[0] == "deepspeed"}
+
+
+def names(file: Path) -> set[str]:
+    """Attributes and strings of a module."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_only_the_modules_of_the_lists_import_what_deepspeed_does_not_document() -> None:
+    found = {name for name, file in MODULES.items() if imported(file) - PUBLIC}
+    assert found == NAMED_BY_LISTS
+
+
+def test_private_names_of_deepspeed_are_read_in_one_module() -> None:
+    assert PRIVATE_NAMES.keys() <= names(MODULES["deepspeed_patches"])
+    others = {name: names(file) & PRIVATE_NAMES.keys() for name, file in MODULES.items() if name != "deepspeed_patches"}
+    assert {name: found for name, found in others.items() if found} == {}
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
+def test_deepspeed_still_has_what_is_read(name: str) -> None:
+    defining = Path(deepspeed.__file__).parent / PRIVATE_NAMES[name]
+    assert re.search(rf"\b{name}\b", defining.read_text(encoding="utf-8"))
+    assert re.search(rf"\b{name}\b", deepspeed_patches.__doc__ or "")
+
+
+def test_the_modules_that_the_lists_name_exist() -> None:
+    named = re.findall(r"`([a-z_]+\.[a-z_]+)`", deepspeed_patches.__doc__ or "")
+    rooms = {name.split("/")[0] for name in MODULES}
+    places = [name.replace(".", "/") for name in named if name.partition(".")[0] in rooms]
+    assert len(places) > 5
+    assert [place for place in places if place not in MODULES] == []
+
+
+def test_the_lists_were_read_off_the_version_that_is_installed() -> None:
+    (version,) = re.findall(r"Read off DeepSpeed (\d+\.\d+\.\d+)", deepspeed_patches.__doc__ or "")
+    assert deepspeed.__version__.partition("+")[0] == version
