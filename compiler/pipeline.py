@@ -8,7 +8,17 @@ from pathlib import Path
 
 from . import schema
 from .backends.deepspeed.facts import refusal
-from .backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON, SPEC, kind_of
+from .backends.kinds import (
+    CHECKED,
+    DEEPSPEED,
+    GPT_NEOX,
+    MEGATRON,
+    SPEC,
+    Certainty,
+    Recognition,
+    recognise,
+    recognise_text,
+)
 from .backends.megatron.file import from_shell, from_tree, is_shell_arguments
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
@@ -33,6 +43,12 @@ class Checked:
     diagnostics: tuple[Diagnostic, ...]
     resolution: Resolution | None
     kind: str = SPEC
+    certainty: Certainty = Certainty.CERTAIN
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the file is of a kind that has no checker."""
+        return self.kind not in CHECKED
 
     @property
     def valid(self) -> bool:
@@ -49,30 +65,36 @@ def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> 
     return check_read(read_file(path), _folder(path), targets, kind=SPEC)
 
 
-def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
-    """The same for a spec or another tool's configuration, told apart by their keys.
+def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str | None = None) -> Checked:
+    """The same for a spec or another tool's configuration, told apart by their keys, or of a `kind` that is given.
 
     Raises:
         SourceError: the file cannot be read.
     """
-    read = read_file(path)
-    read, kind = recognised(read)
-    return check_read(read, _folder(path), targets, kind=kind)
+    found, recognition = recognised(read_file(path), kind)
+    if not recognition.is_checked:
+        return Checked(found.source, found.document, (), None, recognition.kind, recognition.certainty)
+    checked = check_read(found, _folder(path), targets, kind=recognition.kind)
+    return replace(checked, certainty=recognition.certainty)
 
 
-def recognised(read: Result) -> tuple[Result, str]:
+def recognised(read: Result, kind: str | None = None) -> tuple[Result, Recognition]:
     """What a text is, and the document to check: of Megatron-LM's arguments, that of the flags."""
-    kind = kind_of(read.document.tree) if read.document else SPEC
-    if kind == MEGATRON and read.document is not None:
-        return replace(read, document=from_tree(read.document)), kind
-    is_script = Path(read.source.file).suffix not in (".json", ".yaml", ".yml")
-    if (
-        is_script
-        and not (read.document and isinstance(read.document.tree, dict))
-        and is_shell_arguments(read.source.text)
-    ):
-        return Result(read.source, from_shell(read.source)), MEGATRON
-    return read, kind
+    tree = read.document.tree if read.document else None
+    is_script = not isinstance(tree, dict) and Path(read.source.file).suffix not in (".json", ".yaml", ".yml")
+    if kind is not None:
+        found = Recognition(kind, Certainty.CERTAIN)
+    elif is_script and is_shell_arguments(read.source.text):
+        found = Recognition(MEGATRON, Certainty.CERTAIN)
+    elif read.document is None:
+        found = recognise_text(read.source.text)
+    else:
+        found = recognise(tree)
+    if found.kind != MEGATRON:
+        return read, found
+    if isinstance(tree, dict) and read.document is not None:
+        return replace(read, document=from_tree(read.document)), found
+    return Result(read.source, from_shell(read.source)), found
 
 
 def _folder(path: str | Path) -> Path:

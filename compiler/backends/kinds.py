@@ -1,52 +1,194 @@
-"""What a file is, told by its keys: a spec, or another tool's configuration that can be checked on its own."""
+"""What a file is, told by keys that only one tool has.
+
+Files of the first four kinds are checked. The others are known only so that they are not taken for one of those:
+a trainer's configuration has many keys of DeepSpeed's beside its own.
+"""
 
 from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from .megatron.file import is_argument_tree
 
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
+CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
+"""Kinds that have a checker."""
+ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
+    "accelerate",
+    "axolotl",
+    "llama_factory",
+    "trainer",
+    "lightning",
+)
+MODEL, PACKAGE, UNKNOWN = "model_config", "package", "unknown"
 
-_SPEC_KEYS = frozenset({"version", "model", "cluster", "parallelism", "training", "zero", "deepspeed"})
-_DEEPSPEED_KEYS = frozenset(
+
+class Certainty(enum.IntEnum):
+    """How sure a recognition is. Files are changed by `--fix` only when it is certain."""
+
+    UNKNOWN = 0
+    LIKELY = 1
+    CERTAIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recognition:
+    """What a file is, and how sure that is."""
+
+    kind: str
+    certainty: Certainty
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there is a checker for it."""
+        return self.kind in CHECKED
+
+
+_KEY = re.compile(r"""^[\s{,-]*["']?([A-Za-z_][\w-]*)["']?\s*:""", re.M)
+_NOTHING = Recognition(UNKNOWN, Certainty.UNKNOWN)
+
+_SPEC_SECTIONS = ("model", "cluster", "parallelism", "training", "zero", "deepspeed")
+_DEEPSPEED_ALONE = frozenset(
     {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
         "zero_optimization",
         "zero_optimisation",
         "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
-        "optimizer",
-        "scheduler",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "amp",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "activation_checkpointing",
-        "flops_profiler",
-        "communication_data_type",
+        "train_micro_batch_size_per_gpu",
         "prescale_gradients",
         "gradient_predivide_factor",
-        "aio",
-        "tensorboard",
-        "elasticity",
+        "communication_data_type",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "flops_profiler",
         "compression_training",
+        "data_efficiency",
+        "hybrid_engine",
+        "autotuning",
+        "sparse_attention",
+        "progressive_layer_drop",
+        "curriculum_learning",
+        "comms_logger",
+        "aio",
+    }
+)
+"""Keys that stand in DeepSpeed configurations and in no other tool's, as a rule with a section under them."""
+_DEEPSPEED_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "fp16": frozenset({"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "auto_cast"}),
+        "bf16": frozenset({"enabled"}),
+        "bfloat16": frozenset({"enabled"}),
+        "amp": frozenset({"enabled"}),
+        "optimizer": frozenset({"params"}),
+        "scheduler": frozenset({"params"}),
+        "activation_checkpointing": frozenset({"partition_activations", "cpu_checkpointing", "number_checkpoints"}),
+        "tensor_parallel": frozenset({"autotp_size", "tp_size"}),
+        "expert_parallel": frozenset({"autoep_size", "enabled"}),
+        "elasticity": frozenset({"enabled", "max_train_batch_size"}),
+        "checkpoint": frozenset({"tag_validation", "load_universal", "use_node_local_storage"}),
+    }
+)
+"""Keys that other tools have too, told apart by what stands in them."""
+_NEOX = frozenset(
+    {
+        "pipe_parallel_size",
+        "model_parallel_size",
+        "no_weight_tying",
+        "scaled_upper_triang_masked_softmax_fusion",
+        "bias_gelu_fusion",
+        "checkpoint_factor",
+        "init_method",
+        "output_layer_init_method",
+        "pos_emb",
+        "attention_config",
+        "gpt_j_residual",
+        "partition_activations",
+        "synchronize_each_layer",
+        "keep_last_n_checkpoints",
+        "vocab_file",
+        "merge_file",
+        "data_impl",
+        "launcher",
+        "hostfile",
     }
 )
 NEOX_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size"})
-"""Keys that only gpt-neox has; it writes them with hyphens or underscores, and DeepSpeed's beside them."""
+"""Keys that only whole gpt-neox files have; it writes them with hyphens or underscores, and DeepSpeed's beside them."""
 
 
-def kind_of(tree: object) -> str:
-    """The kind of a parsed file. What cannot be told is taken for a spec, whose diagnostics say what is missing."""
+def recognise(tree: object) -> Recognition:
+    """The kind of a parsed file."""
     if not isinstance(tree, dict):
-        return SPEC
-    spec_keys, deepspeed_keys = len(_SPEC_KEYS & tree.keys()), len(_DEEPSPEED_KEYS & tree.keys())
-    if spec_keys == 0 and is_argument_tree(tree):
-        return MEGATRON
-    if spec_keys == 0 and NEOX_KEYS & {str(key).replace("-", "_") for key in tree}:
-        return GPT_NEOX
-    return DEEPSPEED if deepspeed_keys > spec_keys else SPEC
+        return _NOTHING
+    keys = {str(key).replace("-", "_").lstrip("_") for key in tree}
+    spec = _spec_sections(tree)
+    if len(spec) >= 2 and (tree.get("version") == 1 or spec & {"cluster", "parallelism"}):
+        certain = len(spec) >= 3 or tree.get("version") == 1
+        return Recognition(SPEC, Certainty.CERTAIN if certain else Certainty.LIKELY)
+    foreign = _foreign(tree, keys)
+    if foreign is not None:
+        return Recognition(foreign, Certainty.CERTAIN)
+    if is_argument_tree(tree):
+        return Recognition(MEGATRON, Certainty.CERTAIN)
+    if keys & NEOX_KEYS or len(keys & _NEOX) >= 2:
+        return Recognition(GPT_NEOX, Certainty.CERTAIN if keys & NEOX_KEYS else Certainty.LIKELY)
+    signs = _deepspeed_signs(tree)
+    if signs:
+        return Recognition(DEEPSPEED, Certainty.CERTAIN if signs >= 2 else Certainty.LIKELY)
+    if spec and tree.get("version") == 1:
+        return Recognition(SPEC, Certainty.LIKELY)
+    return _NOTHING
+
+
+def recognise_text(text: str) -> Recognition:
+    """The kind of a text whose syntax is too broken to be parsed, by the keys that can be made out."""
+    keys = {match[1] for match in _KEY.finditer(text)}
+    if len(keys & set(_SPEC_SECTIONS)) >= 2:
+        return Recognition(SPEC, Certainty.LIKELY)
+    if NEOX_KEYS & {key.replace("-", "_") for key in keys}:
+        return Recognition(GPT_NEOX, Certainty.LIKELY)
+    if keys & _DEEPSPEED_ALONE and not _foreign({}, keys):
+        return Recognition(DEEPSPEED, Certainty.LIKELY)
+    return _NOTHING
+
+
+def _spec_sections(tree: Mapping[str, Any]) -> set[str]:
+    """Sections of a spec, also misspelt ones: keys of its names with an object under them."""
+    return {
+        near[0]
+        for key, value in tree.items()
+        if isinstance(value, dict) and (near := difflib.get_close_matches(str(key), _SPEC_SECTIONS, 1, 0.75))
+    }
+
+
+def _deepspeed_signs(tree: Mapping[str, Any]) -> int:
+    alone = sum(key in tree for key in _DEEPSPEED_ALONE)
+    within = sum(
+        isinstance(tree.get(key), dict) and bool(known & tree[key].keys()) for key, known in _DEEPSPEED_SECTIONS.items()
+    )
+    return alone + within
+
+
+def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
+    """A tool whose files are not checked here, by keys that it needs."""
+    if "distributed_type" in keys:
+        return ACCELERATE
+    if "base_model" in keys or ("rl" in keys and "datasets" in keys):
+        return AXOLOTL
+    if "model_name_or_path" in keys and keys & {"finetuning_type", "stage", "template", "adapter_name_or_path"}:
+        return LLAMA_FACTORY
+    if keys & {"model_name_or_path", "per_device_train_batch_size", "output_dir"} and not _deepspeed_signs(tree):
+        return TRAINER
+    if isinstance(tree.get("trainer"), dict) and tree["trainer"].keys() & {"devices", "accelerator", "max_epochs"}:
+        return LIGHTNING
+    if "architectures" in keys or ("model_type" in keys and "parallelism" not in keys and "cluster" not in keys):
+        return MODEL
+    if "name" in keys and keys & {"dependencies", "devdependencies", "devDependencies", "scripts"}:
+        return PACKAGE
+    return None

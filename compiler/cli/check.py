@@ -6,19 +6,22 @@ import glob
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
 
+from parcompile.backends.following import named_files
+from parcompile.backends.kinds import CHECKED, UNKNOWN, Certainty
 from parcompile.diagnostics import Diagnostic, Severity, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.rules import DEFAULT_TARGETS, TARGETS
 from parcompile.spec.resolve import Unavailable
-from parcompile.text import Result, SourceError, SourceText
+from parcompile.text import SourceError, SourceText, parse
 
 from .main import SPEC_HAS_ERRORS, USAGE
 
@@ -34,6 +37,14 @@ class _Run:
     checked: list[Checked] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     fixed: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Files of kinds that have no checker."""
+    untouched: dict[str, str] = field(default_factory=dict)
+    """Files that --fix leaves alone, because it is not certain what they are."""
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return {one.text.file: one.kind for one in self.checked}
 
     @property
     def texts(self) -> list[SourceText]:
@@ -43,6 +54,8 @@ class _Run:
 @click.command("check")
 @click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
 @click.option("--format", "format_", type=click.Choice(FORMATS), default="text", show_default=True, help="Output.")
+@click.option("--kind", type=click.Choice(CHECKED), help="What the files are, when their keys do not tell.")
+@click.option("--skip-unrecognised", is_flag=True, help="Exit with 0 also when no file was recognised.")
 @click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
 @click.option("--target", "targets", multiple=True, type=click.Choice(_EXTRA_TARGETS), help="Rules of this one, too.")
@@ -53,10 +66,12 @@ class _Run:
 def command(
     specs: tuple[str, ...],
     format_: str,
+    kind: str | None,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     targets: tuple[str, ...],
     *,
+    skip_unrecognised: bool,
     warnings_as_errors: bool,
     fix: bool,
     unsafe_fixes: bool,
@@ -70,15 +85,30 @@ def command(
     if show_values and format_ not in ("text", "json"):
         raise click.UsageError("--show-values goes with --format text or json")
     chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
-    run = _checked(_expanded(specs), (*DEFAULT_TARGETS, *targets), fix=fix or unsafe_fixes, unsafe=unsafe_fixes)
+    mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
+    run = _checked(_expanded(specs), (*DEFAULT_TARGETS, *targets), kind, mending)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values)
-    for message in run.unreadable:
-        click.echo(f"Error: {message}", err=True)
-    if run.unreadable:
+    for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
+        click.echo(line, err=True)
+    if run.unreadable or (run.skipped and not run.checked and not skip_unrecognised):
         raise click.exceptions.Exit(USAGE)
     if has_errors(found):
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
+    """What there is to say beside the findings: files that were not read, not recognised, or not changed."""
+    yield from (f"Error: {message}" for message in run.unreadable)
+    if run.skipped:
+        kinds = Counter("not recognised" if kind == UNKNOWN else f"of {kind}" for kind in run.skipped.values())
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        first = next(iter(run.skipped))
+        more = f" and {len(run.skipped) - 1} more" if len(run.skipped) > 1 else ""
+        hint = "; --kind says what a file is" if UNKNOWN in run.skipped.values() else ""
+        yield f"{'Error: ' if alone else ''}skipped {first}{more}: {counts}{hint}"
+    for file, kind in run.untouched.items():
+        yield f"{file} is probably of kind {kind}, but that is not certain: not changed; --kind {kind} says so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +128,14 @@ class _Selection:
         if not self.warnings_as_errors:
             return kept
         return [replace(one, severity=Severity.ERROR) if one.severity is Severity.WARNING else one for one in kept]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mending:
+    """Which findings are mended: those that are selected, by safe fixes or by any."""
+
+    chosen: _Selection
+    unsafe: bool
 
 
 def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -128,18 +166,28 @@ def _expanded(specs: Sequence[str]) -> list[str]:
     return list(files)
 
 
-def _checked(files: list[str], targets: tuple[str, ...], *, fix: bool, unsafe: bool) -> _Run:
-    run = _Run()
-    for file in files:
-        _check_one(run, file, targets, fix=fix and file != "-", unsafe=unsafe)
+def _checked(files: list[str], targets: tuple[str, ...], kind: str | None, mending: _Mending | None) -> _Run:
+    run, waiting = _Run(), list(files)
+    for file in waiting:
+        checked = _check_one(run, file, targets, kind, None if file == "-" else mending)
+        if checked is not None and checked.document is not None and file != "-":
+            followed = named_files(checked.kind, checked.document.tree, Path(file))
+            waiting += [name for name in followed if name not in waiting]
     return run
 
 
-def _check_one(run: _Run, file: str, targets: tuple[str, ...], *, fix: bool, unsafe: bool) -> None:
+def _check_one(
+    run: _Run, file: str, targets: tuple[str, ...], kind: str | None, mending: _Mending | None
+) -> Checked | None:
     try:
-        checked = check_any(file, targets)
-        if fix:
-            checked, count = _fixed(checked, targets, unsafe=unsafe)
+        checked = check_any(file, targets, kind=kind)
+        if checked.is_skipped:
+            run.skipped[file] = checked.kind
+            return checked
+        if mending and checked.certainty is not Certainty.CERTAIN:
+            run.untouched[file] = checked.kind
+        elif mending:
+            checked, count = _fixed(checked, targets, mending)
             run.fixed += count
     except SourceError as error:
         run.unreadable.append(str(error))
@@ -148,19 +196,21 @@ def _check_one(run: _Run, file: str, targets: tuple[str, ...], *, fix: bool, uns
     else:
         run.files.append(checked.text.file)
         run.checked.append(checked)
+        return checked
+    return None
 
 
-def _fixed(checked: Checked, targets: tuple[str, ...], *, unsafe: bool) -> tuple[Checked, int]:
+def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending) -> tuple[Checked, int]:
     """The file after its fixes, one at a time, each tried on what the one before has left."""
     from parcompile.text.fixes import apply_fixes, chosen_fix, save
 
-    count = 0
+    count, unsafe = 0, mending.unsafe
     for _ in range(_ROUNDS):
         document = checked.document
         if document is None:
             break
         done = None
-        for one in checked.diagnostics:
+        for one in mending.chosen.of(checked.diagnostics):
             if chosen_fix(one, unsafe=unsafe):
                 done = apply_fixes(document, [one], unsafe=unsafe)
                 if done.applied:
@@ -168,8 +218,10 @@ def _fixed(checked: Checked, targets: tuple[str, ...], *, unsafe: bool) -> tuple
         if done is None or not done.applied:
             break
         count += 1
-        read = Result(done.document.source, done.document)
-        checked = check_read(read, Path(done.document.file).resolve().parent, targets, kind=checked.kind)
+        # Read again as a whole: what is wrong with the text itself is still wrong.
+        again = done.document
+        read = parse(again.text, again.file, again.format, bom=again.source.bom)
+        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind)
     if count and checked.document:
         save(checked.document)
     return checked, count
@@ -184,12 +236,12 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
     hint = "--fix" if not run.fixed else None
     if format_ == "json" and show_values:
         stream = io.StringIO()
-        report(found, run.texts, format_, stream, files=run.files)
+        report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)
         tree = json.loads(stream.getvalue())
         tree["values"] = {file: _values(one) for file, one in zip(run.files, run.checked, strict=True)}
         click.echo(json.dumps(tree, indent=2, default=str))
         return
-    report(found, run.texts, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint)
+    report(found, run.texts, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint, kinds=run.kinds)
     if format_ != "text":
         return
     if show_values:

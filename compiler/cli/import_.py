@@ -63,11 +63,14 @@ def command(
     goes to standard output or to -o, the account to standard error.
     """
     try:
-        found, kind = recognised(read_file(file))
+        found, recognition = recognised(read_file(file))
     except SourceError as error:
         raise click.ClickException(str(error)) from None
+    kind = recognition.kind
     if kind == SPEC:
-        raise click.ClickException(f"{file} is a spec already, or no configuration of a known tool")
+        raise click.ClickException(f"{file} is a spec already")
+    if not recognition.is_checked:
+        raise click.ClickException(f"{file} is not recognised as a configuration of DeepSpeed, Megatron-LM or gpt-neox")
     if found.document is None or not isinstance(found.document.tree, dict):
         raise click.ClickException(f"{file} is no configuration that can be read; `parcompile check {file}` says why")
     folder = output.parent if output else Path()

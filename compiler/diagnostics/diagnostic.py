@@ -48,12 +48,22 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """What a fix does to the text: the characters from `start` up to `end` become `text`."""
+
+    start: Position
+    end: Position
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fix:
-    """A way to make a diagnostic go away, with what that changes."""
+    """A way to make a diagnostic go away, with what that changes. A fix that was tried knows its replacement."""
 
     title: str
     safety: Safety
     edits: tuple[Edit, ...]
+    replacement: Replacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +73,15 @@ class Related:
     message: str
     path: Path
     position: Position | None = None
+    end: Position | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One finding. `position` is None only for findings about a whole file (it cannot be read, say)."""
+    """One finding. `position` is None only for findings about a whole file (it cannot be read, say).
+
+    `end` is the place behind the last character that the finding is about.
+    """
 
     code: str
     severity: Severity
@@ -78,6 +92,7 @@ class Diagnostic:
     help: str | None = None
     fixes: tuple[Fix, ...] = ()
     related: tuple[Related, ...] = ()
+    end: Position | None = None
 
     @property
     def is_error(self) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from parcompile.diagnostics import Diagnostic, Fix, Path
+from parcompile.diagnostics import Diagnostic, Fix, Path, Replacement
 from parcompile.text import Document
 from parcompile.text.edits import EditError, apply_edit
 
@@ -49,8 +49,24 @@ def _working(one: Diagnostic, errors: Counter[tuple[str, Path]], document: Docum
         gone = all(_identity(other) != _identity(one) for other in after)
         added = Counter(_identity(other) for other in after if other.is_error) - errors
         if gone and not added:
-            working.append(fix)
+            working.append(replace(fix, replacement=_replacement(document, changed)))
     return working
+
+
+def _replacement(before: Document, after: Document) -> Replacement:
+    """The one stretch of text in which two documents differ."""
+    old, new = before.text, after.text
+    start = _same(old, new)
+    rest = min(len(old), len(new)) - start
+    same = _same(old[: -rest - 1 : -1], new[: -rest - 1 : -1])
+    end = len(old) - same
+    return Replacement(before.source.position(start), before.source.position(end), new[start : len(new) - same])
+
+
+def _same(left: str, right: str) -> int:
+    """Characters that two texts begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _identity(one: Diagnostic) -> tuple[str, Path]:

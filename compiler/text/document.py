@@ -85,12 +85,19 @@ class Document:
 
         `key` says that it is about keys rather than values.
         """
-        related = tuple(
-            one if one.position is not None else replace(one, position=self.position(one.path, key=key))
-            for one in diagnostic.related
-        )
-        position = self.position(diagnostic.path, key=key)
-        return replace(diagnostic, file=self.file, position=position, related=related)
+        related = []
+        for one in diagnostic.related:
+            if one.position is None:
+                start, end = self._ends(one.path, key=key)
+                related.append(replace(one, position=start, end=end))
+            else:
+                related.append(one)
+        start, end = self._ends(diagnostic.path, key=key)
+        return replace(diagnostic, file=self.file, position=start, end=end, related=tuple(related))
+
+    def _ends(self, path: Path, *, key: bool) -> tuple[Position, Position]:
+        start, end = self.span(path, key=key)
+        return self.source.position(start), self.source.position(end)
 
     def line(self, number: int) -> str:
         """Line `number` (from 1) of the text, without its line break."""

@@ -102,11 +102,13 @@ class TestSelection:
 class TestFormats:
     def test_json_is_the_whole_output_and_as_documented(self, run: Any) -> None:
         done = run("check", "bad.json", "--format", "json")
-        assert set(done.json) == {"valid", "error_count", "warning_count", "diagnostics"}
-        keys = {"code", "severity", "message", "file", "line", "column", "path", "help", "fixes"}
+        assert set(done.json) == {"valid", "error_count", "warning_count", "files", "diagnostics"}
+        keys = {"code", "severity", "message", "file", "line", "column", "end_line", "end_column"}
+        keys |= {"path", "help", "related", "fixes"}
         assert all(set(one) == keys for one in done.json["diagnostics"])
         (wrong,) = [one for one in done.json["diagnostics"] if one["code"] == "K003"]
         assert (wrong["file"], wrong["line"], wrong["column"], wrong["path"]) == ("bad.json", 5, 25, "parallelism.tp")
+        assert (wrong["end_line"], wrong["end_column"]) == (5, 28)
 
     @pytest.mark.parametrize("format_", FORMATS)
     def test_every_format_names_the_code(self, run: Any, format_: str) -> None:

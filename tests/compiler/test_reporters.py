@@ -147,7 +147,7 @@ def test_concise_is_one_line_each():
 
 def test_json_holds_exactly_the_documented_fields():
     tree = json.loads(written("json"))
-    assert list(tree) == ["valid", "error_count", "warning_count", "diagnostics"]
+    assert list(tree) == ["valid", "error_count", "warning_count", "files", "diagnostics"]
     assert (tree["valid"], tree["error_count"], tree["warning_count"]) == (False, 1, 1)
     assert tree["diagnostics"][1] == {
         "code": "K003",
@@ -156,11 +156,20 @@ def test_json_holds_exactly_the_documented_fields():
         "file": "specs/a b.json",
         "line": 2,
         "column": 8,
+        "end_line": None,
+        "end_column": None,
         "path": "tp",
         "help": "write 8",
+        "related": [],
         "fixes": [{"title": "write 8", "safety": "safe", "edits": [{"action": "set", "path": ["tp"], "value": 8}]}],
     }
-    assert json.loads(written("json", [])) == {"valid": True, "error_count": 0, "warning_count": 0, "diagnostics": []}
+    assert json.loads(written("json", [])) == {
+        "valid": True,
+        "error_count": 0,
+        "warning_count": 0,
+        "files": [{"file": "specs/a b.json", "kind": None}],
+        "diagnostics": [],
+    }
 
 
 def test_sarif_has_what_code_scanning_needs():

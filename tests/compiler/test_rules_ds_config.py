@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.backends.kinds import DEEPSPEED, SPEC, kind_of
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.pipeline import Checked, check_any
 from parcompile.rules.file_registry import FileRule, file_rules
 
@@ -37,22 +37,6 @@ def found(tree: object, folder: Path) -> list[tuple[str, str]]:
 def test_a_deepspeed_config_is_recognised(tmp_path: Path) -> None:
     assert checked(BASE, tmp_path).kind == DEEPSPEED
     assert found(BASE, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("tree", "kind"),
-    [
-        ({"zero_optimisation": {"stage": 2}}, DEEPSPEED),
-        ({"fp16": {"enabled": True}}, DEEPSPEED),
-        ({"version": 1, "model": {}, "optimizer": {}}, SPEC),
-        ({"training": {}, "deepspeed": {}}, SPEC),
-        ({}, SPEC),
-        ([], SPEC),
-        (None, SPEC),
-    ],
-)
-def test_kinds_are_told_by_keys(tree: object, kind: str) -> None:
-    assert kind_of(tree) == kind
 
 
 def without(key: str) -> dict[str, Any]:

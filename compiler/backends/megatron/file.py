@@ -42,7 +42,8 @@ _MARKS = frozenset(
 
 def is_shell_arguments(text: str) -> bool:
     """Whether a text that is neither JSON nor YAML passes Megatron-LM's arguments."""
-    return len(_MARKS & {_name(match[1]) for match in _FLAG.finditer(text)}) >= 2
+    # Megatron-LM writes its flags with hyphens; ms-swift has them with underscores.
+    return len(_MARKS & {_name(match[1]) for match in _FLAG.finditer(text) if "_" not in match[1]}) >= 2
 
 
 def is_argument_tree(tree: object) -> bool:

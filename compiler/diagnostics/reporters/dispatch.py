@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from parcompile.diagnostics import Diagnostic, in_file_order
@@ -38,6 +38,7 @@ def report(
     files: Iterable[str] | None = None,
     titles: Mapping[str, str] | None = None,
     fix_hint: str | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> None:
     """Write `diagnostics` to `stream` in one of `FORMATS`.
 
@@ -50,6 +51,7 @@ def report(
         files: Every file that was checked, for formats that also name those without a finding; default: of `sources`.
         titles: Short descriptions of the codes, for formats that carry a table of rules.
         fix_hint: The command that applies safe fixes, for the last line of the text format.
+        kinds: What each file is, for the formats that programs read.
 
     Raises:
         ValueError: There is no such format.
@@ -60,7 +62,8 @@ def report(
     found = in_file_order(diagnostics)
     checked = list(dict.fromkeys([*(known if files is None else files), *(d.file for d in found if d.file)]))
     writer = importlib.import_module(f"{__package__}.{format}")
-    writer.write(found, stream, Context(known, checked, dict(titles or {}), style or Style.of(stream), fix_hint))
+    context = Context(known, checked, dict(titles or {}), style or Style.of(stream), fix_hint, dict(kinds or {}))
+    writer.write(found, stream, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Context:
     titles: Mapping[str, str]
     style: Style
     fix_hint: str | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def line(self, file: str | None, number: int) -> str | None:
         """The line of a file, None when the file is not at hand."""

@@ -20,6 +20,8 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
         properties = {"file": PurePath(found.file).as_posix()} if found.file else {}
         if found.position is not None:
             properties |= {"line": str(found.position.line), "col": str(found.position.column)}
+        if found.end is not None:
+            properties |= {"endLine": str(found.end.line), "endColumn": str(found.end.column)}
         properties["title"] = f"parcompile {found.code}"
         shown = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
         text = found.message + (f"\n{found.help}" if found.help else "")

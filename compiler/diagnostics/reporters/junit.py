@@ -25,7 +25,7 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
     lines = ['<?xml version="1.0" encoding="UTF-8"?>']
     lines.append(f'<testsuites name="parcompile" tests="{tests}" failures="{failures}" errors="0">')
     for file, found in suites:
-        lines += _suite(file, found)
+        lines += _suite(file, found, context.kinds.get(file))
     lines.append("</testsuites>")
     text = "\n".join(lines) + "\n"
     stream.write(text.encode("ascii", "xmlcharrefreplace").decode("ascii") if ascii_only else text)
@@ -37,10 +37,12 @@ def _ascii(stream: TextIO) -> bool:
     return encoding.lower().replace("-", "") != "utf8"
 
 
-def _suite(file: str, found: Sequence[Diagnostic]) -> list[str]:
+def _suite(file: str, found: Sequence[Diagnostic], kind: str | None) -> list[str]:
     failures = sum(one.severity is Severity.ERROR for one in found)
     name = _attribute(file)
     lines = [f'  <testsuite name={name} tests="{max(1, len(found))}" failures="{failures}" errors="0" skipped="0">']
+    if kind:
+        lines.append(f'    <properties><property name="kind" value={_attribute(kind)}/></properties>')
     if not found:
         lines.append(f'    <testcase classname={name} name="valid"/>')
     for one in found:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from parcompile.diagnostics import Diagnostic, Position, Severity, format_path
+from parcompile.diagnostics import Diagnostic, Fix, Position, Severity, format_path
 from parcompile.version import __version__
 
 from .dispatch import Context
@@ -34,7 +34,10 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
                     }
                 },
                 "columnKind": "unicodeCodePoints",
-                "artifacts": [{"location": {"uri": uri(file)}} for file in context.files],
+                "artifacts": [
+                    {"location": {"uri": uri(file)}, "properties": {"kind": context.kinds.get(file)}}
+                    for file in context.files
+                ],
                 "results": _results(diagnostics, codes),
             }
         ],
@@ -67,21 +70,44 @@ def _result(found: Diagnostic, index: int, print_: str) -> dict[str, Any]:
         "partialFingerprints": {"parcompile/v1": print_},
     }
     if found.file is not None:
-        result["locations"] = [_location(found.file, found.position, format_path(found.path))]
+        result["locations"] = [_location(found.file, found.position, found.end, format_path(found.path))]
         related = [one for one in found.related if one.position is not None]
         if related:
             result["relatedLocations"] = [
-                {"id": number, **_location(found.file, one.position, ""), "message": {"text": one.message}}
+                {"id": number, **_location(found.file, one.position, one.end, ""), "message": {"text": one.message}}
                 for number, one in enumerate(related, 1)
             ]
+        fixes = [_fix(fix, found.file) for fix in found.fixes if fix.replacement is not None]
+        if fixes:
+            result["fixes"] = fixes
     return result
 
 
-def _location(file: str, position: Position | None, path: str) -> dict[str, Any]:
+def _fix(fix: Fix, file: str) -> dict[str, Any]:
+    change = fix.replacement
+    assert change is not None
+    return {
+        "description": {"text": f"{fix.title} ({fix.safety.value})"},
+        "artifactChanges": [
+            {
+                "artifactLocation": {"uri": uri(file)},
+                "replacements": [
+                    {"deletedRegion": _region(change.start, change.end), "insertedContent": {"text": change.text}}
+                ],
+            }
+        ],
+    }
+
+
+def _region(start: Position, end: Position | None) -> dict[str, int]:
+    region = {"startLine": start.line, "startColumn": start.column}
+    return region if end is None else region | {"endLine": end.line, "endColumn": end.column}
+
+
+def _location(file: str, position: Position | None, end: Position | None, path: str) -> dict[str, Any]:
     physical: dict[str, Any] = {"artifactLocation": {"uri": uri(file)}}
     # Code scanning refuses a result without a region.
-    place = position or Position(1, 1)
-    physical["region"] = {"startLine": place.line, "startColumn": place.column}
+    physical["region"] = _region(position or Position(1, 1), end)
     location: dict[str, Any] = {"physicalLocation": physical}
     if path:
         location["logicalLocations"] = [{"fullyQualifiedName": path}]
