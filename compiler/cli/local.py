@@ -27,11 +27,11 @@ def command(context: click.Context, plan: Path, timeout: float) -> None:
         # Only here: the compiler itself works without torch.
         from parcompile.runtime import RunError
         from parcompile.runtime.local import RankError
-        from parcompile.runtime.local.comparison import view
+        from parcompile.runtime.local.comparison import run_and_compare
     except ImportError as error:
         raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
     try:
-        found = view(loaded, timeout)
+        found = run_and_compare(loaded, timeout)
     except (RunError, RankError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(found.text())

@@ -38,7 +38,7 @@ Whole = Callable[[str, str], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """A parameter group of the optimizer: names in order, settings, and what is kept for the group as one."""
 
     names: Sequence[str]
@@ -53,7 +53,7 @@ class Source:
     plan: Plan
     layouts: Mapping[str, TensorLayout]
     whole: Whole
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     buffers: Mapping[str, Tensor]
     loss_scaler: Any = None
 
@@ -86,7 +86,7 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
     counters["global_samples"] = saved.note.step * plan.spec.training.global_batch_size
     buffers = {name: saved.counters["module"][name] for name in saved.counters.get("buffer_names") or ()}
     groups = [
-        Group(names, settings, scalars)
+        ParameterGroup(names, settings, scalars)
         for names, settings, scalars in zip(saved.groups, saved.optimizer_groups, saved.scalars, strict=True)
     ]
     source = Source(plan, _layouts(plan), saved.whole, groups, buffers, saved.loss_scaler)
@@ -108,7 +108,7 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
         return source.whole(name) if kind == MASTER else None
 
     names = [name for name, _ in plan.parameters.expanded()]
-    group = Group(names, _settings(plan), {"step": torch.tensor(0.0)})
+    group = ParameterGroup(names, _settings(plan), {"step": torch.tensor(0.0)})
     return _write(Source(plan, _layouts(plan), weights, [group], buffers), Path(output), 0, counters)
 
 
@@ -227,7 +227,7 @@ class _Run:
     padding: int
 
 
-def _run(source: Source, group: Group, module: Mapping[str, Tensor], shard: int, tp_rank: int) -> _Run:
+def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], shard: int, tp_rank: int) -> _Run:
     """By DeepSpeed's rule: flattened in order, padded, cut evenly."""
     from deepspeed.utils.tensor_fragment import fragment_address
 

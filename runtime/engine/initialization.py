@@ -24,6 +24,7 @@ from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.ring_attention import keep_attention
+from parcompile.runtime.tensor_parallel import is_sharded
 
 
 def initialize(
@@ -153,7 +154,7 @@ def _make_replicated_parameters_equal(model: nn.Module, mesh: Mesh) -> None:
         return
     source = mesh.plan.groups.of_rank("tp", mesh.rank)[0]
     for parameter in model.parameters():
-        if not hasattr(parameter, "tensor_model_parallel"):
+        if not is_sharded(parameter):
             dist.broadcast(parameter.data, source, group=group)
 
 

@@ -24,8 +24,9 @@ from parcompile.runtime.tensor_parallel import (
     merge_ranges,
     take_ranges,
 )
+from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
-from .regions import BLOCK_TAKES_INPUT, Region, sum_gradient
+from .regions import BLOCK_TAKES_INPUT, Region
 from .shared_rows import mark, sum_repeated_gradient
 
 
@@ -105,7 +106,7 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
         up.weight = nn.Parameter(take_ranges(up.weight.detach(), 0, piece.ranges), up.weight.requires_grad)
         up.out_features = up.weight.shape[0]
         mark(up.weight, piece)
-        sum_gradient(down.weight, region.group)
+        sum_in_backward(down.weight, region.group)
         if piece.replica_group is not None:
             sum_repeated_gradient(up.weight, piece)
     elif isinstance(base, RowParallelLinear):
@@ -113,14 +114,14 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
             down, ranges=piece.ranges, pad_sequence=True, **region.options
         )
         if region.sequence_parallel:
-            sum_gradient(up.weight, region.group)
+            sum_in_backward(up.weight, region.group)
     elif piece.ranges is not None:
         raise RunError(
             "LoRA inside a block of experts is not injected: leave it out of target_modules", everywhere=True
         )
     elif piece.parameter.partial or (region.sequence_parallel and piece.parameter.sequence_parallel):
-        sum_gradient(down.weight, region.group)
-        sum_gradient(up.weight, region.group)
+        sum_in_backward(down.weight, region.group)
+        sum_in_backward(up.weight, region.group)
 
 
 def add_adapter(model: nn.Module, adapter: Any, seed: int) -> nn.Module:

@@ -16,7 +16,8 @@ from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
-from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_ranges
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
+from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
 from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
@@ -24,7 +25,7 @@ from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .heads import localise_heads
 from .norms import SpreadRMSNorm
-from .regions import Region, sum_gradient
+from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
 from .user_module import adopt, inject_own
 from .vocabulary import cut_vocabulary
@@ -45,7 +46,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         if not hasattr(model, "loss_function"):
             adopt(model, mesh)
         inject_own(model, mesh)
-        sum_partial_gradients(model, mesh)
+        register_gradient_sums(model, mesh)
     else:
         _Injection(without_peft(model), mesh).run()
     model.parcompile_mesh = mesh  # type: ignore[assignment]
@@ -71,7 +72,7 @@ class _Injection:
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
-            sum_partial_gradients(self.model, self.mesh)
+            register_gradient_sums(self.model, self.mesh)
         adapters.put_back(self.slices, region)
         loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         balanced = getattr(self.model.config, "output_router_logits", False)
@@ -89,7 +90,7 @@ class _Injection:
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
-            if piece.ranges is None or split is None or split.pads_vocabulary or hasattr(parameter, _MARK):
+            if piece.ranges is None or split is None or split.pads_vocabulary or is_sharded(parameter):
                 continue
             owner_name, _, kind = name.rpartition(".")
             parent_name, _, child = owner_name.rpartition(".")
@@ -140,7 +141,7 @@ class _Injection:
         return SpreadRMSNorm(_sliced(weight, piece), epsilon, weight.numel(), group, piece.replica_group)
 
 
-def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
+def register_gradient_sums(model: nn.Module, mesh: Mesh) -> None:
     """Adds up over tp what every rank holds but uses on its own heads, features or tokens: it has part of its gradient.
 
     `inject` does it by itself, except for a model on the meta device: its parameters are still to be replaced.
@@ -157,12 +158,9 @@ def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
         # A row-parallel linear adds up the gradient of its bias itself.
         of_tokens = sequence_parallel and piece.parameter.sequence_parallel
         if piece.parameter.partial or (of_tokens and not isinstance(owner, RowParallelLinear)):
-            sum_gradient(parameter, group)
+            sum_in_backward(parameter, group)
         elif piece.replica_group is not None and getattr(owner, "replica_group", None) is None:
             sum_repeated_gradient(parameter, piece)
-
-
-_MARK = "tensor_model_parallel"
 
 
 def _sliced(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:

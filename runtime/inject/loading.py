@@ -19,7 +19,7 @@ from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.model.slices import Slice, Slices
 
 from .adapters import add_adapter
-from .injection import inject, sum_partial_gradients
+from .injection import inject, register_gradient_sums
 
 
 def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.Module:
@@ -99,4 +99,4 @@ def _fill(model: nn.Module, mesh: Mesh, data_of: Callable[[str, Slice, torch.Siz
             vars(filled[empty]).update(vars(empty))
         owner, _, kind = name.rpartition(".")
         setattr(model.get_submodule(owner), kind, filled[empty])
-    sum_partial_gradients(model, mesh)
+    register_gradient_sums(model, mesh)

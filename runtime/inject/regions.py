@@ -155,15 +155,3 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tenso
     if args:
         return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)
     return kwargs["hidden_states"], lambda hidden: (args, {**kwargs, "hidden_states": hidden})
-
-
-def sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Adds up the gradient of a parameter that every rank holds but uses on its own tokens or heads only."""
-
-    def add_up(gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    if parameter.requires_grad:
-        parameter.register_hook(add_up)  # type: ignore[no-untyped-call]

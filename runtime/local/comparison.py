@@ -31,7 +31,7 @@ from parcompile.units import format_bytes
 
 from .world import MAX_RANKS, run_local
 
-__all__ = ["Step", "View", "slice_table", "view"]
+__all__ = ["LocalRun", "StepResult", "run_and_compare", "slice_table"]
 
 TOLERANCE = {Precision.FP32: 1e-5}
 """How far loss and gradient norm may be from those of one process, relative; see `HALF_TOLERANCE`."""
@@ -41,7 +41,7 @@ HALF_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """What a training step says of itself."""
 
     loss: float
@@ -49,12 +49,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LocalRun:
     """A plan as it ran on this machine."""
 
     plan: Plan
-    ranks: Step
-    one_process: Step
+    ranks: StepResult
+    one_process: StepResult
     wrong_slices: tuple[str, ...]
     """Weights that are not what the plan says, with their rank; empty when all are."""
 
@@ -104,7 +104,7 @@ class View:
         return f"one step:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
 
 
-def view(plan: Plan, timeout: float = 300.0) -> View:
+def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
     """Run one step of `plan` on all its ranks on this machine, and in this process alone.
 
     Raises:
@@ -119,8 +119,8 @@ def view(plan: Plan, timeout: float = 300.0) -> View:
         for rank, answer in enumerate(answers)
         for name, shape in _differing(plan, rank, answer["held"], model)
     ]
-    ranks = Step(answers[0]["loss"], answers[0]["gradient_norm"])
-    return View(plan, ranks, _step_of_one_process(plan, model), tuple(wrong))
+    ranks = StepResult(answers[0]["loss"], answers[0]["gradient_norm"])
+    return LocalRun(plan, ranks, _step_of_one_process(plan, model), tuple(wrong))
 
 
 def slice_table(plan: Plan) -> str:
@@ -177,7 +177,7 @@ def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
-def _step_of_one_process(plan: Plan, model: Any) -> Step:
+def _step_of_one_process(plan: Plan, model: Any) -> StepResult:
     """Transformers and torch alone."""
     training = plan.spec.training
     samples = torch.stack(list(_samples(plan)))
@@ -188,7 +188,7 @@ def _step_of_one_process(plan: Plan, model: Any) -> Step:
         loss.backward()
         total += float(loss.detach())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-    return Step(total, float(norm))
+    return StepResult(total, float(norm))
 
 
 def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Iterator[tuple[str, str]]:

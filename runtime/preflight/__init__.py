@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .counting import Counting, Tally
+from .counting import MessageCounter, Tally
 from .findings import Finding, Report
 from .run import preflight
 
-__all__ = ["Counting", "Finding", "Report", "Tally", "preflight"]
+__all__ = ["Finding", "MessageCounter", "Report", "Tally", "preflight"]

@@ -26,7 +26,7 @@ from parcompile.units import format_bytes
 from .counting import Tally, by_group
 from .findings import Finding, Verdict
 from .sharded import Held, is_held
-from .step import Step
+from .step import StepMeasurement
 
 ACTIVATION_TOLERANCE = 0.10
 """How far the estimate of activations may be from the bytes that were counted, relative to what was counted.
@@ -87,7 +87,7 @@ def compare_parameters(mesh: Mesh, held: list[Held], stages: tuple[Stage, ...]) 
     yield _bytes(mesh.rank, "parameter bytes", unpadded, total, extra=expected != unpadded)
 
 
-def compare_static(mesh: Mesh, step: Step) -> Iterator[Finding]:
+def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """What the live engine holds for the whole run, byte for byte."""
     spec = mesh.plan.spec
     memory, static = static_memory(spec, _stage(spec, mesh)), step.static
@@ -98,7 +98,7 @@ def compare_static(mesh: Mesh, step: Step) -> Iterator[Finding]:
     yield _bytes(mesh.rank, "reduce bucket", memory.bucket_bytes, static.bucket)
 
 
-def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
+def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """The peak of one micro-batch, and whether the end of the step stays under the estimated peak."""
     spec, rank = mesh.plan.spec, mesh.rank
     work, index = workload_of(spec), _stage_index(mesh)
@@ -133,7 +133,7 @@ def compare_activations(mesh: Mesh, step: Step) -> Iterator[Finding]:
     )
 
 
-def compare_messages(mesh: Mesh, step: Step) -> Iterator[Finding]:
+def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """Messages and bytes of each group, in a step."""
     spec, rank = mesh.plan.spec, mesh.rank
     work = workload_of(spec)
@@ -172,7 +172,7 @@ def _one_level(tallies: dict[str, Tally]) -> dict[str, Tally]:
     return {**{name: one for name, one in tallies.items() if name not in CP_LEVELS}, "cp": sum(levels, Tally())}
 
 
-def _kinds(step: Step, group: str) -> str:
+def _kinds(step: StepMeasurement, group: str) -> str:
     return ", ".join(
         f"{one.messages:,} × {kind} of {one.wire_bytes:,.0f} bytes"
         for (name, kind), one in step.counts.items()

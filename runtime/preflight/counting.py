@@ -66,7 +66,7 @@ Counts = dict[tuple[str, str], Tally]
 """Tallies by group and kind."""
 
 
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, messages are counted under the current `phase`.
 
     Args:

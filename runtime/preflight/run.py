@@ -26,8 +26,9 @@ from .compare import (
 from .counting import Counts
 from .findings import Finding, Report, Verdict
 from .sharded import Builder, build_sharded
-from .stand_in import Following, stand_in
+from .stand_in import stand_in
 from .step import RUN, run_step
+from .tracker import MetaTracker
 
 _PIPELINE = "X001"
 BUILDER = "--model FILE.py:FUNCTION"
@@ -95,17 +96,17 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
             return
         if any(code != _PIPELINE for code in codes):
             return
-        stages, follow = stages_of(plan, rank), Following(mesh)
+        stages, tracker = stages_of(plan, rank), MetaTracker(mesh)
         try:
-            with follow:
-                model, held = build_sharded(mesh, follow, builder)
+            with tracker:
+                model, held = build_sharded(mesh, tracker, builder)
                 yield from compare_parameters(mesh, held, stages)
                 if not steps:
                     return
                 if builder is not None and len(plan.spec.stages) > 1:
                     yield Finding(rank, "step", "", "", Verdict.NOT_RUN, "only you can cut your own module into stages")
                     return
-                step = run_step(model, mesh, follow, stages)
+                step = run_step(model, mesh, tracker, stages)
         except RunError as error:
             yield Finding(rank, "building and running", "possible", "refused", Verdict.DIFFERS, str(error))
             return

@@ -13,13 +13,14 @@ from parcompile.layout.stages import Stage
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject import Slices, inject, sum_partial_gradients
+from parcompile.runtime.inject import Slices, inject, register_gradient_sums
 from parcompile.runtime.inject.user_module import recompute_layers
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.ring_attention import keep_attention
 
-from .stand_in import META, Following
+from .stand_in import META
+from .tracker import MetaTracker
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -40,7 +41,7 @@ Builder = Callable[[], nn.Module]
 """Builds a module of one's own, whole."""
 
 
-def build_sharded(mesh: Mesh, follow: Following, builder: Builder | None = None) -> tuple[nn.Module, list[Held]]:
+def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = None) -> tuple[nn.Module, list[Held]]:
     """This rank's part of the whole model, and what it holds; a module of one's own comes from `builder`.
 
     Raises:
@@ -51,14 +52,14 @@ def build_sharded(mesh: Mesh, follow: Following, builder: Builder | None = None)
     with META:
         model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-        follow.keep_copies = True
+        tracker.keep_copies = True
         inject(model, mesh)
-        follow.keep_copies = False
+        tracker.keep_copies = False
     if own is None:
-        sum_partial_gradients(model, mesh)
+        register_gradient_sums(model, mesh)
     slices = Slices(mesh)
-    held = [_held(name, parameter, slices, whole, follow) for name, parameter in model.named_parameters()]
-    follow.forget_copies()
+    held = [_held(name, parameter, slices, whole, tracker) for name, parameter in model.named_parameters()]
+    tracker.forget_copies()
     if plan.spec.training.activation_checkpointing == "full" and own is not None:
         recompute_layers(model, own)
     elif plan.spec.training.activation_checkpointing == "full":
@@ -73,14 +74,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _held(
-    name: str, parameter: Tensor, slices: Slices, whole: Mapping[int, tuple[str, Tensor]], follow: Following
+    name: str, parameter: Tensor, slices: Slices, whole: Mapping[int, tuple[str, Tensor]], tracker: MetaTracker
 ) -> Held:
     dim = slices.of(name).dim
     shape, original = tuple(parameter.shape), whole.get(_storage(parameter))
     if original is not None:
         return Held(name, shape, parameter.nbytes, None, original[0])
     ranges, sources = [], set()
-    for _, piece in sorted(follow.copies_into(parameter), key=lambda copy: copy[0]):
+    for _, piece in sorted(tracker.copies_into(parameter), key=lambda copy: copy[0]):
         found = whole.get(_storage(piece))
         if found is None or piece.numel() == 0:
             continue

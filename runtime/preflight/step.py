@@ -30,14 +30,15 @@ from parcompile.runtime.groups.mpu import Mpu
 
 from .counting import Counts, Tally
 from .sharded import StageModel
-from .stand_in import META, Following
+from .stand_in import META
+from .tracker import MetaTracker
 
 RUN = 2
 """Micro-batches that are run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class StaticBytes:
     """Bytes that the live engine holds."""
 
     weights: int
@@ -49,13 +50,13 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMeasurement:
     """What a step sent, held and took."""
 
     counts: Counts
     control: int
     """Messages of a few bytes, which steer the step."""
-    static: Static
+    static: StaticBytes
     activation_bytes: int
     """The peak of a micro-batch's forward and backward, beyond what was held before it."""
     kept_bytes: int
@@ -66,25 +67,25 @@ class Step:
     """What is held between micro-batches."""
 
 
-def run_step(model: nn.Module, mesh: Mesh, follow: Following, stages: tuple[Stage, ...]) -> Step:
+def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, stages: tuple[Stage, ...]) -> StepMeasurement:
     """One step of this rank's stage.
 
     Raises:
         RunError: the model refuses to run.
     """
     staged = StageModel(model, mesh.plan, stages)
-    engine, weights, master = _engine(staged, mesh, follow)
+    engine, weights, master = _engine(staged, mesh, tracker)
     batch, optimizer = _batch(mesh), engine.optimizer
     _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
     held, kept, gradients, bucket = 0, 0, 0, 0
     for micro in range(RUN):
-        follow.phase = f"micro {micro}"
+        tracker.phase = f"micro {micro}"
         # Cycles that are collected in the middle of a micro-batch would make it look smaller.
         gc.collect()
-        held = follow.restart_peak()
+        held = tracker.restart_peak()
         inputs = dict(batch) if staged.first else {**batch, "hidden": _received(mesh)}
         loss = engine(**inputs)
-        kept = follow.live_bytes - held
+        kept = tracker.live_bytes - held
         engine.backward(loss)
         del loss, inputs
         engine.step()
@@ -96,19 +97,19 @@ def run_step(model: nn.Module, mesh: Mesh, follow: Following, stages: tuple[Stag
         for value in state.values()
         if isinstance(value, Tensor) and value.dim() > 0
     )
-    counts, control = _of_step(follow, mesh.plan.spec.training.gradient_accumulation_steps)
-    return Step(
+    counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
+    return StepMeasurement(
         counts=counts,
         control=control,
-        static=Static(weights, master, moments, gradients, bucket),
-        activation_bytes=(follow.peak_before_reduction or follow.peak_bytes) - held,
+        static=StaticBytes(weights, master, moments, gradients, bucket),
+        activation_bytes=(tracker.peak_before_reduction or tracker.peak_bytes) - held,
         kept_bytes=kept,
-        end_bytes=follow.peak_bytes - held,
+        end_bytes=tracker.peak_bytes - held,
         held_bytes=held,
     )
 
 
-def _engine(model: nn.Module, mesh: Mesh, follow: Following) -> tuple[Any, int, int]:
+def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, int, int]:
     """The engine that training uses, and the bytes of its weights and of its master weights."""
     import deepspeed
 
@@ -124,7 +125,7 @@ def _engine(model: nn.Module, mesh: Mesh, follow: Following) -> tuple[Any, int, 
         dist_init_required=False,
     )
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
-    follow.forget(shape_tensors(optimizer))
+    tracker.forget(shape_tensors(optimizer))
     return engine, _nbytes(flat_weights(optimizer)), _nbytes(master_shards(optimizer))
 
 
@@ -174,8 +175,8 @@ def _received(mesh: Mesh) -> Tensor:
     return torch.empty(shape, dtype=TORCH_DTYPES[spec.training.precision], device=META, requires_grad=True)
 
 
-def _of_step(follow: Following, micro_batches: int) -> tuple[Counts, int]:
-    micro, last = follow.counts(["micro 0"]), follow.counts([f"micro {RUN - 1}"])
+def _of_step(tracker: MetaTracker, micro_batches: int) -> tuple[Counts, int]:
+    micro, last = tracker.counts(["micro 0"]), tracker.counts([f"micro {RUN - 1}"])
     found: Counts = {}
     control = 0
     for key in (*micro, *(key for key in last if key not in micro)):

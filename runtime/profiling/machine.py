@@ -41,7 +41,7 @@ DEVICES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class RankProfile:
     """What one rank knows of itself. `failure` says why it measured nothing."""
 
     node: str
@@ -107,20 +107,20 @@ def _measure(
     return {**preset_tree(machine), "measurements": figures}
 
 
-def _own(device: torch.device, seconds: float) -> Own:
+def _own(device: torch.device, seconds: float) -> RankProfile:
     title, memory = _title(device), None
     if device.type != "cpu":
         memory = int(torch.cuda.get_device_properties(device).total_memory)
     try:
         rates = tuple(compute_rates(device, seconds))
     except RuntimeError as error:
-        return Own(socket.gethostname(), title, memory, (), str(error).splitlines()[0])
+        return RankProfile(socket.gethostname(), title, memory, (), str(error).splitlines()[0])
     wrong = [rate for rate in rates if not (math.isfinite(rate.per_second) and rate.per_second > 0)]
     failure = f"{wrong[0].what} gave {wrong[0].per_second}" if wrong else ""
-    return Own(socket.gethostname(), title, memory, rates, failure)
+    return RankProfile(socket.gethostname(), title, memory, rates, failure)
 
 
-def slowest(everyone: Sequence[Own]) -> list[Rate]:
+def slowest(everyone: Sequence[RankProfile]) -> list[Rate]:
     """Each measurement that all ranks made, of the rank that was slowest: a step waits for it."""
     tables = [{(rate.what, rate.dtype, rate.size): rate for rate in one.rates} for one in everyone]
     keys = [key for key in tables[0] if all(key in table for table in tables)]
@@ -128,7 +128,7 @@ def slowest(everyone: Sequence[Own]) -> list[Rate]:
 
 
 def preset(
-    everyone: Sequence[Own], links: Sequence[LinkRate], like: str, name: str | None, *, threads: int | None
+    everyone: Sequence[RankProfile], links: Sequence[LinkRate], like: str, name: str | None, *, threads: int | None
 ) -> Accelerator:
     """The accelerator that the figures describe. A link that nobody could measure is that of the preset `like`."""
     rates, nodes = slowest(everyone), len({one.node for one in everyone})

@@ -13,27 +13,27 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .exchange import Exchanges, Pair, Stream, post_exchanges
-from .gather_schedule import Gathering
+from .exchange import Exchanges, MessageKind, Pair, post_exchanges
+from .gather_schedule import GatherSchedule
 from .kernels.blocks import add_gradients
 from .kernels.gradients import Gradients, Queries
-from .passes import Job, Pass, keep, zeroed_sum_for
+from .passes import AttentionCall, Pass, keep, zeroed_sum_for
 
 
-def gathered(job: Job, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def gathered(call: AttentionCall, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values [B, K, gathered tokens, D] of each pass; those of the next are under way meanwhile."""
-    under_way = _post(job, job.passes[0], key, value) if job.passes else None
-    for one, following in zip(job.passes, [*job.passes[1:], None], strict=True):
-        assert isinstance(one.way, Gathering)
+    under_way = _post(call, call.passes[0], key, value) if call.passes else None
+    for one, following in zip(call.passes, [*call.passes[1:], None], strict=True):
+        assert isinstance(one.schedule, GatherSchedule)
         parts = [(one.of_keys(key), one.of_keys(value))]
         if under_way is not None:
             parts += [(pair.first, pair.second) for pair in under_way.wait()]
-        under_way = None if following is None else _post(job, following, key, value)
-        yield _in_order(one.way, [part[0] for part in parts]), _in_order(one.way, [part[1] for part in parts])
+        under_way = None if following is None else _post(call, following, key, value)
+        yield _in_order(one.schedule, [part[0] for part in parts]), _in_order(one.schedule, [part[1] for part in parts])
 
 
 def gathered_backward(
-    job: Job,
+    call: AttentionCall,
     one: Pass,
     queries: Queries,
     keys: Tensor,
@@ -42,21 +42,21 @@ def gathered_backward(
     bring_home: Callable[[], None] | None,
 ) -> Callable[[], None]:
     """The backward of one pass; returns what is left to do once the gradients of the rank's own keys have arrived."""
-    way, terms, dtype = one.way, one.gathered_terms(), queries.lse.dtype
-    assert isinstance(way, Gathering)
+    schedule, terms, dtype = one.schedule, one.gathered_terms(), queries.lse.dtype
+    assert isinstance(schedule, GatherSchedule)
     grad_query = zeroed_sum_for(targets.query)
     grad_keys, grad_values = torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
     into = Gradients(grad_query, grad_keys, grad_values)
-    add_gradients(job.kernel, way.tiles, queries, keys, values, into, terms)
+    add_gradients(call.kernel, schedule.tiles, queries, keys, values, into, terms)
     keep(grad_query, targets.query)
     if bring_home is not None:
         bring_home()
-    (own_key, *other_keys), (own_value, *other_values) = _by_part(way, grad_keys), _by_part(way, grad_values)
+    (own_key, *other_keys), (own_value, *other_values) = _by_part(schedule, grad_keys), _by_part(schedule, grad_values)
     outgoing = [Pair.pack(*pair) for pair in zip(other_keys, other_values, strict=True)]
-    incoming = [Pair.empty_like(own_key, own_value) for _ in way.hops]
+    incoming = [Pair.empty_like(own_key, own_value) for _ in schedule.hops]
     # Back to where the keys came from.
-    hops = [hop.reversed() for hop in way.hops]
-    under_way = post_exchanges(job.group, hops, outgoing, incoming, Stream.GRADIENTS)
+    hops = [hop.reversed() for hop in schedule.hops]
+    under_way = post_exchanges(call.group, hops, outgoing, incoming, MessageKind.GRADIENTS)
 
     def finish() -> None:
         grad_key, grad_value = own_key, own_value
@@ -68,28 +68,28 @@ def gathered_backward(
     return finish
 
 
-def _post(job: Job, one: Pass, key: Tensor, value: Tensor) -> Exchanges:
-    assert isinstance(one.way, Gathering)
-    hops = one.way.hops
+def _post(call: AttentionCall, one: Pass, key: Tensor, value: Tensor) -> Exchanges:
+    assert isinstance(one.schedule, GatherSchedule)
+    hops = one.schedule.hops
     own = Pair.pack(one.of_keys(key), one.of_keys(value)) if hops else None
     incoming = [] if own is None else [Pair.empty_like(own.first, own.second) for _ in hops]
     outgoing = [] if own is None else [own] * len(hops)
-    return post_exchanges(job.group, hops, outgoing, incoming, Stream.KEYS_AND_VALUES)
+    return post_exchanges(call.group, hops, outgoing, incoming, MessageKind.KEYS_AND_VALUES)
 
 
-def _in_order(way: Gathering, parts: list[Tensor]) -> Tensor:
+def _in_order(schedule: GatherSchedule, parts: list[Tensor]) -> Tensor:
     """The gathered tokens in the order in which the tiles count them."""
-    if not way.hops and len(way.pieces) == 1:
+    if not schedule.hops and len(schedule.pieces) == 1:
         return parts[0]
-    return torch.cat([parts[piece.part][:, :, piece.keys] for piece in way.pieces], 2)
+    return torch.cat([parts[piece.part][:, :, piece.keys] for piece in schedule.pieces], 2)
 
 
-def _by_part(way: Gathering, gathered_tokens: Tensor) -> list[Tensor]:
+def _by_part(schedule: GatherSchedule, gathered_tokens: Tensor) -> list[Tensor]:
     """Undoes `_in_order`: what belongs to each part."""
-    if not way.hops and len(way.pieces) == 1:
+    if not schedule.hops and len(schedule.pieces) == 1:
         return [gathered_tokens]
-    lengths = [piece.keys.stop - piece.keys.start for piece in way.pieces]
-    by_part: list[list[tuple[int, Tensor]]] = [[] for _ in range(len(way.hops) + 1)]
-    for piece, tokens in zip(way.pieces, torch.split(gathered_tokens, lengths, 2), strict=True):
+    lengths = [piece.keys.stop - piece.keys.start for piece in schedule.pieces]
+    by_part: list[list[tuple[int, Tensor]]] = [[] for _ in range(len(schedule.hops) + 1)]
+    for piece, tokens in zip(schedule.pieces, torch.split(gathered_tokens, lengths, 2), strict=True):
         by_part[piece.part].append((piece.keys.start, tokens))
     return [torch.cat([tokens for _, tokens in sorted(each, key=lambda one: one[0])], 2) for each in by_part]

@@ -20,7 +20,7 @@ from parcompile.layout.sequence import CpLayout
 
 from .all_gather import gathered, gathered_backward
 from .documents import Documents, documents_of_rows
-from .gather_schedule import Gathering, plan_gathering
+from .gather_schedule import GatherSchedule, plan_gather
 from .inputs import autocast, check_inputs, check_terms
 from .kernels.blocks import attend
 from .kernels.gradients import Gradients, Queries
@@ -29,10 +29,10 @@ from .kernels.precision import accumulation_dtype
 from .kernels.selection import select_kernel
 from .kernels.terms import Terms
 from .kernels.tiles import Tile
-from .passes import Job, Pass, head_groups
+from .passes import AttentionCall, Pass, head_groups
 from .recompute import attention_once
 from .ring import around, ring_backward
-from .route import Masking, Step, effective_layout, plan_route
+from .route import Masking, RingStep, effective_layout, plan_route
 from .sequence import local_positions
 
 if TYPE_CHECKING:
@@ -171,13 +171,13 @@ def attend_over_ranks(
         raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
     check_terms(query, size, alibi_slopes, bias, dropout, dropout_seed)
     banded = False
-    ways: list[tuple[slice, tuple[Step, ...] | Gathering, Terms | None]] = []
+    schedules: list[tuple[slice, tuple[RingStep, ...] | GatherSchedule, Terms | None]] = []
     has_terms = alibi_slopes is not None or bias is not None or dropout > 0
     for rows, borders in documents_of_rows(documents, query.shape[0]):
         masking = Masking(causal, window, borders, per_document)
         banded |= masking.has_bands(effective_layout(CpLayout(layout), size))
         place = CpLayout(layout), size, rank, query.shape[2], masking
-        way = plan_gathering(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
+        schedule = plan_gather(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
         terms = None
         if has_terms:
             length = query.shape[2]
@@ -193,8 +193,8 @@ def attend_over_ranks(
                 dropout,
                 dropout_seed or 0,
             )
-        ways.append((rows, way, terms))
-    job = Job(
+        schedules.append((rows, schedule, terms))
+    call = AttentionCall(
         group,
         select_kernel(
             query,
@@ -206,62 +206,66 @@ def attend_over_ranks(
         ),
         query.shape[3] ** -0.5 if scale is None else scale,
         tuple(
-            Pass(rows, q_heads, kv_heads, way, None if terms is None else terms.of_pass(rows, q_heads))
-            for rows, way, terms in ways
+            Pass(rows, q_heads, kv_heads, schedule, None if terms is None else terms.of_pass(rows, q_heads))
+            for rows, schedule, terms in schedules
             for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows])
         ),
     )
-    out: Tensor = _Attention.apply(query, key, value, sinks, job)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, job: Job) -> Tensor:
-        out, lse = attention_once(lambda: _forward(job, query, key, value, sinks))
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        out, lse = attention_once(lambda: _forward(call, query, key, value, sinks))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.job = job
+        ctx.call = call
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        job: Job = ctx.job
+        call: AttentionCall = ctx.call
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         bring_home = None
-        ahead = gathered(job, key, value)
-        for one in job.passes:
+        ahead = gathered(call, key, value)
+        for one in call.passes:
             queries = Queries(
                 one.of_queries(query),
                 one.of_queries(grad_out),
                 one.of_queries(out),
                 unseen_rows_to_infinity(one.of_queries(lse)),
-                job.scale,
+                call.scale,
             )
             targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
             # The last gradients of this pass travel while the next one computes.
-            if isinstance(one.way, Gathering):
-                bring_home = gathered_backward(job, one, queries, *next(ahead), targets, bring_home)
+            if isinstance(one.schedule, GatherSchedule):
+                bring_home = gathered_backward(call, one, queries, *next(ahead), targets, bring_home)
             else:
                 keys, values = one.of_keys(key), one.of_keys(value)
-                bring_home = ring_backward(job, one, queries, keys, values, targets, bring_home)
+                bring_home = ring_backward(call, one, queries, keys, values, targets, bring_home)
         if bring_home is not None:
             bring_home()
         return (*grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None)
 
 
-def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
     batch, heads, length, _ = query.shape
     # [B, S, H, E] in memory: models join the heads of a token next.
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
     lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
-    ahead = gathered(job, key, value)
-    for one in job.passes:
+    ahead = gathered(call, key, value)
+    for one in call.passes:
         running = RunningAttention(one.of_queries(out), one.of_queries(lse))
-        for tiles, keys, values, terms in _blocks(job, one, key, value, ahead):
-            attend(job.kernel, tiles, one.of_queries(query), keys, values, running, job.scale, terms)
+        for tiles, keys, values, terms in _blocks(call, one, key, value, ahead):
+            attend(call.kernel, tiles, one.of_queries(query), keys, values, running, call.scale, terms)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
         running.finish()
@@ -269,13 +273,13 @@ def _forward(job: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor 
 
 
 def _blocks(
-    job: Job, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
+    call: AttentionCall, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor, Terms | None]]:
     """Tiles, the keys and values that they are of, and these keys' terms, as the keys come."""
-    if isinstance(one.way, Gathering):
-        yield (one.way.tiles, *next(ahead), one.gathered_terms())
+    if isinstance(one.schedule, GatherSchedule):
+        yield (one.schedule.tiles, *next(ahead), one.gathered_terms())
         return
-    for step, keys, values in around(job.group, one.way, one.of_keys(key), one.of_keys(value)):
+    for step, keys, values in around(call.group, one.schedule, one.of_keys(key), one.of_keys(value)):
         yield step.tiles, keys, values, one.terms_of_step(step)
 
 

@@ -13,8 +13,12 @@ from torch import Tensor
 from .route import Hop
 
 
-class Stream(enum.IntEnum):
-    """What travels between two ranks: gloo tells streams apart by the tag, NCCL by their order, equal on all ranks."""
+class MessageKind(enum.IntEnum):
+    """What a message between two ranks carries.
+
+    Its number is the tag by which gloo tells messages apart. NCCL matches them by their order, which is equal on all
+    ranks.
+    """
 
     KEYS_AND_VALUES = 0
     GRADIENTS = 1
@@ -72,10 +76,10 @@ class Exchanges:
 
 
 def post_exchange(
-    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, stream: Stream
+    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, kind: MessageKind
 ) -> Exchange:
     """Start both messages at once, so that no order of the ranks can deadlock."""
-    return Exchange(_post(_messages(group, hop, outgoing, incoming, stream)), outgoing, incoming)
+    return Exchange(_post(_messages(group, hop, outgoing, incoming, kind)), outgoing, incoming)
 
 
 def post_exchanges(
@@ -83,22 +87,22 @@ def post_exchanges(
     hops: Sequence[Hop],
     outgoing: Sequence[Pair],
     incoming: Sequence[Pair],
-    stream: Stream,
+    kind: MessageKind,
 ) -> Exchanges:
     """Start the messages of several hops at once."""
     messages = [
-        message for each in zip(hops, outgoing, incoming, strict=True) for message in _messages(group, *each, stream)
+        message for each in zip(hops, outgoing, incoming, strict=True) for message in _messages(group, *each, kind)
     ]
     return Exchanges(_post(messages), outgoing, incoming)
 
 
 def _messages(
-    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, stream: Stream
+    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, kind: MessageKind
 ) -> list[dist.P2POp]:
     assert group is not None, "a ring of one rank exchanges nothing"
     return [
-        dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(stream)),
-        dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(stream)),
+        dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(kind)),
+        dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(kind)),
     ]
 
 

@@ -20,14 +20,14 @@ from .route import Hop, Masking, check_route, dealt_alone, effective_layout, nee
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive keys of one of the sources: `part` counts the sources of a `Gathering`."""
+    """Consecutive keys of one of the sources: `part` counts the sources of a `GatherSchedule`."""
 
     part: int
     keys: slice
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class GatherSchedule:
     """`tiles` are local queries × gathered keys; the gathered keys are `pieces`, one after the other.
 
     `hops` are the exchanges that bring the keys of other ranks, all of which may be made at once: part 0 is the rank's
@@ -41,7 +41,7 @@ class Gathering:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_gathering(layout: CpLayout, size: int, rank: int, local_length: int, masking: Masking) -> Gathering:
+def plan_gather(layout: CpLayout, size: int, rank: int, local_length: int, masking: Masking) -> GatherSchedule:
     """What `rank` gathers and computes. Ranks whose keys a window hides from everybody send nothing.
 
     Raises:
@@ -66,7 +66,7 @@ def plan_gathering(layout: CpLayout, size: int, rank: int, local_length: int, ma
                     by = places[part, keys.chunk.tokens.start] - keys.chunk.tokens.start
                     tiles.append(Tile(cell.queries, slice(cell.keys.start + by, cell.keys.stop + by), cell.band))
     hops = tuple(Hop((rank + step) % size, (rank - step) % size) for step in steps[1:])
-    return Gathering(_joined(tiles), pieces, hops, tuple(sources))
+    return GatherSchedule(_joined(tiles), pieces, hops, tuple(sources))
 
 
 @dataclass(frozen=True, slots=True)

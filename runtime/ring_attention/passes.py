@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parcompile.layout.context_parallel import heads_per_pass
 
-from .gather_schedule import Gathering
+from .gather_schedule import GatherSchedule
 from .kernels.kernel import Kernel
 from .kernels.precision import accumulation_dtype
 from .kernels.terms import Terms
-from .route import Step
+from .route import RingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Pass:
     rows: slice
     q_heads: slice
     kv_heads: slice
-    way: tuple[Step, ...] | Gathering
+    schedule: tuple[RingStep, ...] | GatherSchedule
     terms: Terms | None = None
     """Those of all keys, rank after rank; None is the usual case."""
 
@@ -39,7 +39,7 @@ class Pass:
         """Its part of key or value."""
         return tensor[self.rows, self.kv_heads]
 
-    def terms_of_step(self, step: Step) -> Terms | None:
+    def terms_of_step(self, step: RingStep) -> Terms | None:
         """The terms of the keys at hand in a step of the ring."""
         if self.terms is None:
             return None
@@ -50,16 +50,16 @@ class Pass:
         """The terms of the keys as they are gathered."""
         if self.terms is None:
             return None
-        assert isinstance(self.way, Gathering)
+        assert isinstance(self.schedule, GatherSchedule)
         by_rank = torch.split(self.terms.keys, self.terms.queries.shape[0])
-        sources = self.way.sources
-        keys = torch.cat([by_rank[sources[piece.part]][piece.keys] for piece in self.way.pieces])
+        sources = self.schedule.sources
+        keys = torch.cat([by_rank[sources[piece.part]][piece.keys] for piece in self.schedule.pieces])
         return replace(self.terms, keys=keys)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What is to do, apart from the tensors."""
+class AttentionCall:
+    """One call of attention over ranks, apart from its tensors."""
 
     group: dist.ProcessGroup | None
     kernel: Kernel

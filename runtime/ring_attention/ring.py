@@ -13,17 +13,17 @@ from collections.abc import Callable, Generator
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, Pair, Stream, post_exchange
-from .gather_schedule import Gathering
+from .exchange import Exchange, MessageKind, Pair, post_exchange
+from .gather_schedule import GatherSchedule
 from .kernels.blocks import add_gradients
 from .kernels.gradients import Gradients, Queries
-from .passes import Job, Pass, keep, zeroed_sum_for
-from .route import Step
+from .passes import AttentionCall, Pass, keep, zeroed_sum_for
+from .route import RingStep
 
 
 def around(
-    group: dist.ProcessGroup | None, steps: tuple[Step, ...], key: Tensor, value: Tensor
-) -> Generator[tuple[Step, Tensor, Tensor], None, None]:
+    group: dist.ProcessGroup | None, steps: tuple[RingStep, ...], key: Tensor, value: Tensor
+) -> Generator[tuple[RingStep, Tensor, Tensor], None, None]:
     """Each step with its keys and values; the next ones are under way while the caller works on these.
 
     Two buffers take turns: what was received is sent on while the other one receives.
@@ -35,7 +35,7 @@ def around(
         if step.keys_hop is not None:
             at_hand = at_hand or Pair.pack(key, value)
             spare = spare or Pair.empty_like(key, value)
-            exchange = post_exchange(group, step.keys_hop, at_hand, spare, Stream.KEYS_AND_VALUES)
+            exchange = post_exchange(group, step.keys_hop, at_hand, spare, MessageKind.KEYS_AND_VALUES)
         yield step, keys, values
         if exchange is not None:
             at_hand, spare = exchange.wait(), at_hand
@@ -47,7 +47,7 @@ def around(
 
 
 def ring_backward(
-    job: Job,
+    call: AttentionCall,
     one: Pass,
     queries: Queries,
     key: Tensor,
@@ -67,21 +67,21 @@ def ring_backward(
     grad_query, grad_key, grad_value = map(zeroed_sum_for, (targets.query, targets.key, targets.value))
     exchange: Exchange | None = None
     spare: Pair | None = None
-    assert not isinstance(one.way, Gathering)
-    blocks = around(job.group, one.way, key, value)
+    assert not isinstance(one.schedule, GatherSchedule)
+    blocks = around(call.group, one.schedule, key, value)
     for step, keys, values in blocks:
         hop, terms = step.gradients_hop, one.terms_of_step(step)
         if hop is None:
             own = Gradients(grad_query, grad_key, grad_value)
-            add_gradients(job.kernel, step.tiles, queries, keys, values, own, terms)
+            add_gradients(call.kernel, step.tiles, queries, keys, values, own, terms)
             if bring_home is not None:
                 bring_home()
             continue
         travelling = spare or Pair.empty_like(key, value, grad_key.dtype)
         travelling.message.zero_()
         into = Gradients(grad_query, travelling.first, travelling.second)
-        add_gradients(job.kernel, step.tiles, queries, keys, values, into, terms)
-        if step is one.way[-1]:
+        add_gradients(call.kernel, step.tiles, queries, keys, values, into, terms)
+        if step is one.schedule[-1]:
             # Nobody needs the last keys while their gradients travel.
             blocks.close()
             del keys, values
@@ -90,7 +90,7 @@ def ring_backward(
         else:
             incoming, spare = exchange.wait(), exchange.outgoing
             travelling.message.add_(incoming.message)
-        exchange = post_exchange(job.group, hop, travelling, incoming, Stream.GRADIENTS)
+        exchange = post_exchange(call.group, hop, travelling, incoming, MessageKind.GRADIENTS)
 
     keep(grad_query, targets.query)
 

@@ -35,7 +35,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RingStep:
     """The tiles to compute with the keys and values of rank `source`, and how these move on.
 
     `keys_hop` brings the next keys and values (None in the last step). `gradients_hop` takes their gradients on after
@@ -79,7 +79,7 @@ class Masking:
 @functools.lru_cache(maxsize=256)
 def plan_route(
     layout: CpLayout, size: int, rank: int, local_length: int, masking: Masking, inner: int | None = None
-) -> tuple[Step, ...]:
+) -> tuple[RingStep, ...]:
     """The steps of `rank` in a ring of `size` ranks, each of which holds `local_length` tokens.
 
     `inner`: a double ring. Keys go round among this many neighbouring ranks before all of them move on to the next such
@@ -102,7 +102,7 @@ def plan_route(
         hops.append(Hop(ring_holder(then, mine, size, inner), ring_holder(now, theirs, size, inner)))
     last = len(needed) - 1
     return tuple(
-        Step(
+        RingStep(
             ring_source(step, rank, size, inner),
             tuple(source_tiles(layout, size, rank, ring_source(step, rank, size, inner), local_length, masking)),
             hops[index] if index < last else None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.collectives import Group, group_size
 
-__all__ = ["sum_gradients", "sum_partial_gradients"]
+__all__ = ["sum_gradients", "sum_in_backward", "sum_partial_gradients"]
 
 
 def sum_gradients(module: nn.Module, group: Group, *, later: bool = False) -> None:
@@ -33,8 +33,20 @@ def sum_gradients(module: nn.Module, group: Group, *, later: bool = False) -> No
     for parameter in module.parameters():
         if later:
             mark_partial(parameter)
-        elif parameter.requires_grad:
-            parameter.register_hook(lambda gradient: _summed(gradient, group))  # type: ignore[no-untyped-call]
+        else:
+            sum_in_backward(parameter, group)
+
+
+def sum_in_backward(parameter: nn.Parameter, group: Group) -> None:
+    """Sum the gradient of one parameter over `group` wherever it is computed; a frozen one has none."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    if parameter.requires_grad:
+        parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
@@ -59,9 +71,3 @@ def mark_partial(parameter: nn.Parameter | None) -> None:
     """Mark a parameter for `sum_partial_gradients`, by the attribute that Megatron-LM uses."""
     if parameter is not None:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]
-
-
-def _summed(gradient: Tensor, group: Group) -> Tensor:
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -21,7 +21,7 @@ from training_runs import make_plan
 from parcompile.cli.main import cli
 from parcompile.runtime import RunError
 from parcompile.runtime.local import LocalWorld, RankError, run_local
-from parcompile.runtime.local.comparison import Step, View, slice_table, view
+from parcompile.runtime.local.comparison import LocalRun, StepResult, run_and_compare, slice_table
 
 pytestmark = pytest.mark.ranks
 
@@ -96,7 +96,7 @@ def test_more_ranks_than_a_machine_should_run_are_refused() -> None:
     with pytest.raises(ValueError, match="17 ranks on this machine: from 1 to 16 are possible"):
         run_local(17, add_up, 1.0)
     with pytest.raises(RunError, match=r"plan 'tiny' has 32 ranks; at most 16 are started on one machine"):
-        view(make_plan(32, {"tp": 2}, training={"global_batch_size": 16}))
+        run_and_compare(make_plan(32, {"tp": 2}, training={"global_batch_size": 16}))
 
 
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_replicated_kv_heads_are_shown_with_every_rank_that_holds_them() -> None
 
 def test_a_view_that_differs_says_so() -> None:
     plan = make_plan(1, {})
-    found = View(plan, Step(2.0, 1.0), Step(2.0, 1.001), ("rank 0: model.norm.weight is missing",))
+    found = LocalRun(plan, StepResult(2.0, 1.0), StepResult(2.0, 1.001), ("rank 0: model.norm.weight is missing",))
     assert not found.equal
     assert "DIFFERENT within 1e-05" in found.text()
     assert "weights that are not the planned slices:\n  rank 0: model.norm.weight is missing" in found.text()

@@ -27,7 +27,7 @@ from parcompile.cost.workload import workload_of
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
-from parcompile.runtime.preflight import Counting, Report, Tally, preflight
+from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 
@@ -62,7 +62,7 @@ def live_counts(rank: int, plan: Plan) -> Counts:
 
     engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
     batches = iter(loader)
-    with Counting(engine.mesh.groups) as counting:
+    with MessageCounter(engine.mesh.groups) as counting:
         for _ in range(plan.spec.training.gradient_accumulation_steps):
             engine.backward(engine(**next(batches)).loss)
             engine.step()

@@ -19,7 +19,7 @@ from parcompile.pipeline import compile_file
 from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
-from parcompile.runtime.profiling.machine import Own, measure_rank, preset, slowest
+from parcompile.runtime.profiling.machine import RankProfile, measure_rank, preset, slowest
 
 
 def command(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -116,7 +116,7 @@ def test_links_are_measured_in_nodes_and_between_the_same_places_of_nodes() -> N
         link_classes(["a", "a", "b"])
 
 
-def own(node: str, speed: float, largest: int) -> Own:
+def own(node: str, speed: float, largest: int) -> RankProfile:
     kinds = [
         ("matmul", "bf16"),
         ("matmul", "fp32"),
@@ -126,7 +126,7 @@ def own(node: str, speed: float, largest: int) -> Own:
     ]
     sizes = (256, largest) if largest > 256 else (256,)
     rates = [Rate(what, dtype, size, 1.0, speed) for what, dtype in kinds for size in sizes]
-    return Own(node, "a machine", 80 * 2**30, tuple(rates))
+    return RankProfile(node, "a machine", 80 * 2**30, tuple(rates))
 
 
 def test_the_slowest_rank_and_what_all_measured_make_the_preset() -> None:

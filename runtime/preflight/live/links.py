@@ -43,7 +43,7 @@ TITLES = {NODE: "in a node", NETWORK: "between nodes"}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LinkMeasurements:
     """What one rank measured."""
 
     links: list[LinkRate]
@@ -55,13 +55,13 @@ class Measured:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Measured:
+    def from_json(cls, tree: dict[str, Any]) -> LinkMeasurements:
         """What the rank sent as the fields of this class."""
         links = [LinkRate(**one) for one in tree["links"]]
         return cls(links, [PairRate(**one) for one in tree["pairs"]], tree["flops_per_s"])
 
 
-def measure(plan: Plan, device: torch.device, nodes: Sequence[str], seconds: float) -> Measured:
+def measure(plan: Plan, device: torch.device, nodes: Sequence[str], seconds: float) -> LinkMeasurements:
     """All ranks call it together; about `seconds` are spent.
 
     Raises:
@@ -70,10 +70,10 @@ def measure(plan: Plan, device: torch.device, nodes: Sequence[str], seconds: flo
     products = matmul_rates(device, TORCH_DTYPES[plan.spec.training.precision], seconds / 4)
     links = own_link_rates(device, nodes, seconds / 2, COLLECTIVES)
     pairs = pair_rates(device, nodes, seconds / 4)
-    return Measured(links, pairs, max(one.per_second for one in products))
+    return LinkMeasurements(links, pairs, max(one.per_second for one in products))
 
 
-def compare_links(arrived: Arrived, measured: Sequence[Measured]) -> Iterator[Finding]:
+def compare_links(arrived: Arrived, measured: Sequence[LinkMeasurements]) -> Iterator[Finding]:
     """Rate and latency of each class of links against what the plan's estimate counts on."""
     plan = arrived.plan
     work = workload_of(plan.spec)
@@ -96,7 +96,7 @@ def compare_links(arrived: Arrived, measured: Sequence[Measured]) -> Iterator[Fi
     yield Finding(JOB, "matrix products", planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
 
 
-def remarks(arrived: Arrived, measured: Sequence[Measured]) -> dict[str, list[str]]:
+def remarks(arrived: Arrived, measured: Sequence[LinkMeasurements]) -> dict[str, list[str]]:
     """What is slower than elsewhere, by node."""
     found: dict[str, list[str]] = {name: [] for name in arrived.nodes}
     nodes = [one.node for one in arrived.facts]
@@ -138,7 +138,7 @@ def slow_pairs(pairs: Sequence[PairRate]) -> dict[int, str]:
     return found
 
 
-def _slow_nodes(nodes: Sequence[str], measured: Sequence[Measured]) -> Mapping[str, float]:
+def _slow_nodes(nodes: Sequence[str], measured: Sequence[LinkMeasurements]) -> Mapping[str, float]:
     """Nodes whose own links are slow, with their share of the median."""
     by_node: dict[str, list[float]] = {}
     for node, one in zip(nodes, measured, strict=True):

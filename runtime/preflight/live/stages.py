@@ -24,7 +24,7 @@ from .capacity import compare_disk, compare_memory, compare_shared_memory
 from .disk import marker_in
 from .facts import Facts, own_facts
 from .groups import compare_live_groups
-from .links import Measured, compare_links, measure, remarks
+from .links import LinkMeasurements, compare_links, measure, remarks
 from .session import Answer, Session
 from .trial import LOSSES, STEPS, Trial, compare_trials, run_trial
 
@@ -118,7 +118,7 @@ def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     if failures:
         found.findings.append(Finding(JOB, LINKS, "measured", "", Verdict.NOT_RUN, failures[0]))
     else:
-        measured = [Measured.from_json(said) for said in heard]
+        measured = [LinkMeasurements.from_json(said) for said in heard]
         found.findings += compare_links(found.arrived, measured)
         found.slow = remarks(found.arrived, measured)
     why = ""

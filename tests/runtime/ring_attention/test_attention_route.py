@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from parcompile.layout.sequence import CpLayout, Mask, ring_schedule
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
 from parcompile.runtime.ring_attention.documents import documents_of_rows
-from parcompile.runtime.ring_attention.gather_schedule import plan_gathering
+from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
-from parcompile.runtime.ring_attention.route import Masking, Step, plan_route
+from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_route
 
 LAYOUTS = list(CpLayout)
 
@@ -114,7 +114,7 @@ def test_gathered_tiles_cover_the_same_and_are_fewer(ring: tuple[CpLayout, int, 
     positions = [local_positions(layout, size, rank, local * size, dealt) for rank in range(size)]
     computed = torch.zeros(local * size, local * size, dtype=torch.int64)
     for rank in range(size):
-        gathering = plan_gathering(layout, size, rank, local, masking)
+        gathering = plan_gather(layout, size, rank, local, masking)
         parts = [rank, *(hop.receive_from for hop in gathering.hops)]
         keys = torch.cat([positions[parts[piece.part]][piece.keys] for piece in gathering.pieces])
         for tile in gathering.tiles:
@@ -191,7 +191,7 @@ def test_every_message_has_a_receiver_and_gradients_come_home(
 ) -> None:
     routes = [plan_route(layout, size, rank, 20, masking, inner) for rank in range(size)]
 
-    def hops(step: Step) -> list[tuple[int, int]]:
+    def hops(step: RingStep) -> list[tuple[int, int]]:
         return [(hop.send_to, hop.receive_from) for hop in (step.keys_hop, step.gradients_hop) if hop is not None]
 
     for steps in zip(*routes, strict=True):
