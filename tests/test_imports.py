@@ -1,0 +1,94 @@
+"""Who imports whom: modules, and the rooms that they are in, without a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"compiler": "parcompile", "runtime": "parcompile.runtime", "schemas": "parcompile.schemas"}
+
+Graph = dict[str, set[str]]
+
+
+def modules() -> dict[str, Path]:
+    """Names of all modules with their files."""
+    found = {}
+    for folder, package in PACKAGES.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = file
+    return found
+
+
+def imports_of(name: str, file: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules that a module imports anywhere: in functions and for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            found |= {inner if (inner := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return {one for one in found if one in known and one != name}
+
+
+def circles(graph: Graph) -> list[tuple[str, ...]]:
+    """Names that lead back to each other."""
+    reached = {name: _reached(graph, name) for name in graph}
+    return sorted({tuple(sorted(one for one in reached[name] if name in reached[one])) for name in graph} - {()})
+
+
+def _reached(graph: Graph, start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph.get(waiting.pop(), ()):
+            if name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    known = modules()
+    return {name: imports_of(name, file, known) for name, file in known.items()}
+
+
+def of_package(graph: Graph, package: str) -> Graph:
+    inside = {name for name in graph if name == package or name.startswith(f"{package}.")}
+    return {name: graph[name] & inside for name in inside}
+
+
+def test_a_circle_is_found_and_what_leads_to_it_is_not_part_of_it() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
+
+
+@pytest.mark.parametrize("package", ["parcompile.runtime"])
+def test_no_modules_import_each_other_in_a_circle(graph: Graph, package: str) -> None:
+    assert circles(of_package(graph, package)) == []
+
+
+@pytest.mark.parametrize("package", ["parcompile.runtime"])
+def test_no_rooms_import_each_other_in_a_circle(graph: Graph, package: str) -> None:
+    depth = package.count(".") + 2
+    rooms: Graph = {}
+    for name, found in of_package(graph, package).items():
+        if name != package:  # what the package itself gathers for users
+            room = ".".join(name.split(".")[:depth])
+            others = {".".join(one.split(".")[:depth]) for one in found}
+            rooms.setdefault(room, set()).update(others - {room, package})
+    assert circles(rooms) == []
+
+
+def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:
+    kernels = "parcompile.runtime.ring_attention.kernels"
+    outside = {one for name, found in graph.items() if name.startswith(kernels) for one in found}
+    assert sorted(one for one in outside if not one.startswith(kernels)) == []
