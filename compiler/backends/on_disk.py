@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from parcompile.atomic import locate
+
 from .registry import LOCK, TARGETS
 
 DIFF_LINES = 40
@@ -44,7 +46,7 @@ def differences(contents: Mapping[str, str], folder: Path) -> str:
     """
     lines: list[str] = []
     for name, text in contents.items():
-        lines += _difference(name, folder / name, text)
+        lines += _difference(name, locate(folder, name), text)
     lines += [f"Only in {folder}: {file.relative_to(folder)}" for file in stale_files(contents, folder)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -73,7 +75,7 @@ def _inside(name: str) -> bool:
 def _lock(folder: Path) -> dict[str, Any]:
     """The lock file of a folder; empty when there is none that can be understood."""
     try:
-        tree = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        tree = json.loads(locate(folder, LOCK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(tree, dict) or not isinstance(tree.get("files", {}), dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import MEMORY, TIME, CoefficientSet, Fit
 from parcompile.cost.measurements import Measurement, MeasurementError, is_possible, read_measurements
@@ -62,7 +63,7 @@ def command(
     if output is not None:
         tree = {"sets": {"own": found.to_json()}}
         try:
-            output.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+            write_file(output, json.dumps(tree, indent=1) + "\n")
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         click.echo(f"wrote {output}")

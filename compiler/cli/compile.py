@@ -93,10 +93,6 @@ def _compare(plan: Plan, output: Path, targets: tuple[str, ...]) -> None:
 def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:
     contents = render(plan, targets)
     try:
-        stale = stale_files(contents, output)
-        written = write(contents, output)
-        for file in stale:
-            file.unlink(missing_ok=True)
+        return write(contents, output, stale_files(contents, output))
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be written: {error.strerror}") from None
-    return written

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import columns, table
@@ -90,7 +91,7 @@ def _plot(file: Path, checked: Checked, result: Estimate) -> None:
     subject = Subject(compile_plan(checked.resolution.spec(), checked.resolution.tree, []), result)
     drawn = svg(picture("memory", subject), picture("timeline", subject))
     try:
-        file.write_text(drawn, encoding="utf-8")
+        write_file(file, drawn)
     except OSError as error:
         raise click.ClickException(f"{file} cannot be written: {error.strerror}") from None
 

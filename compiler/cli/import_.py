@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.backends import conversion
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import SPEC
@@ -104,7 +105,7 @@ def _by_names(tree: dict[str, Any], kind: str, answers: dict[SpecPath, Any], out
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        write_file(output, text)
     lines = [f"carried: {len(result.carried)} of {len(result.carried) + len(result.lost)} keys"]
     lines += [f"  {name} -> {target}" for name, target in sorted(result.carried.items())]
     lines += [f"  {name}: {reason}" for name, reason in sorted(result.lost.items())]
@@ -138,7 +139,7 @@ def _write_spec(result: Imported, output: Path | None) -> None:
         click.echo(text, nl=False)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        write_file(output, text)
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
 

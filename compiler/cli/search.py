@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.layout.grid import Axis
@@ -60,7 +61,7 @@ def command(
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
         try:
-            output.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
+            write_file(output, json.dumps(chosen, indent=2) + "\n")
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         if form == "text":

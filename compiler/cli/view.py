@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.plan import Plan
 from parcompile.plan.summary import summary
@@ -75,7 +76,7 @@ def command(
         click.echo(writable(sys.stdout, content), nl=False)
         return
     try:
-        output.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        write_file(output, content)
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
     click.echo(f"wrote {output}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from parcompile.atomic import locate
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import Groups
@@ -126,7 +127,7 @@ class Plan:
         """
         file = FilePath(path)
         if file.is_dir():
-            file = file / "plan.json"
+            file = locate(file, "plan.json")
         try:
             tree = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:

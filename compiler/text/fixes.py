@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
+from parcompile.atomic import write_file
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Safety
 
 from . import Document
@@ -86,16 +85,4 @@ def save(document: Document) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path = FilePath(os.path.realpath(document.file))
-    content = (b"\xef\xbb\xbf" if document.source.bom else b"") + document.text.encode("utf-8")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = FilePath(name)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        if path.exists():
-            temporary.chmod(path.stat().st_mode & 0o7777)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_file(FilePath(document.file), ("\ufeff" if document.source.bom else "") + document.text)
