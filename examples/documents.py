@@ -24,6 +24,7 @@ import torch
 from corpus import PackedSources
 from deepspeed.utils import logger
 
+from parcompile.plan import load_plan
 from parcompile.runtime import (
     Plan,
     RunError,
@@ -83,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
     logger.setLevel("WARNING")
     # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
     training = plan.spec.training
     output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
     checkpoints = output / "checkpoints"

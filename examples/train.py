@@ -19,7 +19,8 @@ from corpus import StandardLibrary
 from deepspeed.utils import logger
 from tqdm import tqdm
 
-from parcompile.runtime import Plan, RunError, initialize, reduce_loss, report_errors
+from parcompile.plan import load_plan
+from parcompile.runtime import RunError, initialize, reduce_loss, report_errors
 from parcompile.runtime.checkpoint import load, save
 
 
@@ -76,7 +77,7 @@ def train(options: argparse.Namespace) -> None:
     logger.setLevel("WARNING")
     # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
     training = plan.spec.training
     output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
     checkpoints = output / "checkpoints"

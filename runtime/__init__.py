@@ -7,7 +7,7 @@
 ...     engine.step()
 """
 
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import Plan, PlanError, load_plan
 
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
@@ -38,6 +38,7 @@ __all__ = [
     "join",
     "leave",
     "live_check",
+    "load_plan",
     "load_pretrained",
     "reduce_loss",
     "report_errors",

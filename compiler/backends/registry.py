@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.plan.process_groups import process_groups
 from parcompile.spec import Origin
 
@@ -86,7 +86,7 @@ def render(plan: Plan, names: Sequence[str] = ()) -> dict[str, str]:
         ValueError: there is no target of one of the names.
     """
     wanted = chosen(names)
-    trees: dict[str, Any] = {"plan.json": plan.to_json(), "process_groups.json": process_groups(plan)}
+    trees: dict[str, Any] = {"plan.json": plan_tree(plan), "process_groups.json": process_groups(plan)}
     report: dict[str, Any] = {}
     for name in wanted:
         found = TARGETS[name].losses(plan)

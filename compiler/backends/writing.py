@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.atomic import write_set
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.plan.process_groups import process_groups
 
 from .deepspeed.write import ds_config
@@ -22,7 +22,7 @@ EXECUTABLE = (".sh", ".sbatch")
 def artefacts(plan: Plan) -> dict[str, Any]:
     """File names and contents of what every plan is written as."""
     return {
-        "plan.json": plan.to_json(),
+        "plan.json": plan_tree(plan),
         "ds_config.json": ds_config(plan),
         "process_groups.json": process_groups(plan),
     }

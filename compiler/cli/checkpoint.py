@@ -13,7 +13,7 @@ import click
 
 from parcompile.backends.writing import to_text
 from parcompile.layout.grid import DENSE_AXES
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import PlanError, load_plan
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
@@ -96,7 +96,7 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     with _explained():
         from parcompile.runtime.checkpoint.writing import convert as converted
 
-        click.echo(converted(folder, Plan.load(plan), output))
+        click.echo(converted(folder, load_plan(plan), output))
 
 
 @command.command()
@@ -124,4 +124,4 @@ def import_(folder: Path, plan: Path, output: Path) -> None:
     with _explained():
         from parcompile.runtime.checkpoint.writing import import_pretrained
 
-        click.echo(import_pretrained(folder, Plan.load(plan), output))
+        click.echo(import_pretrained(folder, load_plan(plan), output))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import PlanError, load_plan
 from parcompile.plan.process_groups import rank_groups
 
 
@@ -28,7 +28,7 @@ def command(plan: Path, rank: int, names: tuple[str, ...], form: str, *, table: 
     as for eight.
     """
     try:
-        loaded = Plan.load(plan)
+        loaded = load_plan(plan)
         found = rank_groups(loaded, rank, names)
     except (PlanError, ValueError) as error:
         raise click.ClickException(str(error)) from None

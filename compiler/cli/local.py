@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import PlanError, load_plan
 
 
 @click.command("local")
@@ -20,7 +20,7 @@ def command(context: click.Context, plan: Path, timeout: float) -> None:
     loss and gradient norm. Needs the extras [runtime] and [hf]. Exit code 1 when something differs.
     """
     try:
-        loaded = Plan.load(plan)
+        loaded = load_plan(plan)
     except PlanError as error:
         raise click.ClickException(str(error)) from None
     try:

@@ -10,7 +10,7 @@ import click
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.pipeline import compile_file
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
@@ -26,7 +26,7 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
     file = Path(path)
     try:
         if file.is_dir() or file.name == "plan.json":
-            return Plan.load(file), None
+            return load_plan(file), None
         plan, checked = compile_file(path)
     except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None

@@ -12,7 +12,7 @@ from typing import Any, cast
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import PlanError, load_plan
 
 from .preflight_live import check_job
 
@@ -59,7 +59,7 @@ def command(
     if checkpoints is not None or any(times.values()):
         raise click.UsageError("--checkpoints, --wait, --limit and --seconds are for --live")
     try:
-        loaded = Plan.load(plan)
+        loaded = load_plan(plan)
     except PlanError as error:
         raise click.ClickException(str(error)) from None
     chosen = None if ranks is None else _numbers(ranks)

@@ -16,6 +16,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
 from .resume import Resumption, by_deepspeed, by_runtime, padded_vocabulary
+from .sections import topology as topology_of
 
 COUNTED_RANKS = 1 << 16
 """Up to this world size moved ranks are counted one by one."""
@@ -194,7 +195,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
 
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, tuple[Any, str]]:
-        spec, topology, memory = plan.spec, plan.to_json()["topology"], static_memory(plan.spec)
+        spec, topology, memory = plan.spec, topology_of(plan), static_memory(plan.spec)
         found = estimate(workload_of(spec))
         sizes = {
             "peak memory per rank, estimated": round(found.memory.peak.total_bytes),

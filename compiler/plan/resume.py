@@ -10,10 +10,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .plan import Plan
+from .plan import Plan
 
 ADAPTABLE = (
     "make_vocab_size_divisible_by",

@@ -7,7 +7,7 @@ for eight.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import rank_numel, static_memory
@@ -27,9 +27,7 @@ from parcompile.model.table import Parameter
 from parcompile.spec import Spec
 
 from .placement import alternatives, placement, step_traffic
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .plan import Plan
 
 EXPANDED_CP = 1024
 """Up to this cp the plan lists the tokens of each cp rank; beyond, they follow from `layout.sequence`."""
@@ -95,7 +93,12 @@ def topology(plan: Plan) -> dict[str, Any]:
     }
 
 
-def tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
+def tensors(plan: Plan) -> list[dict[str, Any]]:
+    """Every parameter as each tp rank holds it."""
+    return [_tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()]
+
+
+def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
     """One parameter as each tp rank holds it."""
     return {
         "name": parameter.name,

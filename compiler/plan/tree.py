@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import CpImplementation
@@ -26,13 +26,18 @@ from parcompile.spec import (
     Spec,
     Training,
 )
+from parcompile.version import __version__
 
-from .sections import groups, optimizer_shards, sequence, stage_rows, tensor_row, topology
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .plan import Plan, PlanError, Refusal
+from .sections import groups, optimizer_shards, sequence, stage_rows, tensors, topology
 
 PLAN_VERSION = 1
+KEYS = (
+    *("plan_version", "compiler_version", "spec_hash", "name", "cluster", "parallelism", "model", "training", "zero"),
+    *("deepspeed", "runtime", "groups", "topology", "tensors", "sequence", "optimizer_shards", "stages"),
+    *("static_memory", "provenance", "plan_hash"),
+)
+"""The keys of a plan, in the order in which they are written."""
 
 
 def digest(tree: object) -> str:
@@ -42,6 +47,45 @@ def digest(tree: object) -> str:
 
 
 def plan_tree(plan: Plan) -> dict[str, Any]:
+    """The plan as it is written."""
+    return {**_body(plan), "plan_hash": plan.plan_hash}
+
+
+def identified(plan: Plan) -> Plan:
+    """The plan with the hash of what it says now."""
+    return replace(plan, plan_hash=digest(_body(plan)))
+
+
+def plan_from_tree(tree: Mapping[str, Any]) -> Plan:
+    """The plan that `plan_tree` wrote.
+
+    Raises:
+        PlanError: it is of another version, incomplete, or was edited by hand.
+    """
+    version, compiler = tree.get("plan_version"), tree.get("compiler_version")
+    if version != PLAN_VERSION:
+        raise PlanError(f"plan_version is {version!r}, this is parcompile {__version__}, which reads {PLAN_VERSION}")
+    if compiler != __version__:
+        raise PlanError(f"the plan was compiled by parcompile {compiler}, this is {__version__}: compile it again")
+    body = {key: value for key, value in tree.items() if key != "plan_hash"}
+    if digest(body) != tree.get("plan_hash"):
+        missing = ", ".join(key for key in KEYS if key not in tree)
+        if missing:
+            raise PlanError(f"the plan is incomplete or damaged (it lacks {missing}): compile it again")
+        raise PlanError("the plan was changed after it was compiled: change the spec and compile it again")
+    try:
+        refusals = tuple(Refusal(**one) for one in tree["runtime"]["refusals"])
+        plan = Plan(spec_from_tree(tree), tree["spec_hash"], tree["plan_hash"], refusals)
+        # A hash that was made to fit does not help: what the values give is compared with what stands there.
+        same = _body(plan) == body
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise PlanError(f"the plan is incomplete or damaged ({error!r}): compile it again") from None
+    if not same:
+        raise PlanError("the plan was changed after it was compiled: change the spec and compile it again")
+    return plan
+
+
+def _body(plan: Plan) -> dict[str, Any]:
     """Everything of a plan but its own hash."""
     spec = plan.spec
     body = {
@@ -63,7 +107,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "runtime": {"executable": not plan.refusals, "refusals": [asdict(refusal) for refusal in plan.refusals]},
         "groups": groups(plan),
         "topology": topology(plan),
-        "tensors": [tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()],
+        "tensors": tensors(plan),
         "sequence": sequence(spec),
         "optimizer_shards": optimizer_shards(spec),
         "stages": stage_rows(spec),

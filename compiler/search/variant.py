@@ -13,7 +13,7 @@ from typing import Any
 from parcompile.cost.workload import Workload, workload_of
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import AXES, Axis
-from parcompile.plan.plan import REFUSAL_PREFIX
+from parcompile.plan.compile import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
 from parcompile.spec.resolve import Resolution, Unavailable
 

@@ -10,6 +10,7 @@ from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.plan import Plan
 from parcompile.plan.diff import TITLES, Difference, Kind
 from parcompile.plan.resume import Resume, Resumption
+from parcompile.plan.sections import topology
 from parcompile.units import format_bytes, format_seconds
 
 from .markdown import folded, plain, table
@@ -77,7 +78,7 @@ def _costs(before: Plan, after: Plan) -> str:
     rows.append(("its 90 % interval", *sizes, ""))
     rows.append(("fits with probability", *(_chance(one) for one in (old, new)), ""))
     row("of it exact", lambda one: one.memory.peak.static_bytes, format_bytes)
-    first, second = (plan.to_json()["topology"]["bytes_leaving_node"] for plan in (before, after))
+    first, second = (topology(plan)["bytes_leaving_node"] for plan in (before, after))
     share = f"{(second - first) / first:+.1%}" if first and first != second else ""
     rows.append(("sent between nodes by a rank in a step", format_bytes(first), format_bytes(second), share))
     return table(rows)

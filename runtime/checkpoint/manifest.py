@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import spec_from_tree
 from parcompile.runtime.errors import RunError
 
@@ -44,7 +44,7 @@ class Note:
             "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
             **({"adapters": dict(self.adapters)} if self.adapters else {}),
             **({"groups": list(self.groups)} if self.groups else {}),
-            "plan": self.plan.to_json(),
+            "plan": plan_tree(self.plan),
         }
 
 
@@ -80,7 +80,7 @@ def read_note(folder: Path) -> Note:
         tree = json.loads((place / NOTE).read_text(encoding="utf-8"))
         spec = spec_from_tree(tree["plan"])
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
-        plan, layout = Plan(spec, tree["plan"]["spec_hash"]), dict(tree["layout"])
+        plan, layout = Plan(spec, tree["plan"]["spec_hash"], tree["plan"]["plan_hash"]), dict(tree["layout"])
         return Note(place, int(tree["step"]), plan, layout, files, tree.get("adapters"), tree.get("groups"))
     except OSError as error:
         raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None

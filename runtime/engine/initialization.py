@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.plan import Plan
+from parcompile.plan import Plan, load_plan
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join
@@ -71,7 +71,7 @@ def initialize(
     import deepspeed
 
     file = _measurements_file(plan, measurements)
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = join(plan)
     model = prepare(plan, mesh, model, self_check)
     if callable(model_parameters):

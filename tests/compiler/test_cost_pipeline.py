@@ -12,14 +12,14 @@ import pytest
 from parcompile.cost.pipeline import MOST_PASSES, schedule, stage_order
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload, workload_of
-from parcompile.plan import Plan
+from parcompile.plan import load_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
 def work() -> Workload:
-    found = workload_of(Plan.load(GOLDEN / "llama-3-70b-512-gpus").spec)
+    found = workload_of(load_plan(GOLDEN / "llama-3-70b-512-gpus").spec)
     return replace(found, stage_layers=None)
 
 

@@ -9,6 +9,7 @@ from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 
 from parcompile.backends.writing import to_text
 from parcompile.cli.diff import command
+from parcompile.plan import plan_tree
 from parcompile.plan.diff import Difference, Kind, difference
 from parcompile.plan.resume import Resume
 
@@ -125,7 +126,7 @@ class TestCommand:
             (tmp_path / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
         plan = compile_tree(tree, tmp_path)
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "plan.json").write_text(to_text(plan.to_json()), encoding="utf-8")
+        (tmp_path / "out" / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
         return tmp_path
 
     def run(self, *arguments: object):

@@ -9,6 +9,7 @@ from parcompile.cli.groups import command
 from parcompile.layout.grid import Grid
 from parcompile.layout.groups import Groups, expert_grid
 from parcompile.layout.topology import NETWORK, NODE, Reach, reach
+from parcompile.plan import plan_tree
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_reach_of_a_million_ranks_needs_no_enumeration() -> None:
 
 def test_the_plan_names_orders_that_send_less_between_nodes(tmp_path) -> None:
     parallelism = {"tp": 4, "cp": 2, "order": "dp-cp-tp-pp"}
-    topology = compile_tree(spec_tree(2, 8, parallelism=parallelism), tmp_path).to_json()["topology"]
+    topology = plan_tree(compile_tree(spec_tree(2, 8, parallelism=parallelism), tmp_path))["topology"]
     assert topology["families"]["tp"]["groups_leaving_node"] == 4
     best = topology["other_orders"][0]
     assert best["order"].startswith(("tp-cp-dp", "cp-tp-dp"))
@@ -95,7 +96,7 @@ def test_the_plan_names_orders_that_send_less_between_nodes(tmp_path) -> None:
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     compiled = compile_tree(spec_tree(2, 8, parallelism={"tp": 8, "cp": 2}), folder)
-    (folder / "plan.json").write_text(to_text(compiled.to_json()), encoding="utf-8")
+    (folder / "plan.json").write_text(to_text(plan_tree(compiled)), encoding="utf-8")
     return folder
 
 

@@ -16,6 +16,7 @@ from spec_cases import Case, cases
 
 from parcompile.diagnostics import Diagnostic
 from parcompile.pipeline import Checked, check_read, compile_file
+from parcompile.plan import plan_tree
 from parcompile.rules import TARGETS
 from parcompile.text import parse
 
@@ -166,4 +167,4 @@ def test_any_mixture_of_specs_is_sound(data: st.DataObject, tmp_path: Path) -> N
         file.write_text(text, encoding="utf-8")
         plan, _ = compile_file(file)
         assert plan is not None
-        assert plan.to_json()["cluster"]["world_size"] == plan.world_size
+        assert plan_tree(plan)["cluster"]["world_size"] == plan.world_size

@@ -14,7 +14,7 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.cli import main
 from parcompile.layout.group_families import Slice
 from parcompile.layout.sequence import CpLayout, work
-from parcompile.plan import Plan
+from parcompile.plan import load_plan, plan_tree
 from parcompile.show.markdown import plain, table
 from parcompile.show.pictures import colours
 from parcompile.show.pictures.named import KINDS, as_text, picture
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def golden(name: str) -> Subject:
-    return Subject.of(Plan.load(GOLDEN / name))
+    return Subject.of(load_plan(GOLDEN / name))
 
 
 def small(folder: Path, **sections: Any) -> Subject:
@@ -126,10 +126,10 @@ def test_the_schedule_follows_the_implementation(implementation: str, said: str,
 def test_what_is_cut_is_cut_as_the_plan_says(tmp_path: Path) -> None:
     subject = small(tmp_path, parallelism={"tp": 2, "cp": 4})
     titles = [one.title for one in picture("cuts", subject).shapes if isinstance(one, Box)]
-    for rank, found in enumerate(subject.plan.to_json()["sequence"]["ranks"]):
+    for rank, found in enumerate(plan_tree(subject.plan)["sequence"]["ranks"]):
         for start, stop, _ in found["tokens"]:
             assert f"cp {rank}: tokens [{start}, {stop})" in titles
-    for row in subject.plan.to_json()["tensors"]:
+    for row in plan_tree(subject.plan)["tensors"]:
         if row["ranges"] and row["layers"] and len(row["shape"]) > 1:
             for rank, ((start, stop),) in enumerate(row["ranges"]):
                 assert f"{row['name']}: tp {rank} holds [{start}, {stop})" in titles

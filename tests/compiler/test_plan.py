@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ from parcompile import schema
 from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.sequence import ring_schedule
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections
+from parcompile.plan.tree import digest
 
 SPECS = {
     "one rank": spec_tree(1, 1),
@@ -73,10 +75,10 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
 
 
 def test_a_plan_survives_writing_and_reading(plan, tmp_path) -> None:
-    write({"plan.json": to_text(plan.to_json())}, tmp_path / "out")
+    write({"plan.json": to_text(plan_tree(plan))}, tmp_path / "out")
     for path in (tmp_path / "out", tmp_path / "out" / "plan.json"):
-        assert Plan.load(path) == plan
-        assert Plan.load(path).plan_hash == plan.plan_hash
+        assert load_plan(path) == plan
+        assert load_plan(path).plan_hash == plan.plan_hash
 
 
 @pytest.mark.parametrize(
@@ -90,11 +92,32 @@ def test_a_plan_survives_writing_and_reading(plan, tmp_path) -> None:
     ],
 )
 def test_a_plan_that_was_changed_by_hand_is_refused(tmp_path, change, message) -> None:
-    tree = compile_tree(SPECS["tp and cp"], tmp_path).to_json()
+    tree = plan_tree(compile_tree(SPECS["tp and cp"], tmp_path))
     change(tree)
     (tmp_path / "plan.json").write_text(json.dumps(tree), encoding="utf-8")
     with pytest.raises(PlanError, match=message):
-        Plan.load(tmp_path)
+        load_plan(tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, "x", [], {}, 1.5, True])
+def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fits(tmp_path, value) -> None:
+    written = plan_tree(compile_tree(SPECS["experts"], tmp_path))
+    for section in ("cluster", "parallelism", "model", "training", "zero", "runtime", "provenance", "tensors"):
+        for key in [*written[section]] if isinstance(written[section], dict) else [0]:
+            tree = json.loads(json.dumps(written))
+            if tree[section][key] == value:
+                continue
+            tree[section][key] = value
+            tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
+            with contextlib.suppress(PlanError):
+                assert plan_tree(plan_from_tree(tree)) == tree
+
+
+def test_a_section_is_made_without_the_whole_plan(plan, monkeypatch) -> None:
+    written = plan_tree(plan)
+    monkeypatch.setattr(sections, "choices", None)  # what only the section "sequence" asks
+    for name in ("groups", "topology", "tensors"):
+        assert json.loads(json.dumps(getattr(sections, name)(plan))) == written[name]
 
 
 def test_what_is_not_a_plan_is_refused_by_name(tmp_path) -> None:
@@ -102,13 +125,13 @@ def test_what_is_not_a_plan_is_refused_by_name(tmp_path) -> None:
     for text, message in (("[]", "is not a plan"), ("{", "is not valid JSON"), ("{}", "is not a plan")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(PlanError, match=message):
-            Plan.load(file)
+            load_plan(file)
     with pytest.raises(PlanError, match="cannot be read: No such file"):
-        Plan.load(tmp_path / "missing" / "plan.json")
+        load_plan(tmp_path / "missing" / "plan.json")
 
 
 def test_the_ring_of_the_plan_is_the_ring_that_the_runtime_executes(plan) -> None:
-    sequence, parallelism = plan.to_json()["sequence"], plan.spec.parallelism
+    sequence, parallelism = plan_tree(plan)["sequence"], plan.spec.parallelism
     for rank, row in enumerate(sequence["ranks"]):
         for step, (source, kind) in zip(
             ring_schedule(parallelism.cp_layout, parallelism.cp, rank), row["ring"], strict=True
@@ -133,7 +156,7 @@ def test_the_plans_sequence_covers_the_causal_triangle_once(layout, implementati
     chosen = {"cp_implementation": implementation} if implementation else {}
     training = {"sequence_length": length}
     tree = spec_tree(1, cp, parallelism={"cp": cp, "cp_layout": layout, **chosen}, training=training)
-    found = compile_tree(tree, tmp_path).to_json()["sequence"]
+    found = plan_tree(compile_tree(tree, tmp_path))["sequence"]
     share, length_of = found["implementation"]["head_ranks"], found["ring"]["places"]
     places = [
         sorted(
@@ -159,7 +182,7 @@ def test_the_plans_sequence_covers_the_causal_triangle_once(layout, implementati
 
 
 def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
-    tree = plan.to_json()
+    tree = plan_tree(plan)
     layers = [layer for stage in tree["stages"] for piece in stage["layers"] for layer in range(*piece)]
     assert layers == list(range(plan.spec.model.shape.num_hidden_layers))
     shards = plan.spec.parallelism.zero_shards
@@ -210,7 +233,7 @@ def test_uneven_and_virtual_stages_hold_every_parameter_once(tmp_path, model, sp
             compile_tree(tree, tmp_path)
         return
     plan = compile_tree(tree, tmp_path)
-    written = plan.to_json()
+    written = plan_tree(plan)
     assert [stage["layers"] for stage in written["stages"]] == layers
     local = sum(
         layout.local_numel * (1 if parameter.layers is None else len(parameter.layers))
@@ -218,7 +241,7 @@ def test_uneven_and_virtual_stages_hold_every_parameter_once(tmp_path, model, sp
     )
     assert sum(stage["numel"] for stage in written["stages"]) == local
     assert written["static_memory"]["numel"] == max(stage["numel"] for stage in written["stages"])
-    assert type(plan).from_json(written) == plan
+    assert plan_from_tree(written) == plan
 
 
 def test_sizes_and_strides_in_the_files_give_the_same_groups_as_the_lists(plan) -> None:

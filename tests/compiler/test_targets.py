@@ -23,7 +23,7 @@ from parcompile.backends.megatron.write import arguments
 from parcompile.backends.registry import ALL, LOCK, TARGETS, chosen, render
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
-from parcompile.plan import Plan
+from parcompile.plan import Plan, load_plan
 
 HOSTILE = (
     "two words",
@@ -398,7 +398,7 @@ class TestQuoting:
         plan = compile_tree(spec_tree(1, 2, name=name), tmp_path)
         files = render(plan, (ALL,))
         write(files, tmp_path / "out")
-        assert Plan.load(tmp_path / "out").spec.name == name
+        assert load_plan(tmp_path / "out").spec.name == name
         for file, text in files.items():
             if file.endswith((".sh", ".sbatch")):
                 # With nothing to start they stop at their usage; sourcing the array runs nothing at all.

@@ -16,7 +16,7 @@ from layout_cases import compile_tree, spec_tree
 
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.sequence import token_ranges
-from parcompile.plan import Plan
+from parcompile.plan import Plan, load_plan
 from parcompile.show.page.remarks import remarks, written
 from parcompile.show.page.render import page
 from parcompile.show.page.search_result import section
@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     """The golden plans, and plans with the oddities that a page has to get right."""
     folder = tmp_path_factory.mktemp("specs")
-    found = {one.parent.name: Plan.load(one) for one in GOLDEN.glob("*/plan.json")}
+    found = {one.parent.name: load_plan(one) for one in GOLDEN.glob("*/plan.json")}
     odd = spec_tree(
         2,
         8,

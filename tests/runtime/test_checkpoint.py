@@ -18,7 +18,7 @@ from training_runs import initial_model, make_plan, samples
 
 from parcompile.backends.writing import to_text
 from parcompile.cli.main import cli
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify
 from parcompile.runtime.checkpoint.writing import import_pretrained
@@ -189,7 +189,7 @@ def invoke(*arguments: object) -> Result:
 
 def written(plan: Plan, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(to_text(plan.to_json()), encoding="utf-8")
+    (folder / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
     return folder
 
 

@@ -20,7 +20,8 @@ from training_runs import make_plan, samples
 
 from parcompile.backends.writing import to_text
 from parcompile.machines.accelerator import Accelerator, Link, Measured
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
+from parcompile.plan.tree import identified
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live import Limits, check_job, live_check
 from parcompile.runtime.preflight.live.agreement import Arrived, compare_arrival, compare_places
@@ -51,7 +52,7 @@ def of_verdict(tree: dict[str, Any], verdict: str) -> dict[str, dict[str, Any]]:
 def on_two_nodes(plan: Plan) -> Plan:
     cluster = plan.spec.cluster
     half = replace(cluster, nodes=2, gpus_per_node=cluster.gpus_per_node // 2)
-    return replace(plan, spec=replace(plan.spec, cluster=half))
+    return identified(replace(plan, spec=replace(plan.spec, cluster=half)))
 
 
 def with_machine(plan: Plan, bytes_per_s: float) -> Plan:
@@ -60,7 +61,7 @@ def with_machine(plan: Plan, bytes_per_s: float) -> Plan:
     machine = Accelerator(
         "lab", "a lab", None, 1e6, 1e9, link, link, dict.fromkeys(_SOURCES, "a test"), Measured("cpu", 1e6, 1e6, 1e-3)
     )
-    return replace(plan, spec=replace(plan.spec, cluster=replace(plan.spec.cluster, preset=machine)))
+    return identified(replace(plan, spec=replace(plan.spec, cluster=replace(plan.spec.cluster, preset=machine))))
 
 
 def check_then_train(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
@@ -265,7 +266,7 @@ main()
 
 def two_ranks(folder: Path, plant: str, *options: str) -> list[subprocess.CompletedProcess[str]]:
     """Two processes as a launcher would start them, of which the second does something bad."""
-    (folder / "plan.json").write_text(to_text(make_plan(2, {}).to_json()), encoding="utf-8")
+    (folder / "plan.json").write_text(to_text(plan_tree(make_plan(2, {}))), encoding="utf-8")
     port = str(free_port())
     started = [
         subprocess.Popen(
@@ -408,7 +409,7 @@ def test_a_full_device_and_a_small_shm_are_named() -> None:
 def test_a_checkpoint_takes_what_is_counted() -> None:
     # 2 tp ranks with 2 shards each: fp32 weights, master weights and two moments.
     plan = make_plan(4, {"tp": 2, "dp": 2})
-    numel = plan.to_json()["static_memory"]["padded_numel"]
+    numel = plan_tree(plan)["static_memory"]["padded_numel"]
     assert checkpoint_bytes(plan) == pytest.approx(2 * numel * 16, rel=1e-3)
 
 

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from training_runs import make_plan
 
 from parcompile.cli.main import cli
+from parcompile.plan import plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.local import LocalWorld, RankError, run_local
 from parcompile.runtime.local.comparison import LocalRun, StepResult, run_and_compare, slice_table
@@ -127,7 +128,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_plan_runs_on_all_its_ranks_beside_one_process(tmp_path: Path) -> None:
     plan = make_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True}, training={"micro_batch_size": 2})
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+    path.write_text(json.dumps(plan_tree(plan)), encoding="utf-8")
     result = CliRunner().invoke(cli, ["local", str(path)])
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]

@@ -18,7 +18,7 @@ from parcompile.backends.writing import to_text, write
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
 from parcompile.cost.workload import workload_of
-from parcompile.plan import Plan
+from parcompile.plan import load_plan, plan_tree
 from parcompile.runtime.profiling.recorder import FIRST_WRITE, put_row
 
 RUNS = 5
@@ -29,7 +29,7 @@ def train_often(rank: int, folder: str) -> list[str]:
     """Several runs of one plan; the warnings that they gave."""
     from parcompile.runtime import initialize
 
-    plan = Plan.load(folder)
+    plan = load_plan(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(RUNS):
@@ -45,7 +45,7 @@ def train_often(rank: int, folder: str) -> list[str]:
 def test_runs_leave_rows_that_calibrate_takes(tmp_path: Path) -> None:
     plan = make_plan(2, {"tp": 2}, training=TRAINING)
     folder = tmp_path / "plan"
-    write({"plan.json": to_text(plan.to_json())}, folder)
+    write({"plan.json": to_text(plan_tree(plan))}, folder)
     assert run_ranks(2, train_often, str(folder)) == [[], []]
     assert sorted(one.name for one in folder.iterdir()) == ["measurements.csv", "plan.json"]
 

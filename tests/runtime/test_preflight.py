@@ -26,7 +26,7 @@ from parcompile.cost import footprint
 from parcompile.cost.workload import workload_of
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
@@ -209,7 +209,7 @@ def test_a_stage_of_a_pipeline_is_built_and_run_alone() -> None:
 def test_the_command_prints_json_and_its_exit_code_says_whether_all_agrees(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(plan_of("tp2").to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(plan_of("tp2"))))
     result = CliRunner().invoke(command, [str(tmp_path), "--format", "json", "--ranks", "1"])
     tree = json.loads(result.stdout)
     assert (result.exit_code, tree["agrees"], tree["ranks"]) == (0, True, [1])
@@ -224,7 +224,7 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_all_agrees(
     ("ranks", "message"), [("2", "rank 2 is not in a world of 2"), ("one", "'one' is not a list of ranks")]
 )
 def test_ranks_that_do_not_exist_are_refused(tmp_path: Any, ranks: str, message: str) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(plan_of("tp2").to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(plan_of("tp2"))))
     result = CliRunner().invoke(command, [str(tmp_path), "--ranks", ranks])
     assert result.exit_code != 0
     assert message in result.output
@@ -273,7 +273,7 @@ def test_a_rank_of_16384_is_checked_in_little_memory() -> None:
 
 def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(
-        json.dumps(own_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True}).to_json())
+        json.dumps(plan_tree(own_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True})))
     )
     module = Path(__file__).parent / "own_module.py"
     result = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0", "--model", f"{module}:Decoder"])
@@ -285,7 +285,7 @@ def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
 
 
 def test_a_module_that_asks_for_values_fails_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(own_plan(2, {"tp": 2}).to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(own_plan(2, {"tp": 2}))))
     (tmp_path / "asking.py").write_text(
         "from own_module import Decoder\n\n\nclass Asking(Decoder):\n"
         "    def forward(self, *args, **options):\n"

@@ -16,6 +16,7 @@ from parcompile.cost.step import timing
 from parcompile.cost.workload import workload_of
 from parcompile.machines.preset import read_preset
 from parcompile.pipeline import compile_file
+from parcompile.plan import plan_from_tree, plan_tree
 from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
@@ -54,7 +55,7 @@ def test_ranks_under_the_launcher_write_one_preset_that_a_spec_can_use(tmp_path:
     (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     plan, checked = compile_file(tmp_path / "spec.json")
     assert plan is not None, checked.diagnostics
-    assert type(plan).from_json(plan.to_json()).spec.cluster.preset == read_preset(tmp_path / "box.json")
+    assert plan_from_tree(plan_tree(plan)).spec.cluster.preset == read_preset(tmp_path / "box.json")
     # No work of this plan runs faster than what was measured.
     work = workload_of(plan.spec)
     products = 6 * 1_235_814_400 / 2 * 512 / tree["fp32_flops_per_s"]

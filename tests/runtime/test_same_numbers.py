@@ -13,6 +13,8 @@ import pytest
 from ranks import run_ranks
 from training_runs import make_plan, static_bytes, train_in_one_process, train_with_engine, whole_parameters
 
+from parcompile.plan import plan_tree
+
 TOLERANCE = 1e-5
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -132,7 +134,7 @@ def test_a_plan_gives_the_numbers_of_one_process(name: str, masked: bool) -> Non
 def test_what_a_live_engine_holds_is_planned_to_the_byte(world_size: int, parallelism: dict[str, int]) -> None:
     training = {"micro_batch_size": 1, "global_batch_size": 6 if world_size == 3 else 4}
     plan = make_plan(world_size, parallelism, training=training)
-    planned = plan.to_json()
+    planned = plan_tree(plan)
     memory, shards = planned["static_memory"], planned["optimizer_shards"]
     for live in run_ranks(world_size, static_bytes, plan):
         assert live["shard_numel"] == shards["shard_numel"] == memory["shard_numel"]

@@ -12,6 +12,7 @@ from family_runs import drawn_model, family_plan
 from ranks import run_ranks
 
 from parcompile.plan import Plan
+from parcompile.plan.tree import identified
 from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 pytestmark = pytest.mark.ranks
@@ -51,7 +52,9 @@ def test_an_injected_model_passes(parallelism: dict[str, Any]) -> None:
 
 def test_the_first_module_that_differs_is_named_on_every_rank() -> None:
     plan = family_plan("llama", 2, {"tp": 2})
-    broken = [replace(plan, spec=replace(plan.spec, name=name)) for name in ("broken output", "broken gradient")]
+    broken = [
+        identified(replace(plan, spec=replace(plan.spec, name=name))) for name in ("broken output", "broken gradient")
+    ]
     first, second = run_ranks(2, check, broken)
     assert first == second
     assert "the output of model.layers.1.self_attn.o_proj differs" in first[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parcompile.cost.memory import static_memory
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
@@ -195,9 +196,9 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
 
 def _optimizer(sketch: Sketch, subject: Subject) -> str:
     """Weights and gradients whole, the optimizer state cut into shards."""
-    spec, memory = subject.plan.spec, subject.plan.to_json()["static_memory"]
+    spec, memory = subject.plan.spec, static_memory(subject.plan.spec)
     shards = spec.parallelism.zero_shards if spec.zero_stage else 1
-    state = memory["master_bytes"] + memory["optimizer_bytes"]
+    state = memory.master_bytes + memory.optimizer_bytes
     said = (
         f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks: {format_bytes(state)} on each "
         f"instead of {format_bytes(state * shards)}."
@@ -215,7 +216,7 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     for index in range(shown):
         rank = index * shards // shown
         _part(sketch, index * wide, y, wide, shade(Axis.DP, rank, shards), str(rank), f"shard {rank} of {shards}")
-    _ends(sketch, y + BAR, "parameter 0", f"{memory['padded_numel']:,}")
+    _ends(sketch, y + BAR, "parameter 0", f"{memory.padded_numel:,}")
     return said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parcompile.cost.table import traffic_rows
 from parcompile.cost.traffic import GroupTraffic
+from parcompile.plan.sections import topology as topology_of
 from parcompile.units import format_bytes, format_seconds
 
 from .shapes import SMALL, Box, Picture, Sketch, Text
@@ -65,7 +66,7 @@ def _time(subject: Subject, one: GroupTraffic) -> str:
 
 
 def _subtitle(subject: Subject) -> str:
-    topology = subject.plan.to_json()["topology"]
+    topology = topology_of(subject.plan)
     others = topology["other_orders"]
     text = f"Order {'-'.join(subject.plan.spec.parallelism.order)}"
     if not others:

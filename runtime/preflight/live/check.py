@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
@@ -94,7 +94,7 @@ def _read(plan: Plan | str | Path) -> tuple[Plan | None, str]:
     if isinstance(plan, Plan):
         return plan, ""
     try:
-        return Plan.load(plan), ""
+        return load_plan(plan), ""
     except PlanError as error:
         return None, str(error)
 

@@ -1,0 +1,34 @@
+"""Reads a plan from its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from parcompile.atomic import locate
+
+from .plan import Plan, PlanError
+from .tree import plan_from_tree
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads `plan.json`, or the folder that holds it.
+
+    Raises:
+        PlanError: the file cannot be read, or is not a plan of this version.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = locate(file, "plan.json")
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict) or "plan_version" not in tree:
+        raise PlanError(f"{file} is not a plan: compile a spec with `parcompile spec.json -o DIR`")
+    try:
+        return plan_from_tree(tree)
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
