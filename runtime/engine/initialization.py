@@ -17,13 +17,13 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
+from parcompile.runtime.inject.micro_batch import recompute_context
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import adopt, recompute_layers
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
-from parcompile.runtime.ring_attention import keep_attention
 from parcompile.runtime.tensor_parallel import is_sharded
 
 
@@ -108,11 +108,10 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     if plan.spec.training.activation_checkpointing == "full":
-        # Attention keeps its output: recomputation would send keys and values around the ring a second time.
         if own is not None:
             recompute_layers(model, own)
         else:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})  # type: ignore[operator]
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_context})  # type: ignore[operator]
     model.to(mesh.device)
     model.train()
     seed_ranks(mesh)

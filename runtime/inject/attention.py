@@ -16,27 +16,19 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.ring_attention import Packing, UspGroups, attention, packed_attention
+from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
+from .micro_batch import FIRST_SAMPLE, current, follow_calls
 from .rotary import see_last_position
 
 NAME = "parcompile"
 """The name under which the attention is registered."""
 
-DOCUMENTS = "documents"
-"""The model is called with the borders of packed documents under this name; see `ring_attention`."""
-
-PACKING = "packing"
-"""The model is called under this name with the packing of its documents; see `packed_attention`."""
-
-FIRST_SAMPLE = "first_sample"
-"""The model is called under this name with the number of its first sequence in the data: dropout depends on it."""
-
 RING = "parcompile_ring"
 """The attribute under which a module keeps its `RingPlace`."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RingPlace:
     """How a model's attention modules attend; `group` is None when one rank holds the whole sequence."""
 
@@ -49,11 +41,6 @@ class RingPlace:
     tp_index: int = 0
     seed: int = 0
     """The plan's, for dropout."""
-    first_sample: int | None = None
-    documents: list[list[int]] | None = None
-    """Borders of the documents in each row of the batch that the model works on."""
-    packing: Packing | None = None
-    """Where that batch's documents are, if each is dealt on its own or is whole on one rank."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> RingPlace:
@@ -83,12 +70,13 @@ class RingPlace:
         return found | {"group": self.group}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
-        """Attention over the documents of the batch, with further masks as `ring_attention` takes them."""
-        if self.packing is None:
-            return attention(query, key, value, **self.options, documents=self.documents, **masks)
+        """Attention over the documents of the micro-batch, with further masks as `ring_attention` takes them."""
+        packing = current().packing
+        if packing is None:
+            return attention(query, key, value, **self.options, documents=current().documents, **masks)
         named = {name: given for name, given in self.options.items() if name != "layout"}
         rank = 0 if self.group is None else dist.get_rank(self.group)
-        return packed_attention(query, key, value, self.packing, rank=rank, **named, **masks)
+        return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
 
     def dropping(self, dropout: float, module: nn.Module, heads: int) -> dict[str, Any]:
         """What dropout needs to draw the same mask in every layout; nothing without dropout.
@@ -102,7 +90,8 @@ class RingPlace:
             raise RunError(
                 f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True
             )
-        if self.first_sample is None:
+        first_sample = current().first_sample
+        if first_sample is None:
             raise RunError(
                 f"{name} uses attention dropout {dropout}: call the model with {FIRST_SAMPLE}, the number of the "
                 "batch's first sequence in the data, as the engine's loader does, or set attention_dropout to 0",
@@ -111,7 +100,7 @@ class RingPlace:
         return {
             "dropout": dropout,
             "dropout_seed": layer + 1 << 32 | self.seed & 0xFFFFFFFF,
-            "first_row": self.first_sample,
+            "first_row": first_sample,
             "first_head": heads * self.tp_index,
         }
 
@@ -127,23 +116,7 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
         setattr(module, RING, place)
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     see_last_position(model, place.group)
-    model.register_forward_pre_hook(take_documents, with_kwargs=True)
-
-
-def take_documents(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Not every model hands unknown arguments on to its attention, so they take this way."""
-    place: RingPlace = getattr(model, RING)
-    place.documents, place.first_sample = kwargs.pop(DOCUMENTS, None), kwargs.pop(FIRST_SAMPLE, None)
-    place.packing = kwargs.pop(PACKING, None)
-    if kwargs.pop("attention_mask", None) is not None:
-        raise RunError(
-            "the model was called with an attention_mask, which the ring does not read: prepare batches with "
-            "split_batch, which turns padding on the right into a document of its own",
-            everywhere=True,
-        )
-    return args, kwargs
+    follow_calls(model)
 
 
 def _attention(

@@ -23,6 +23,8 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
 
+from .micro_batch import current
+
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""
 
@@ -41,7 +43,6 @@ class Region:
 
     def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.sequence_length: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,18 +53,10 @@ class Region:
             "sequence_dim": SEQUENCE_DIM,
         }
 
-    def watch(self, embedding: nn.Module) -> None:
-        """Takes the length of the sequence from the tokens [B, S] that each forward pass begins with."""
-
-        def look(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self.sequence_length = args[0].shape[SEQUENCE_DIM]
-
-        embedding.register_forward_pre_hook(look)
-
     def enter(self, hidden: Tensor) -> Tensor:
         """[B, s, H] between the regions to [B, S, H] inside."""
         if self.sequence_parallel:
-            return gather_from_sequence(hidden, SEQUENCE_DIM, self.group, self.sequence_length)
+            return gather_from_sequence(hidden, SEQUENCE_DIM, self.group, current().sequence_length)
         return copy_to_group(hidden, self.group)
 
     def leave(self, parts: Tensor) -> Tensor:
@@ -84,7 +77,7 @@ class Region:
     def enter_layer(self, layer: ColumnParallelLinear) -> None:
         """Tells a column layer that stands alone, as the head does, how long the sequence is."""
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "sequence_length": self.sequence_length}), with_kwargs=True
+            lambda _, args, kwargs: (args, {**kwargs, "sequence_length": current().sequence_length}), with_kwargs=True
         )
 
     def enter_layers(self, block: nn.Module, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -120,7 +113,7 @@ class _Entry:
         if torch.compiler.is_compiling():
             # Nothing can be handed on between hooks there: the block gets its input whole, and each layer multiplies.
             return put_back(self.region.enter(hidden))
-        length = self.region.sequence_length if self.region.sequence_parallel else None
+        length = current().sequence_length if self.region.sequence_parallel else None
         outs = column_parallel(hidden, self.layers, length)
         self.results = {id(layer): out for layer, out in zip(self.layers, outs, strict=True)}
         self.token = hidden

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from parcompile.runtime.errors import RunError
 
 from .attention import RingPlace
+from .micro_batch import current
 
 __all__ = ["run_around_ring"]
 
@@ -60,7 +61,7 @@ def run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
     def attend(*args: Any, **kwargs: Any) -> Any:
         with _Ring(name, place) as ring:
             output = forward(*args, **kwargs)
-        if not ring.calls and (place.group is not None or place.documents or place.packing):
+        if not ring.calls and (place.group is not None or current().documents or current().packing):
             raise RunError(
                 f"{name} does not call torch.nn.functional.scaled_dot_product_attention: what it computes instead "
                 "would see this rank's tokens only",

@@ -22,10 +22,10 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.slices import Slice, Slices
-from parcompile.runtime.ring_attention import keep_attention
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from .attention import RING, RingPlace, take_documents
+from . import micro_batch
+from .attention import RING, RingPlace
 from .heads import localise_heads
 from .regions import Region
 from .shared_rows import mark
@@ -58,8 +58,8 @@ class _Call:
                 everywhere=True,
             )
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        args, kwargs = take_documents(module, args, kwargs)
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = micro_batch.begin(args, kwargs)
         names = ("labels", "shift_labels", "num_items_in_batch")
         self.labels = {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
@@ -96,6 +96,7 @@ def adopt(module: nn.Module, mesh: Mesh) -> None:
     setattr(module, RING, call.place)
     module.register_forward_pre_hook(call.begin, with_kwargs=True)
     module.register_forward_hook(call.end)
+    module.register_forward_hook(lambda *_: micro_batch.end(), always_call=True)
     module.loss_function = _plain_loss  # type: ignore[assignment]
 
 
@@ -189,10 +190,8 @@ def _cut(module: nn.Module, own: OwnModule, slices: Slices, region: Region | Non
 
 
 def _enter(region: Region, layer: nn.Module, *, inside: bool) -> None:
-    """With sequence parallelism: who gathers the sequence, and who says how long it is."""
-    if isinstance(layer, VocabParallelEmbedding):
-        region.watch(layer)
-    elif isinstance(layer, ColumnParallelLinear) and region.sequence_parallel:
+    """With sequence parallelism: who gathers the sequence."""
+    if isinstance(layer, ColumnParallelLinear) and region.sequence_parallel:
         layer.input_is_ready = inside
         region.enter_layer(layer)
 
@@ -228,7 +227,7 @@ def recompute_layers(module: nn.Module, own: OwnModule) -> None:
         forward = layer.forward
 
         def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=keep_attention, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=micro_batch.recompute_context, **kwargs)
 
         layer.forward = recomputed
 

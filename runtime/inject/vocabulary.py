@@ -40,7 +40,6 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
         new_head.weight = new_embedding.weight
     causal.set_output_embeddings(new_head)
     if region is not None:
-        region.watch(new_embedding)
         region.enter_layer(new_head)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.micro_batch import is_recomputing
 
 from .causal import ParallelCausalLoss
 
@@ -35,9 +36,14 @@ class BalancedLoss:
             )
         model.register_forward_pre_hook(lambda *_: self._logits.clear())
         for router in routers:
-            router.register_forward_hook(lambda _, __, output: self._logits.append(output[0]))
+            router.register_forward_hook(self._keep)
         # The model's own, over this rank's tokens and counted on every tensor-parallel rank, is switched off.
         config.output_router_logits = False
+
+    def _keep(self, _: nn.Module, __: Any, output: Any) -> None:
+        # What is computed again for backward was counted in its forward pass.
+        if not is_recomputing():
+            self._logits.append(output[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `ParallelCausalLoss`."""

@@ -14,10 +14,10 @@ from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
+from parcompile.runtime.inject.micro_batch import recompute_context
 from parcompile.runtime.inject.user_module import recompute_layers
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
-from parcompile.runtime.ring_attention import keep_attention
 
 from .stand_in import META
 from .tracker import MetaTracker
@@ -64,7 +64,7 @@ def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = No
         recompute_layers(model, own)
     elif plan.spec.training.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(  # type: ignore[operator]
-            {"use_reentrant": False, "context_fn": keep_attention}
+            {"use_reentrant": False, "context_fn": recompute_context}
         )
     return model.train(), held
 

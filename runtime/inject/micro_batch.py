@@ -1,0 +1,126 @@
+"""The micro-batch that the layers of a model work on: what they have to know beside hidden states and positions.
+
+A forward pass has one; a layer that is recomputed in backward finds that of its own forward, whichever came last.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.ring_attention import Packing, keep_attention
+
+DOCUMENTS = "documents"
+"""The model is called with the borders of packed documents under this name; see `ring_attention`."""
+
+PACKING = "packing"
+"""The model is called under this name with the packing of its documents; see `packed_attention`."""
+
+FIRST_SAMPLE = "first_sample"
+"""The model is called under this name with the number of its first sequence in the data: dropout depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass of a model works on."""
+
+    sequence_length: int | None = None
+    """Tokens of each row that this cp rank holds; None when the model was not called with tokens or positions."""
+    documents: list[list[int]] | None = None
+    """Borders of the documents in each row."""
+    packing: Packing | None = None
+    """Where the documents are, if each is dealt on its own or is whole on one rank."""
+    first_sample: int | None = None
+    """The number of the first row in the data."""
+
+
+_NONE = MicroBatch()
+
+
+class _Here(threading.local):
+    """Of the calling thread: autograd recomputes in threads of its own."""
+
+    current: MicroBatch = _NONE
+    recomputing: bool = False
+
+
+_here = _Here()
+
+
+def current() -> MicroBatch:
+    """What is worked on now; empty outside of a forward pass."""
+    return _here.current
+
+
+def is_recomputing() -> bool:
+    """Whether what runs now has run before, in its forward pass."""
+    return _here.recomputing
+
+
+def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Takes the micro-batch out of what a model is called with; what is left goes to the model.
+
+    Not every model hands unknown arguments on to its attention, so they take this way.
+
+    Raises:
+        RunError: there is an attention mask.
+    """
+    kwargs = dict(kwargs)
+    if kwargs.pop("attention_mask", None) is not None:
+        raise RunError(
+            "the model was called with an attention_mask, which the ring does not read: prepare batches with "
+            "split_batch, which turns padding on the right into a document of its own",
+            everywhere=True,
+        )
+    named = (kwargs.get("input_ids"), kwargs.get("position_ids"), *args)
+    tokens = next((one for one in named if isinstance(one, Tensor)), None)
+    _here.current = MicroBatch(
+        None if tokens is None else tokens.shape[1],
+        kwargs.pop(DOCUMENTS, None),
+        kwargs.pop(PACKING, None),
+        kwargs.pop(FIRST_SAMPLE, None),
+    )
+    return kwargs
+
+
+def end() -> None:
+    """The forward pass is over."""
+    _here.current = _NONE
+
+
+def follow_calls(model: nn.Module) -> None:
+    """Every call of `model` is one micro-batch's."""
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, begin(args, kwargs)), with_kwargs=True)
+    model.register_forward_hook(lambda *_: end(), always_call=True)
+
+
+def recompute_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The `context_fn` of activation checkpointing.
+
+    A recomputation works on the micro-batch of its forward pass. Attention is kept: it would send keys and values
+    around the ring a second time.
+    """
+    keeping, taking = keep_attention()
+    return keeping, _Restored(_here.current, taking)
+
+
+class _Restored:
+    """Within it a micro-batch is worked on again."""
+
+    def __init__(self, micro_batch: MicroBatch, taking: AbstractContextManager[Any]) -> None:
+        self._micro_batch, self._taking = micro_batch, taking
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._taking)
+        self._before = _here.current, _here.recomputing
+        _here.current, _here.recomputing = self._micro_batch, True
+
+    def __exit__(self, *_: object) -> None:
+        _here.current, _here.recomputing = self._before
+        self._stack.close()
