@@ -1,13 +1,14 @@
-"""When each stage of a pipeline computes what: the schedule of a step, laid out in seconds.
+"""When each stage of a pipeline computes what: the schedule of a step (`layout.schedule`), laid out in seconds.
 
-1F1B (arXiv 2104.04473, section 2.2), interleaved where a rank holds several virtual stages. The order of a stage's
-passes is fixed; each starts when the stage is free and what it needs has arrived.
+The order of a stage's passes is fixed; each starts when the stage is free and what it needs has arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from parcompile.layout.schedule import Pass, Schedule
 
 from .step import StepTime
 from .workload import Workload
@@ -18,7 +19,7 @@ the one before it, so that further ones lengthen the middle and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class TimedPass:
     """One forward or backward pass of a micro-batch through a virtual stage, in seconds from the start of the step."""
 
     stage: int
@@ -30,7 +31,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Timetable:
     """The passes of a step.
 
     `left_out` micro-batches of the middle are not laid out: what comes after `resumes` happens `left_out_seconds`
@@ -38,7 +39,7 @@ class Schedule:
     which they compute nothing: the bubble, and what imbalance costs.
     """
 
-    passes: tuple[Pass, ...]
+    passes: tuple[TimedPass, ...]
     stages: int
     seconds: float
     idle_share: float
@@ -47,33 +48,7 @@ class Schedule:
     resumes: float = 0.0
 
 
-def stage_order(pp: int, virtual: int, micro_batches: int, stage: int, group: int) -> list[tuple[bool, int, int]]:
-    """The passes of one stage in their order, as (forward, micro-batch, chunk).
-
-    `group` micro-batches go through one chunk before the next one is taken up; it is pp in Megatron-LM unless
-    `microbatch_group_size_per_virtual_pipeline_stage` says otherwise.
-    """
-    if virtual == 1:
-        ahead = [(micro, 0) for micro in range(micro_batches)]
-        back, held = ahead, min(pp - stage - 1, micro_batches)
-    else:
-        starts = range(0, micro_batches, group)
-        ahead, back = (
-            [
-                (micro, chunk)
-                for start in starts
-                for chunk in chunks
-                for micro in range(start, min(start + group, micro_batches))
-            ]
-            for chunks in (range(virtual), range(virtual - 1, -1, -1))
-        )
-        held = min((pp - stage - 1) * 2 + (virtual - 1) * group, len(ahead))
-    forward, backward = [(True, *one) for one in ahead], [(False, *one) for one in back]
-    steady = [one for pair in zip(forward[held:], backward, strict=False) for one in pair]
-    return [*forward[:held], *steady, *backward[len(forward) - held :]]
-
-
-def schedule(work: Workload, step: StepTime, group: int | None = None) -> Schedule:
+def timetable(work: Workload, step: StepTime, group: int | None = None) -> Timetable:
     """The schedule of a step whose stages take the time of `step`; what stages exchange comes before each pass."""
     pp, virtual, group = work.pp, work.virtual_stages, group or work.pp
     laid = work.micro_batches
@@ -83,12 +58,12 @@ def schedule(work: Workload, step: StepTime, group: int | None = None) -> Schedu
     hop = step.exchange / (2 * virtual * (work.micro_batches + pp - 1))
     ahead = 1 / 4 if work.recompute == "full" else 1 / 3
     times = [(seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop) for seconds in step.stages]
-    passes = _laid_out(times, [stage_order(pp, virtual, laid, stage, group) for stage in range(pp)], virtual)
+    passes = _laid_out(times, Schedule(pp, laid, virtual, group))
     seconds = max(one.stop for one in passes)
     left_out = work.micro_batches - laid
     longer = left_out * max(sum(pair) for pair in times) * virtual
     busy = work.micro_batches * virtual * sum(map(sum, times))
-    return Schedule(
+    return Timetable(
         passes=tuple(passes),
         stages=pp,
         seconds=seconds + longer,
@@ -99,31 +74,33 @@ def schedule(work: Workload, step: StepTime, group: int | None = None) -> Schedu
     )
 
 
-def _laid_out(
-    times: Sequence[tuple[float, float]], orders: Sequence[Sequence[tuple[bool, int, int]]], virtual: int
-) -> list[Pass]:
-    pp = len(times)
-    last = pp * virtual - 1
+def _laid_out(times: Sequence[tuple[float, float]], schedule: Schedule) -> list[TimedPass]:
+    pp = schedule.pp
+    orders = [schedule.passes(rank) for rank in range(pp)]
     done: dict[tuple[bool, int, int], float] = {}
     at, free = [0] * pp, [0.0] * pp
-    found: list[Pass] = []
+    found: list[TimedPass] = []
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         moved = False
         for stage, order in enumerate(orders):
             while at[stage] < len(order):
-                forward, micro, chunk = order[at[stage]]
-                here = chunk * pp + stage
-                if forward:
-                    needs = (True, here - 1, micro) if here else None
-                else:
-                    needs = (False, here + 1, micro) if here < last else (True, here, micro)
+                one = order[at[stage]]
+                here = one.chunk * pp + stage
+                needs = _needs(one, here, schedule.last_stage)
                 if needs is not None and needs not in done:
                     break
                 start = max(free[stage], done[needs] if needs else 0.0)
-                stop = start + times[stage][not forward]
-                done[forward, here, micro] = free[stage] = stop
-                found.append(Pass(stage, forward, micro, chunk, start, stop))
+                stop = start + times[stage][not one.forward]
+                done[one.forward, here, one.micro_batch] = free[stage] = stop
+                found.append(TimedPass(stage, one.forward, one.micro_batch, one.chunk, start, stop))
                 at[stage] += 1
                 moved = True
         assert moved, "a schedule whose passes wait for each other"
     return found
+
+
+def _needs(one: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
+    """The pass of another (global) stage whose end a pass waits for, as (forward, stage, micro-batch)."""
+    if one.forward:
+        return (True, stage - 1, one.micro_batch) if stage else None
+    return (False, stage + 1, one.micro_batch) if stage < last else (True, stage, one.micro_batch)

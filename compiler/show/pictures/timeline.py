@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parcompile.cost.pipeline import Schedule, schedule
+from parcompile.cost import pipeline
+from parcompile.cost.pipeline import Timetable
 from parcompile.cost.table import time_bars, time_rows
 from parcompile.layout.grid import Axis
 from parcompile.units import format_seconds
@@ -43,10 +44,10 @@ def draw(subject: Subject, width: float) -> Picture:
     return sketch.picture("One step", subtitle, f"A step takes {format_seconds(step.seconds)}: {parts}")
 
 
-def timetable(subject: Subject) -> Schedule:
+def timetable(subject: Subject) -> Timetable:
     """The passes of the step."""
     group = subject.plan.spec.parallelism.microbatch_group_size_per_virtual_pipeline_stage
-    return schedule(subject.estimate.work, subject.estimate.time.step, group)
+    return pipeline.timetable(subject.estimate.work, subject.estimate.time.step, group)
 
 
 def _parts(sketch: Sketch, subject: Subject) -> None:
@@ -92,7 +93,7 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
     sketch.y = top
 
 
-def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
+def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
     step, work = subject.estimate.time.step, subject.estimate.work
     sketch.y += 12
     name = "1F1B" if work.virtual_stages == 1 else f"interleaved 1F1B, {work.virtual_stages} virtual stages"
@@ -145,7 +146,9 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Schedule) -> None:
         )
 
 
-def _passes(sketch: Sketch, laid: Schedule, window: tuple[float, float, float, float], top: float, lane: float) -> None:
+def _passes(
+    sketch: Sketch, laid: Timetable, window: tuple[float, float, float, float], top: float, lane: float
+) -> None:
     start, stop, left, room = window
     scale = room / (stop - start)
     for one in laid.passes:
@@ -166,7 +169,7 @@ def _passes(sketch: Sketch, laid: Schedule, window: tuple[float, float, float, f
 
 def _tail(
     sketch: Sketch,
-    laid: Schedule,
+    laid: Timetable,
     times: tuple[float, float],
     window: tuple[float, float, float, float],
     place: tuple[float, float],

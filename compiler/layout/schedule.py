@@ -1,0 +1,135 @@
+"""The schedule of a pipeline: which pass each pp rank computes after which, and what it sends to whom.
+
+1F1B (arXiv 2104.04473, section 2.2): a rank runs a few micro-batches forward ahead, then one forward and one backward
+in turn, then what is left backward. With virtual stages it is interleaved: global stage `chunk · pp + rank` is a rank's
+chunk, and `group` micro-batches go through one chunk before the next is taken up. The runtime executes these passes in
+this order; the plan lists them; estimates and pictures lay them out in seconds.
+
+A message travels between neighbours around the ring of ranks. Its receive is posted one pass before the pass that needs
+it, and a sender goes on to its next pass. Messages of one kind between two ranks in one direction are a lane: a
+communicator carries the messages of two ranks in the order in which both post them, so that one for all of them would
+wait for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+RECEIVES_AHEAD = 1
+"""Passes by which a receive is posted before the pass that needs it: one buffer is in use while another fills."""
+
+
+class Pass(NamedTuple):
+    """One forward or backward pass of a micro-batch through a chunk of layers."""
+
+    forward: bool
+    micro_batch: int
+    chunk: int
+
+    def label(self, virtual: int) -> str:
+        """F3 is the forward pass of micro-batch 3; with virtual stages the chunk follows: B3.1."""
+        name = f"{'F' if self.forward else 'B'}{self.micro_batch}"
+        return name if virtual == 1 else f"{name}.{self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The passes of a step on every rank of a pipeline.
+
+    `group` micro-batches go through one chunk before the next one is taken up: pp in Megatron-LM, unless
+    `microbatch_group_size_per_virtual_pipeline_stage` says otherwise.
+    """
+
+    pp: int
+    micro_batches: int
+    virtual: int = 1
+    group: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "1F1B" if self.virtual == 1 else "interleaved 1F1B"
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that go through one chunk after the other."""
+        return self.group or self.pp
+
+    def passes(self, rank: int) -> list[Pass]:
+        """What a rank computes, in order."""
+        ahead = self.forward_passes()
+        back = [Pass(False, one.micro_batch, self.virtual - 1 - one.chunk) for one in ahead]
+        warm_up = self.warm_up(rank)
+        steady = [one for pair in zip(ahead[warm_up:], back, strict=False) for one in pair]
+        return [*ahead[:warm_up], *steady, *back[len(ahead) - warm_up :]]
+
+    def forward_passes(self) -> list[Pass]:
+        """The forward passes alone, in order: those of an evaluation. They are the same on every rank."""
+        if self.virtual == 1:
+            return [Pass(True, micro, 0) for micro in range(self.micro_batches)]
+        return [
+            Pass(True, micro, chunk)
+            for start in range(0, self.micro_batches, self.group_size)
+            for chunk in range(self.virtual)
+            for micro in range(start, min(start + self.group_size, self.micro_batches))
+        ]
+
+    def warm_up(self, rank: int) -> int:
+        """Forward passes of a rank before its first backward pass has its turn."""
+        if self.virtual == 1:
+            return min(self.pp - rank - 1, self.micro_batches)
+        ahead = (self.pp - rank - 1) * 2 + (self.virtual - 1) * self.group_size
+        return min(ahead, self.micro_batches * self.virtual)
+
+    def in_flight(self, rank: int) -> int:
+        """Chunks whose activations a rank holds at most: forward has run through them, backward has not ended."""
+        return min(self.warm_up(rank) + 1, self.micro_batches * self.virtual)
+
+    def source(self, rank: int, one: Pass) -> int | None:
+        """The rank that sends what a pass begins with; None: it begins with tokens, or with the loss of this rank."""
+        stage = one.chunk * self.pp + rank
+        if one.forward:
+            return None if stage == 0 else (rank - 1) % self.pp
+        return None if stage == self.last_stage else (rank + 1) % self.pp
+
+    def target(self, rank: int, one: Pass) -> int | None:
+        """The rank that gets what a pass ends with; None: it ends with the loss, or nothing comes before it."""
+        stage = one.chunk * self.pp + rank
+        if one.forward:
+            return None if stage == self.last_stage else (rank + 1) % self.pp
+        return None if stage == 0 else (rank - 1) % self.pp
+
+    @property
+    def last_stage(self) -> int:
+        """The global stage with the loss."""
+        return self.pp * self.virtual - 1
+
+    @property
+    def sends_under_way(self) -> int:
+        """Messages of a lane that a sender may have under way when it posts another: two, or what waits for its group.
+
+        With groups of more than pp micro-batches a chunk's outputs are sent before the next chunk has room for them.
+        """
+        return 2 + (max(0, self.group_size - self.pp) if self.virtual > 1 else 0)
+
+    @property
+    def lanes(self) -> int:
+        """Communicators of a pipeline: of hidden states and of gradients, and of each direction where both carry both.
+
+        With two ranks and virtual stages the next rank is also the one before.
+        """
+        return 4 if self.pp == 2 and self.virtual > 1 else 2 if self.pp > 1 else 0
+
+    def lane(self, sender: int, receiver: int, *, forward: bool) -> int:
+        """Which of them carries a message."""
+        return (0 if forward else 1) + (2 if self.lanes == 4 and sender > receiver else 0)
+
+    def sends(self, rank: int) -> tuple[int, int]:
+        """Messages that a rank sends in a step: hidden states, and gradients."""
+        found = [one.forward for one in self.passes_of_one_micro_batch() if self.target(rank, one) is not None]
+        return self.micro_batches * sum(found), self.micro_batches * (len(found) - sum(found))
+
+    def passes_of_one_micro_batch(self) -> list[Pass]:
+        """Every chunk once forward and once backward."""
+        return [Pass(forward, 0, chunk) for forward in (True, False) for chunk in range(self.virtual)]

@@ -1,0 +1,141 @@
+"""A schedule runs every pass once, in an order that never waits for itself, and holds no more than it says."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+
+from parcompile.layout.schedule import RECEIVES_AHEAD, Schedule
+
+
+def schedules() -> list[Schedule]:
+    """Small ones of every kind that rule B006 lets pass."""
+    plain = [Schedule(pp, micro) for pp in (1, 2, 3, 4, 6) for micro in (1, 2, 3, 5, 8, 12)]
+    interleaved = [
+        Schedule(pp, micro, virtual, group)
+        for pp in (2, 3, 4)
+        for virtual in (2, 3)
+        for micro in range(pp, 11)
+        for group in range(pp, micro + 1)
+        if not 0 < micro % group < pp
+    ]
+    return plain + interleaved
+
+
+def test_every_pass_runs_once_and_backward_after_its_forward() -> None:
+    for schedule in schedules():
+        for rank in range(schedule.pp):
+            passes = schedule.passes(rank)
+            assert Counter(passes).most_common(1)[0][1] == 1
+            assert len(passes) == 2 * schedule.micro_batches * schedule.virtual
+            for place, one in enumerate(passes):
+                assert one.forward or one._replace(forward=True) in passes[:place]
+
+
+def test_no_more_is_held_than_the_schedule_says() -> None:
+    for schedule in schedules():
+        for rank in range(schedule.pp):
+            held = most = 0
+            for one in schedule.passes(rank):
+                held += 1 if one.forward else -1
+                most = max(most, held)
+            assert (held, most) == (0, schedule.in_flight(rank))
+
+
+def test_a_plain_pipeline_holds_as_many_micro_batches_as_stages_follow() -> None:
+    """arXiv 2104.04473, section 2.2.1."""
+    assert [Schedule(4, 8).in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [Schedule(4, 2).in_flight(rank) for rank in range(4)] == [2, 2, 2, 1]
+    assert [one.label(1) for one in Schedule(4, 3).passes(2)] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+
+
+def test_sends_are_counted() -> None:
+    for schedule in schedules():
+        for rank in range(schedule.pp):
+            sent = [one for one in schedule.passes(rank) if schedule.target(rank, one) is not None]
+            ahead = sum(one.forward for one in sent)
+            assert schedule.sends(rank) == (ahead, len(sent) - ahead)
+
+
+def test_what_is_sent_is_what_the_receiver_asks_for_in_that_order() -> None:
+    for schedule in schedules():
+        pp = schedule.pp
+        lanes: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for rank in range(pp):
+            for one in schedule.passes(rank):
+                stage = one.chunk * pp + rank
+                if (to := schedule.target(rank, one)) is not None:
+                    lane = schedule.lane(rank, to, forward=one.forward), rank, to
+                    goes_to = stage + 1 if one.forward else stage - 1
+                    lanes.setdefault(lane, ([], []))[0].append((one.micro_batch, goes_to))
+                if (source := schedule.source(rank, one)) is not None:
+                    lane = schedule.lane(source, rank, forward=one.forward), source, rank
+                    lanes.setdefault(lane, ([], []))[1].append((one.micro_batch, stage))
+        assert all(sent == asked for sent, asked in lanes.values())
+        assert len({lane for lane, *_ in lanes}) == schedule.lanes
+
+
+class _Rank:
+    """Executes as the runtime does: receives posted ahead, few sends under way; lanes carry in the order of posting."""
+
+    def __init__(self, schedule: Schedule, rank: int, one_communicator: bool) -> None:
+        self.orders: deque[tuple[str, Any]] = deque()
+        self.lanes: dict[Any, deque[Any]] = {}
+        self.done: set[Any] = set()
+        passes, posted, under_way = schedule.passes(rank), 0, {}
+        for place, one in enumerate(passes):
+            while posted <= min(place + RECEIVES_AHEAD, len(passes) - 1):
+                if (source := schedule.source(rank, passes[posted])) is not None:
+                    lane = schedule.lane(source, rank, forward=passes[posted].forward)
+                    self.post(lane, one_communicator, source, rank, ("receive", posted))
+                posted += 1
+            if schedule.source(rank, one) is not None:
+                self.orders.append(("wait", ("receive", place)))
+            if (to := schedule.target(rank, one)) is not None:
+                lane = schedule.lane(rank, to, forward=one.forward)
+                waiting = under_way.setdefault(lane, deque())
+                if len(waiting) == schedule.sends_under_way:
+                    self.orders.append(("wait", waiting.popleft()))
+                self.post(lane, one_communicator, rank, to, ("send", place))
+                waiting.append(("send", place))
+
+    def post(self, lane: int, one_communicator: bool, sender: int, receiver: int, name: Any) -> None:
+        pair = min(sender, receiver), max(sender, receiver)
+        self.orders.append(("post", (pair if one_communicator else (lane, pair), sender, receiver, lane, name)))
+
+
+def runs(schedule: Schedule, *, one_communicator: bool = False) -> bool:
+    """Whether all ranks come to the end when a send ends only with its receive."""
+    ranks = [_Rank(schedule, rank, one_communicator) for rank in range(schedule.pp)]
+    moved = True
+    while moved:
+        moved = False
+        for one in ranks:
+            while one.orders and (one.orders[0][0] == "post" or one.orders[0][1] in one.done):
+                kind, what = one.orders.popleft()
+                if kind == "post":
+                    one.lanes.setdefault(what[0], deque()).append(what[1:])
+                moved = True
+        for rank, one in enumerate(ranks):
+            for communicator, queue in one.lanes.items():
+                if not queue or queue[0][0] != rank:
+                    continue
+                other = ranks[queue[0][1]]
+                theirs = other.lanes.get(communicator)
+                if theirs and theirs[0][:3] == queue[0][:3]:
+                    one.done.add(queue.popleft()[3])
+                    other.done.add(theirs.popleft()[3])
+                    moved = True
+    return not any(one.orders or any(one.lanes.values()) for one in ranks)
+
+
+def test_no_schedule_waits_for_itself() -> None:
+    assert all(runs(schedule) for schedule in schedules())
+
+
+@pytest.mark.parametrize("schedule", [Schedule(2, 4), Schedule(4, 8), Schedule(2, 4, 2)], ids=str)
+def test_one_communicator_for_both_kinds_of_messages_would(schedule: Schedule) -> None:
+    """Why there are lanes."""
+    assert not runs(schedule, one_communicator=True)
