@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.micro_batch import DOCUMENTS
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
+from parcompile.runtime.micro_batch import DOCUMENTS
 from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
 
 Batch = dict[str, Any]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.micro_batch import FIRST_SAMPLE
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
+from parcompile.runtime.micro_batch import FIRST_SAMPLE
 
 from .batches import Batch, split_batch, stack, without_padding
 

@@ -17,10 +17,10 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
-from parcompile.runtime.inject.micro_batch import recompute_context
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import adopt, recompute_layers
+from parcompile.runtime.micro_batch import recompute_context
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder

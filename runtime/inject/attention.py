@@ -16,9 +16,9 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.micro_batch import FIRST_SAMPLE, current, follow_calls
 from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
-from .micro_batch import FIRST_SAMPLE, current, follow_calls
 from .rotary import see_last_position
 
 NAME = "parcompile"

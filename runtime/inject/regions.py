@@ -20,10 +20,9 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.micro_batch import current
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
-
-from .micro_batch import current
 
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""

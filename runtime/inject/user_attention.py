@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.micro_batch import current
 
 from .attention import RingPlace
-from .micro_batch import current
 
 __all__ = ["run_around_ring"]
 

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.model.user_module import LAYER, OwnModule
+from parcompile.runtime import micro_batch
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from . import micro_batch
 from .attention import RING, RingPlace
 from .heads import localise_heads
 from .regions import Region

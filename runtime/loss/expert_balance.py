@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.micro_batch import is_recomputing
+from parcompile.runtime.micro_batch import is_recomputing
 
 from .causal import ParallelCausalLoss
 

@@ -14,8 +14,8 @@ from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
-from parcompile.runtime.inject.micro_batch import recompute_context
 from parcompile.runtime.inject.user_module import recompute_layers
+from parcompile.runtime.micro_batch import recompute_context
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 
