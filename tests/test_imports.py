@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_a_circle_is_found_and_what_leads_to_it_is_not_part_of_it() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [("b", "c")]
 
 
-@pytest.mark.parametrize("package", ["parcompile.runtime"])
+@pytest.mark.parametrize("package", ["parcompile", "parcompile.runtime"])
 def test_no_modules_import_each_other_in_a_circle(graph: Graph, package: str) -> None:
     assert circles(of_package(graph, package)) == []
 
@@ -86,6 +87,32 @@ def test_no_rooms_import_each_other_in_a_circle(graph: Graph, package: str) -> N
             others = {".".join(one.split(".")[:depth]) for one in found}
             rooms.setdefault(room, set()).update(others - {room, package})
     assert circles(rooms) == []
+
+
+def order_of_rooms() -> list[str]:
+    """The rooms of the compiler as CONTRIBUTING orders them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    line = re.search(r"^`(units .*? cli)`$", text, re.MULTILINE)
+    assert line is not None
+    return line[1].split(" ‹ ")
+
+
+def test_a_room_of_the_compiler_imports_only_rooms_before_it(graph: Graph) -> None:
+    order = order_of_rooms()
+    found: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        room = name.removeprefix("parcompile.").split(".")[0]
+        if name == "parcompile" or room in ("runtime", "schemas", "__main__"):
+            continue
+        others = {one.removeprefix("parcompile.").split(".")[0] for one in imported if one != "parcompile"}
+        found.setdefault(room, set()).update(others - {room, "schemas"})
+    assert sorted(found) == sorted(order)
+    # Commands call the runtime when they are asked to run something.
+    found["cli"] -= {"runtime"}
+    late = {
+        room: [one for one in imported if one not in order[: order.index(room)]] for room, imported in found.items()
+    }
+    assert {room: sorted(imported) for room, imported in late.items() if imported} == {}
 
 
 def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:

@@ -15,7 +15,6 @@ from parcompile.atomic import write_file
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import columns, table
-from parcompile.cost.workload import workload_of
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, writable
@@ -23,6 +22,7 @@ from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file
 from parcompile.plan import compile_plan
 from parcompile.search.variant import MEMORY_RULE, Variant, variant
+from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 

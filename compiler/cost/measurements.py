@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.layout.stages import Stage
 from parcompile.machines.preset import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
-from parcompile.spec import Spec
 from parcompile.units import GIB
 
-from .workload import Workload, workload_of
+from .workload import Workload
 
 
 class MeasurementError(ValueError):
@@ -208,7 +208,7 @@ def _plain(row: Mapping[str, str]) -> Measurement:
     if row.get("sequence_parallel"):
         changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")
     if row.get("order"):
-        changes["order"] = tuple(row["order"].split("-"))
+        changes["order"] = tuple(map(Axis, row["order"].split("-")))
     if row.get("cp_sizes"):
         inner, outer = row["cp_sizes"].split("x")
         changes["cp_sizes"] = (int(inner), int(outer))
@@ -225,14 +225,15 @@ def _plain_shape(row: Mapping[str, str]) -> ModelShape:
     return shape_from_config(preset.config)
 
 
-def plain_row(spec: Spec, *, peak_bytes: int, step_seconds: float) -> dict[str, str]:
-    """One run of a resolved spec as `read_plain` reads it: everything that an estimate needs stands in the row."""
-    work, machine = workload_of(spec), spec.cluster.preset
+def plain_row(
+    work: Workload, *, model: str, hf_config: Mapping[str, Any], peak_bytes: int, step_seconds: float
+) -> dict[str, str]:
+    """One run as `read_plain` reads it: everything that an estimate needs stands in the row."""
     return {
-        "model": spec.model.source,
-        "hf_config": json.dumps(dict(spec.model.hf_config), sort_keys=True),
+        "model": model,
+        "hf_config": json.dumps(dict(hf_config), sort_keys=True),
         "accelerator": work.accelerator,
-        "preset": "" if machine is None else json.dumps(preset_tree(machine)),
+        "preset": "" if work.preset is None else json.dumps(preset_tree(work.preset)),
         **{name: str(getattr(work, name)) for name in (*PLAIN_COLUMNS, *_PLAIN_SIZES) if hasattr(work, name)},
         "sequence_parallel": str(work.sequence_parallel).lower(),
         **{name: getattr(work, name) for name in _PLAIN_NAMES},

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.layout.stages import Stage
-from parcompile.spec import Spec
 
-from .parameters import rank_parameters
+from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce_bucket_size, in elements."""
@@ -38,17 +37,21 @@ class StaticMemory:
         return sum(parts)
 
 
-def static_memory(spec: Spec, stage: Stage | None = None) -> StaticMemory:
-    """The static bytes of a rank of `stage`; left out, of the stage that holds most."""
+def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
+    """The static bytes of a rank of `stage`; left out, of the stage that holds most.
+
+    Raises:
+        SplitError: a tensor cannot be cut over tp.
+    """
     if stage is None:
-        return max((static_memory(spec, one) for one in spec.stages), key=lambda memory: memory.total_bytes)
-    numel = rank_numel(spec, stage)
-    shards = spec.parallelism.zero_shards if spec.zero_stage >= 1 else 1
+        return max((static_memory(work, one) for one in work.stages), key=lambda memory: memory.total_bytes)
+    numel = work.stage_parameters(stage)
+    shards = work.shards if work.zero_stage >= 1 else 1
     padded = padded_numel(numel, shards)
     shard = padded // shards
-    width, sum_width = spec.training.precision.bytes, spec.training.gradient_accumulation_dtype.bytes
-    gradients, bucket = numel * sum_width, bucket_numel(spec) * width
-    if keeps_both_gradients("deepspeed", width, sum_width, spec.zero_stage):
+    width, sum_width = work.element_bytes, work.gradient_bytes
+    gradients, bucket = numel * sum_width, bucket_numel(work) * width
+    if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):
         gradients, bucket = padded * sum_width + numel * width, 0
     return StaticMemory(
         numel=numel,
@@ -71,17 +74,6 @@ def keeps_both_gradients(framework: str, weight_width: int, sum_width: int, zero
     return framework == "deepspeed" and zero_stage == 1 and weight_width < sum_width
 
 
-def rank_numel(spec: Spec, stage: Stage) -> int:
-    """Parameters on one rank of a stage."""
-    return rank_parameters(
-        spec.model.shape,
-        stage,
-        spec.parallelism.tp,
-        ep=spec.parallelism.ep,
-        vocab_divisible_by=spec.parallelism.make_vocab_size_divisible_by,
-    )
-
-
-def bucket_numel(spec: Spec) -> int:
+def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
-    return min(LARGEST_BUCKET, max(rank_numel(spec, stage) for stage in spec.stages))
+    return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))

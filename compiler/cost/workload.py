@@ -15,7 +15,6 @@ from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.machines.accelerator import Accelerator, find_accelerator
 from parcompile.model.shape import ModelShape
-from parcompile.spec import Spec
 
 from .parameters import rank_parameters
 
@@ -170,35 +169,3 @@ class Workload:
         """
         divisor = self.vocab_divisible_by
         return rank_parameters(self.shape, stage, self.tp, ep=self.ep, vocab_divisible_by=divisor)
-
-
-def workload_of(spec: Spec) -> Workload:
-    """The step of a resolved spec, as the DeepSpeed runtime executes it."""
-    axes, training = spec.parallelism, spec.training
-    return Workload(
-        shape=spec.model.shape,
-        nodes=spec.cluster.nodes,
-        gpus_per_node=spec.cluster.gpus_per_node,
-        accelerator=spec.cluster.accelerator,
-        sequence_length=training.sequence_length,
-        micro_batch=training.micro_batch_size,
-        micro_batches=training.gradient_accumulation_steps,
-        tp=axes.tp,
-        cp=axes.cp,
-        ep=axes.ep,
-        dp=axes.dp,
-        pp=axes.pp,
-        order=axes.order,
-        cp_layout=axes.cp_layout.value,
-        cp_implementation=axes.cp_implementation.value,
-        cp_sizes=axes.hierarchical_cp_sizes,
-        sequence_parallel=axes.sequence_parallel,
-        recompute=training.activation_checkpointing,
-        element_bytes=training.precision.bytes,
-        gradient_bytes=training.gradient_accumulation_dtype.bytes,
-        zero_stage=spec.zero_stage,
-        vocab_divisible_by=axes.make_vocab_size_divisible_by,
-        virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
-        stage_layers=spec.stages,
-        preset=spec.cluster.preset,
-    )

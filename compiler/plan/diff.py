@@ -10,8 +10,8 @@ from typing import Any
 
 from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
-from parcompile.cost.workload import workload_of
 from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
@@ -195,7 +195,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
 
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, tuple[Any, str]]:
-        spec, topology, memory = plan.spec, topology_of(plan), static_memory(plan.spec)
+        spec, topology, memory = plan.spec, topology_of(plan), static_memory(workload_of(plan.spec))
         found = estimate(workload_of(spec))
         sizes = {
             "peak memory per rank, estimated": round(found.memory.peak.total_bytes),

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from parcompile.cost.context_time import choices
-from parcompile.cost.memory import rank_numel, static_memory
+from parcompile.cost.memory import static_memory
 from parcompile.cost.parameters import stage_numel
-from parcompile.cost.workload import workload_of
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import Family
@@ -25,6 +24,7 @@ from parcompile.layout.topology import reach
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter
 from parcompile.spec import Spec
+from parcompile.spec.workload import workload_of
 
 from .placement import alternatives, placement, step_traffic
 from .plan import Plan
@@ -181,7 +181,7 @@ def stage_rows(spec: Spec) -> list[dict[str, Any]]:
 
 def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:
     shards = spec.parallelism.zero_shards
-    numel = rank_numel(spec, stage)
+    numel = workload_of(spec).stage_parameters(stage)
     padded = padded_numel(numel, shards)
     larger = even_shard(numel, shards, 0).numel
     return {
@@ -243,7 +243,7 @@ def _piece_sizes(spec: Spec, stage: Stage) -> Sizes:
 def optimizer_shards(spec: Spec) -> dict[str, Any]:
     """How ZeRO cuts the optimizer state of a rank of the largest stage."""
     shards = spec.parallelism.zero_shards
-    memory = static_memory(spec)
+    memory = static_memory(workload_of(spec))
     padded = padded_numel(memory.numel, shards)
     return {
         "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
-from parcompile.cost.workload import workload_of
 from parcompile.layout.grid import Axis
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes, format_milliseconds
 
 from .plan import Plan
@@ -13,7 +13,7 @@ from .plan import Plan
 
 def summary(plan: Plan) -> str:
     """What the plan does and costs, for a terminal."""
-    spec, memory = plan.spec, static_memory(plan.spec)
+    spec, memory = plan.spec, static_memory(workload_of(plan.spec))
     axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.PP, Axis.DP))
     training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel

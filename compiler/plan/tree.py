@@ -26,6 +26,7 @@ from parcompile.spec import (
     Spec,
     Training,
 )
+from parcompile.spec.workload import workload_of
 from parcompile.version import __version__
 
 from .plan import Plan, PlanError, Refusal
@@ -111,7 +112,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "sequence": sequence(spec),
         "optimizer_shards": optimizer_shards(spec),
         "stages": stage_rows(spec),
-        "static_memory": asdict(static_memory(spec)),
+        "static_memory": asdict(static_memory(workload_of(spec))),
         "provenance": {
             path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}
             for path, found in spec.provenance.items()

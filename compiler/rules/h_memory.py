@@ -12,6 +12,7 @@ from parcompile.layout.tensor import SplitError
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import PresetError, is_preset_file
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes
 
 from .places import also, model_path
@@ -35,7 +36,7 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         return
     try:
-        memory = static_memory(spec.spec())
+        memory = static_memory(workload_of(spec.spec()))
     except (SplitError, ValueError):
         # The layout cannot be cut as written, which other rules say.
         raise Unavailable("memory") from None

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parcompile.cost.workload import Workload, workload_of
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import AXES, Axis
 from parcompile.plan.compile import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.workload import workload_of
 
 _CP = ("cp_implementation", "hierarchical_cp_sizes")
 

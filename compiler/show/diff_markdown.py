@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parcompile.cost.estimate import Estimate, estimate
-from parcompile.cost.workload import workload_of
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.plan import Plan
 from parcompile.plan.diff import TITLES, Difference, Kind
 from parcompile.plan.resume import Resume, Resumption
 from parcompile.plan.sections import topology
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .markdown import folded, plain, table

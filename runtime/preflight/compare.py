@@ -14,13 +14,14 @@ import torch.distributed as dist
 from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.workload import Workload, workload_of
+from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import CP_LEVELS
 from parcompile.layout.stages import Stage
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes
 
 from .counting import Tally, by_group
@@ -82,7 +83,7 @@ def compare_parameters(mesh: Mesh, held: list[Held], stages: tuple[Stage, ...]) 
     yield _finding(mesh.rank, "parameter slices", f"{count} tensors", f"{count - len(slices)} as planned", slices)
     stage = _stage(plan.spec, mesh)
     expected = sum(rows[planned[name].name][1].local_numel for name in planned) * width
-    unpadded = static_memory(plan.spec, stage).numel * width
+    unpadded = static_memory(workload_of(plan.spec), stage).numel * width
     total = sum(one.nbytes for one in found.values())
     yield _bytes(mesh.rank, "parameter bytes", unpadded, total, extra=expected != unpadded)
 
@@ -90,7 +91,7 @@ def compare_parameters(mesh: Mesh, held: list[Held], stages: tuple[Stage, ...]) 
 def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """What the live engine holds for the whole run, byte for byte."""
     spec = mesh.plan.spec
-    memory, static = static_memory(spec, _stage(spec, mesh)), step.static
+    memory, static = static_memory(workload_of(spec), _stage(spec, mesh)), step.static
     yield _bytes(mesh.rank, "weights", memory.weight_bytes, static.weights)
     yield _bytes(mesh.rank, "master weights", memory.master_bytes, static.master)
     yield _bytes(mesh.rank, "optimizer state", memory.optimizer_bytes, static.moments)

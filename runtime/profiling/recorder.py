@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parcompile.cost.measurements import PLAIN_COLUMNS, plain_row
 from parcompile.runtime.groups import Mesh
+from parcompile.spec.workload import workload_of
 
 FILE = "measurements.csv"
 WARM_UP = 3
@@ -79,8 +80,11 @@ class Recorder:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if self._mesh.rank or not self._seconds:
             return
+        spec = self._mesh.plan.spec
         row = plain_row(
-            self._mesh.plan.spec,
+            workload_of(spec),
+            model=spec.model.source,
+            hf_config=spec.model.hf_config,
             peak_bytes=int(peak),
             step_seconds=statistics.median(self._seconds),
         )

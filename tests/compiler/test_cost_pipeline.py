@@ -10,8 +10,9 @@ import pytest
 
 from parcompile.cost.pipeline import MOST_PASSES, timetable
 from parcompile.cost.step import timing
-from parcompile.cost.workload import Workload, workload_of
+from parcompile.cost.workload import Workload
 from parcompile.plan import load_plan
+from parcompile.spec.workload import workload_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -15,7 +15,7 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.cli import main
 from parcompile.cost.footprint import STATIC, footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.workload import workload_of
+from parcompile.spec.workload import workload_of
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -80,7 +80,7 @@ def test_json_is_the_whole_of_standard_output_and_its_parts_add_up(run: Run) -> 
 
 def test_static_parts_equal_those_of_the_plan(tmp_path: Path) -> None:
     spec = compile_tree(LLAMA, tmp_path).spec
-    peak, exact = footprint(workload_of(spec)).peak, static_memory(spec)
+    peak, exact = footprint(workload_of(spec)).peak, static_memory(workload_of(spec))
     parts = [peak.components[name] for name in STATIC]
     assert parts == [
         exact.weight_bytes,

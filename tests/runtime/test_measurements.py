@@ -17,9 +17,9 @@ from training_runs import initial_model, make_plan, samples
 from parcompile.backends.writing import to_text, write
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
-from parcompile.cost.workload import workload_of
 from parcompile.plan import load_plan, plan_tree
 from parcompile.runtime.profiling.recorder import FIRST_WRITE, put_row
+from parcompile.spec.workload import workload_of
 
 RUNS = 5
 TRAINING = {"global_batch_size": 4, "micro_batch_size": 1}

@@ -23,13 +23,13 @@ from parcompile.cli import main
 from parcompile.cli.preflight import command
 from parcompile.cost import collectives as estimated
 from parcompile.cost import footprint
-from parcompile.cost.workload import workload_of
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
+from parcompile.spec.workload import workload_of
 
 LAYOUTS = {
     "dp2": (2, {}, {}),

@@ -13,7 +13,6 @@ from ranks import RankError, free_port
 
 from parcompile import schema
 from parcompile.cost.step import timing
-from parcompile.cost.workload import workload_of
 from parcompile.machines.preset import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import plan_from_tree, plan_tree
@@ -21,6 +20,7 @@ from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
 from parcompile.runtime.profiling.machine import RankProfile, measure_rank, preset, slowest
+from parcompile.spec.workload import workload_of
 
 
 def command(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

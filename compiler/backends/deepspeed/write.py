@@ -13,6 +13,7 @@ from typing import Any
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
+from parcompile.spec.workload import workload_of
 
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
@@ -96,7 +97,7 @@ def _communication_dtype(precision: Precision) -> str:
 
 
 def _zero(spec: Spec) -> dict[str, Any]:
-    bucket = bucket_numel(spec)
+    bucket = bucket_numel(workload_of(spec))
     return {
         "stage": spec.zero_stage,
         "reduce_scatter": True,

@@ -15,6 +15,7 @@ from parcompile.plan import Plan
 from parcompile.plan.process_groups import shown_names
 from parcompile.plan.sections import strided
 from parcompile.show.pictures.colours import SHADES, colour
+from parcompile.spec.workload import workload_of
 
 USES = {
     Axis.TP: "layers",
@@ -70,7 +71,7 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     spec = plan.spec
     found = []
     for held, stage in zip(spec.virtual_stages, spec.stages, strict=True):
-        memory = static_memory(spec, stage)
+        memory = static_memory(workload_of(spec), stage)
         found.append(
             {
                 "layers": [[one.layers.start, one.layers.stop] for one in held],

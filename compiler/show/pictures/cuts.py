@@ -9,6 +9,7 @@ from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes
 
 from .colours import shade
@@ -196,7 +197,7 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
 
 def _optimizer(sketch: Sketch, subject: Subject) -> str:
     """Weights and gradients whole, the optimizer state cut into shards."""
-    spec, memory = subject.plan.spec, static_memory(subject.plan.spec)
+    spec, memory = subject.plan.spec, static_memory(workload_of(subject.plan.spec))
     shards = spec.parallelism.zero_shards if spec.zero_stage else 1
     state = memory.master_bytes + memory.optimizer_bytes
     said = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.workload import workload_of
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.spec.workload import workload_of
 from parcompile.units import GIB, MIB, format_bytes
 
 from .agreement import JOB, Arrived
@@ -94,7 +94,7 @@ def compare_disk(arrived: Arrived, sees_marker: Sequence[bool]) -> Iterator[Find
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Weights once for each tp rank; master weights and moments of every shard. Headers of files come on top."""
-    memory = static_memory(plan.spec)
+    memory = static_memory(workload_of(plan.spec))
     weights = memory.numel * plan.spec.training.precision.bytes
     states = plan.spec.parallelism.zero_shards * (memory.master_bytes + memory.optimizer_bytes)
     return plan.spec.parallelism.tp * plan.spec.parallelism.pp * (weights + states)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from parcompile.cost.rates import time_values
-from parcompile.cost.workload import workload_of
 from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
@@ -29,6 +28,7 @@ from parcompile.runtime.profiling.links import (
     own_link_rates,
     pair_rates,
 )
+from parcompile.spec.workload import workload_of
 from parcompile.units import format_bandwidth, format_compute, format_seconds
 
 from .agreement import JOB, Arrived

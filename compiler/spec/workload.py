@@ -1,0 +1,39 @@
+"""The step of a resolved spec, as the cost model takes it."""
+
+from __future__ import annotations
+
+from parcompile.cost.workload import Workload
+
+from .values import Spec
+
+
+def workload_of(spec: Spec) -> Workload:
+    """The step of a resolved spec, as the DeepSpeed runtime executes it."""
+    axes, training = spec.parallelism, spec.training
+    return Workload(
+        shape=spec.model.shape,
+        nodes=spec.cluster.nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        accelerator=spec.cluster.accelerator,
+        sequence_length=training.sequence_length,
+        micro_batch=training.micro_batch_size,
+        micro_batches=training.gradient_accumulation_steps,
+        tp=axes.tp,
+        cp=axes.cp,
+        ep=axes.ep,
+        dp=axes.dp,
+        pp=axes.pp,
+        order=axes.order,
+        cp_layout=axes.cp_layout.value,
+        cp_implementation=axes.cp_implementation.value,
+        cp_sizes=axes.hierarchical_cp_sizes,
+        sequence_parallel=axes.sequence_parallel,
+        recompute=training.activation_checkpointing,
+        element_bytes=training.precision.bytes,
+        gradient_bytes=training.gradient_accumulation_dtype.bytes,
+        zero_stage=spec.zero_stage,
+        vocab_divisible_by=axes.make_vocab_size_divisible_by,
+        virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
+        stage_layers=spec.stages,
+        preset=spec.cluster.preset,
+    )
