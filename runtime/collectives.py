@@ -13,8 +13,8 @@ The six functions are three such pairs; the backward of each is its partner.
 | `gather_from_group` | all-gather | own slice | a cut tensor is put together, for replicated use |
 
 A sequence that the ranks do not divide is continued with zeros to the next multiple (`pad=True`) and cut to its length
-where it is whole again (`size`). The zeros are the last tokens of the last ranks; their gradient is zero, as nobody
-uses what becomes of them.
+where it is whole again (`size`). The zeros are the last tokens of the last ranks; their gradient is zero, since
+what is computed from them is cut off.
 
 Reductions are sums. `group` is any process group that holds the calling rank; None, or a group of one, makes every
 function the identity (None does *not* mean the default group). Slices lie in group-rank order along `dim`.

@@ -65,7 +65,7 @@ def is_recomputing() -> bool:
 def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes the micro-batch out of what a model is called with; what is left goes to the model.
 
-    Not every model hands unknown arguments on to its attention, so they take this way.
+    Not every model passes arguments that it does not know on to its attention.
 
     Raises:
         RunError: there is an attention mask.

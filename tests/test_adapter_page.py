@@ -1,4 +1,4 @@
-"""The own module that `docs/adapter.md` describes compiles."""
+"""The user module that `docs/adapter.md` describes compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parcompile.spec.resolve import Resolution
 PAGE = Path(__file__).parents[1] / "docs" / "adapter.md"
 
 
-def test_the_section_for_an_own_module_compiles() -> None:
+def test_the_section_for_a_user_module_compiles() -> None:
     (section,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     spec = {
         "version": 1,

@@ -24,7 +24,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
-    """Writes config.json (not for an own module) and one or several safetensors files, and returns them.
+    """Writes config.json (not for a user module) and one or several safetensors files, and returns them.
 
     Weights are those the run computes with, in its precision, bit for bit; the padding of the vocabulary is left out,
     and a tied head is not written, as Hugging Face does. LoRA adapters are merged, in fp32.

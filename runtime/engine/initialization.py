@@ -17,10 +17,10 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
+from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
 from parcompile.runtime.inject.shared_rows import count_once
-from parcompile.runtime.inject.user_module import adopt, recompute_layers
-from parcompile.runtime.micro_batch import recompute_context
+from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
@@ -47,7 +47,7 @@ def initialize(
     Args:
         plan: the plan, or the path of `plan.json` or of its folder.
         model: a whole Hugging Face causal language model on the CPU, the same on every rank, or what `load_pretrained`
-            returned; a module of one's own where the plan has rules for it; None builds the plan's from its seed.
+            returned; a user module where the plan has rules for it; None builds the plan's from its seed.
         optimizer: an optimizer or a function from parameters to one, in place of the plan's.
         model_parameters: a function from the injected model to its parameters or parameter groups, such as
             `decay_groups`; default: all that require gradients, in one group. Injection replaces parameters: a list of
@@ -56,7 +56,7 @@ def initialize(
         lr_scheduler: as in `deepspeed.initialize`.
         first_step: the step at which the loader starts, after a resume.
         self_check: compare one forward and backward of the injected model with the original on a short sequence, and
-            refuse to go on when they differ. None: for one's own modules, and models of up to 20 million parameters,
+            refuse to go on when they differ. None: for user modules, and models of up to 20 million parameters,
             that are given whole.
         measurements: the file to which peak memory and step time are written, for `parcompile calibrate`. True:
             measurements.csv beside a plan that is given as a path; False: none.
@@ -98,20 +98,16 @@ def initialize(
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     model = build_model(plan) if model is None else model
-    own, check = plan.spec.model.shape.own, None
-    if own is not None and getattr(model, "parcompile_mesh", None) is None:
-        adopt(model, mesh)
+    rules, check = plan.spec.model.shape.own, None
+    if rules is not None and getattr(model, "parcompile_mesh", None) is None:
+        prepare_user_module(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:
-        if self_check if self_check is not None else own is not None or plan.parameters.numel <= SMALL_NUMEL:
+        if self_check if self_check is not None else rules is not None or plan.parameters.numel <= SMALL_NUMEL:
             check = SelfCheck(without_peft(model), mesh)
         model = inject(model, mesh)
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
-    if plan.spec.training.activation_checkpointing == "full":
-        if own is not None:
-            recompute_layers(model, own)
-        else:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_context})  # type: ignore[operator]
+    recompute_as_planned(model, plan)
     model.to(mesh.device)
     model.train()
     seed_ranks(mesh)

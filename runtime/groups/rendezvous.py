@@ -20,7 +20,10 @@ HANDSHAKE_TIMEOUT = timedelta(seconds=float(os.environ.get("PARCOMPILE_HANDSHAKE
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 _left = 0
-"""How often this process has left a plan: what the ranks then said to each other is not for the next one."""
+"""How many plans this process has left.
+
+It is part of the keys in the store, so that a handshake never reads the messages of an earlier one.
+"""
 _stores: dict[tuple[str, int], Store] = {}
 """The launcher's store, kept while the process lives: in rank 0 for the others, and for the next plan."""
 

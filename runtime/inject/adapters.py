@@ -50,7 +50,7 @@ class Adapters:
         for one in self._found:
             parent, child = self._place(one.name)
             setattr(parent, child, one.layer.base_layer)
-            # Its columns cannot take the hidden states in by themselves: A wants them too.
+            # The linear alone must not gather the hidden states: A reads them too.
             setattr(parent, BLOCK_TAKES_INPUT, True)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:

@@ -1,4 +1,4 @@
-"""Does the model agree with the plan? Its own tensor-parallel plan must not contradict; what has no rule is refused."""
+"""Checks that the tensor-parallel plan of the model itself does not contradict the compiled one."""
 
 from __future__ import annotations
 

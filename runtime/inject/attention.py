@@ -81,7 +81,7 @@ class RingPlace:
     def dropping(self, dropout: float, module: nn.Module, heads: int) -> dict[str, Any]:
         """What dropout needs to draw the same mask in every layout; nothing without dropout.
 
-        A mask is one of the seed, the layer, the sample, the head and the positions, as they are without any axis.
+        A mask depends on the seed, the layer, the sample, the head and the positions, all counted as without any axis.
         """
         if not dropout:
             return {}

@@ -14,7 +14,7 @@ KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_h
 def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
     """Corrects the counts that `attention` was built with; `heads` and `kv_heads` are those of this rank.
 
-    Its configuration too is its own from here on: some modules look counts up there.
+    It also gets a copy of its configuration with these counts, since some modules read them there.
     """
     module: Any = attention
     for names, count in ((QUERY_COUNTS, heads), (KEY_COUNTS, kv_heads)):

@@ -27,7 +27,7 @@ from .heads import localise_heads
 from .norms import SpreadRMSNorm
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
-from .user_module import adopt, inject_own
+from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
 
 
@@ -44,8 +44,8 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         raise RunError("the model was injected already: inject a fresh one", everywhere=True)
     if mesh.plan.spec.model.shape.own is not None:
         if not hasattr(model, "loss_function"):
-            adopt(model, mesh)
-        inject_own(model, mesh)
+            prepare_user_module(model, mesh)
+        inject_user_module(model, mesh)
         register_gradient_sums(model, mesh)
     else:
         _Injection(without_peft(model), mesh).run()

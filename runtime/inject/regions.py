@@ -82,7 +82,7 @@ class Region:
     def enter_layers(self, block: nn.Module, layers: Sequence[ColumnParallelLinear]) -> None:
         """Lets the column layers of `block` take its hidden states in together.
 
-        Where the block has other weights too, they may want the hidden states themselves: it gets them whole.
+        A block that has other weights too may use its hidden states elsewhere: it gets them whole.
         """
         if getattr(block, BLOCK_TAKES_INPUT, False) or any(_is_whole(module) for module in block.modules()):
             for layer in layers:
@@ -105,7 +105,7 @@ class _Entry:
         self.token: Tensor | None = None
         self.results: dict[int, Any] = {}
         for layer in self.layers:
-            layer.together = self.take
+            layer.shared_forward = self.take
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         hidden, put_back = _hidden_states(args, kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def see_last_position(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Shows each such embedding the largest position of all ranks of `group`, whichever it holds itself."""
+    """Lets each such embedding see the largest position of all ranks of `group`."""
     if group is None:
         return
     for module in model.modules():

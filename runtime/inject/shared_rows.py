@@ -1,8 +1,8 @@
 """Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
 
 Their gradients are summed over the ranks that hold them, and count once in the gradient norm. A weight of keys, or of
-values, is held alike from end to end, which the layers know how to handle. One that fuses queries, keys and values is
-so in some of its rows: those are summed here, and left out of the norm of every rank but the first that holds them.
+values, is the same on those ranks as a whole, which the layers handle. Of a weight that fuses queries, keys and values
+only some rows are: their gradients are summed here, and count in the norm of the first rank that holds them only.
 """
 
 from __future__ import annotations

@@ -31,19 +31,19 @@ from .regions import Region
 from .shared_rows import mark
 from .user_attention import run_around_ring
 
-_CALL = "parcompile_call"
+_HOOKS = "parcompile_hooks"
 
 
 @dataclass(slots=True)
 class ModuleOutput:
-    """What an own module returns in training: this rank's loss (None without labels) and its logits."""
+    """What a user module returns in training: this rank's loss (None without labels) and its logits."""
 
     loss: Tensor | None
     logits: Tensor
 
 
-class _Call:
-    """Between a call of the module and its result: what the loss needs, and the ring its attention runs around."""
+class _ForwardHooks:
+    """Forward hooks of the module: they take what the loss needs from its arguments, and compute the loss."""
 
     def __init__(self, module: nn.Module, place: RingPlace) -> None:
         self.place = place
@@ -72,14 +72,14 @@ class _Call:
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise RunError(
-                f"{type(module).__name__} returned {type(output).__name__}: an own module returns logits [B, S, V], or "
+                f"{type(module).__name__} returned {type(output).__name__}: a user module returns logits [B, S, V], or "
                 "an object that has them as .logits",
                 everywhere=True,
             )
         return ModuleOutput(module.loss_function(logits, **self.labels) if self.labels else None, logits)
 
 
-def adopt(module: nn.Module, mesh: Mesh) -> None:
+def prepare_user_module(module: nn.Module, mesh: Mesh) -> None:
     """Makes the module callable as Hugging Face's are: with labels, and a result that has a loss.
 
     Raises:
@@ -87,15 +87,15 @@ def adopt(module: nn.Module, mesh: Mesh) -> None:
     """
     Slices(mesh).compare(module)
     _same_order(module, mesh)
-    own = mesh.plan.spec.model.shape.own
-    assert own is not None
-    for name in _attentions(own, mesh):
+    rules = mesh.plan.spec.model.shape.own
+    assert rules is not None
+    for name in _attentions(rules, mesh):
         _submodule(module, name)
-    call = _Call(module, RingPlace.of(mesh))
-    setattr(module, _CALL, call)
-    setattr(module, RING, call.place)
-    module.register_forward_pre_hook(call.begin, with_kwargs=True)
-    module.register_forward_hook(call.end)
+    hooks = _ForwardHooks(module, RingPlace.of(mesh))
+    setattr(module, _HOOKS, hooks)
+    setattr(module, RING, hooks.place)
+    module.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+    module.register_forward_hook(hooks.end)
     module.register_forward_hook(lambda *_: micro_batch.end(), always_call=True)
     module.loss_function = _plain_loss  # type: ignore[assignment]
 
@@ -104,27 +104,27 @@ def _plain_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def inject_own(module: nn.Module, mesh: Mesh) -> None:
-    """Turns an adopted module into this rank's part of it, in place.
+def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
+    """Turns a prepared module into this rank's part of it, in place.
 
     Raises:
         RunError: a rule does not fit what it names.
     """
-    own, group = mesh.plan.spec.model.shape.own, mesh.parallel_group("tp")
-    assert own is not None
+    rules, group = mesh.plan.spec.model.shape.own, mesh.parallel_group("tp")
+    assert rules is not None
     slices = Slices(mesh)
     sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
     region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
-    for name in _attentions(own, mesh):
+    for name in _attentions(rules, mesh):
         attention = _submodule(module, name)
-        run_around_ring(name, attention, getattr(module, _CALL).place)
+        run_around_ring(name, attention, getattr(module, _HOOKS).place)
         if sequence_parallel and region is not None:
             # Attention looks at the whole sequence before it projects anything: heads are counted off by its length.
             region.enter_block(attention)
-    vocabulary_is_cut = _cut(module, own, slices, region, mesh)
+    vocabulary_is_cut = _cut(module, rules, slices, region, mesh)
     _loss(module, mesh, vocabulary_is_cut)
     shape, tp = mesh.plan.spec.model.shape, mesh.size("tp")
-    for name in _attentions(own, mesh):
+    for name in _attentions(rules, mesh):
         attention = _submodule(module, name)
         if any(isinstance(child, ColumnParallelLinear) for child in attention.modules()):
             localise_heads(attention, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
@@ -141,8 +141,8 @@ def _same_order(module: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def _attentions(own: OwnModule, mesh: Mesh) -> Iterator[str]:
-    for name in own.attentions:
+def _attentions(rules: OwnModule, mesh: Mesh) -> Iterator[str]:
+    for name in rules.attentions:
         layers = range(mesh.plan.spec.model.shape.num_hidden_layers)
         yield from (name.replace(LAYER, str(layer)) for layer in layers) if LAYER in name else (name,)
 
@@ -156,17 +156,17 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
         ) from None
 
 
-def _cut(module: nn.Module, own: OwnModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
+def _cut(module: nn.Module, rules: OwnModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
     """Replaces every linear and table that has a rule; whether the logits come out cut along the vocabulary."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
     sequence_parallel, logits_are_cut = mesh.plan.spec.parallelism.sequence_parallel, False
     cut: dict[nn.Parameter, nn.Parameter] = {}
-    tables, inside = [], tuple(f"{name}." for name in _attentions(own, mesh))
+    tables, inside = [], tuple(f"{name}." for name in _attentions(rules, mesh))
     for owner_name, owner in list(module.named_modules(remove_duplicate=False)):
         for kind, parameter in list(owner.named_parameters(recurse=False)):
             name = names[parameter]
-            rule = own.rule_of(rows[name].replace("{layer}", LAYER))
+            rule = rules.rule_of(rows[name].replace("{layer}", LAYER))
             if rule is None or rule.kind == "partial" or (kind == "bias" and isinstance(owner, nn.Linear)):
                 continue
             piece = slices.of(name)
@@ -217,19 +217,6 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
 def _loss(module: nn.Module, mesh: Mesh, vocabulary_is_cut: bool) -> None:
     vocab_size = mesh.plan.spec.model.shape.vocab_size
     module.loss_function = ParallelCausalLoss(mesh, vocab_size, logits_are_cut=vocabulary_is_cut)  # type: ignore[assignment]
-
-
-def recompute_layers(module: nn.Module, own: OwnModule) -> None:
-    """Full activation checkpointing: each layer keeps its input, and attention its output."""
-    from torch.utils.checkpoint import checkpoint
-
-    for layer in module.get_submodule(own.prefix.rstrip(".")).children():
-        forward = layer.forward
-
-        def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=micro_batch.recompute_context, **kwargs)
-
-        layer.forward = recomputed
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

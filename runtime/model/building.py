@@ -42,7 +42,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     """The plan's Hugging Face model, whole, on the current default device.
 
     Raises:
-        RunError: the plan is for a module of one's own, transformers is missing, or it does not know the model type.
+        RunError: the plan is for a user module, transformers is missing, or it does not know the model type.
     """
     if plan.spec.model.shape.own is not None:
         raise RunError(

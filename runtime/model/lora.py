@@ -1,4 +1,4 @@
-"""LoRA adapters of peft by name: whose they are, and how they lie beside a linear that tensor parallelism cuts.
+"""Names of peft's LoRA adapters: which linear each belongs to, and how it is cut beside a tensor-parallel one.
 
 Beside a column-parallel linear A [r, I] is whole on every rank and B [O, r] is cut like the weight; beside a
 row-parallel one A is cut like the weight and B is whole.

@@ -26,7 +26,7 @@ class Slice:
     """The ranks that hold the same slice, when there are several."""
 
     repeated: tuple[tuple[int, int], ...] = ()
-    """Which rows of this slice they hold."""
+    """The rows of this slice that those ranks hold too."""
 
     @property
     def is_partly_repeated(self) -> bool:
@@ -64,10 +64,10 @@ class Slices:
         return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout))
 
     def compare(self, model: nn.Module) -> None:
-        """Every parameter of the whole model is in the plan with its shape, and the other way round.
+        """Checks that the whole model and the plan have the same parameters, with the same shapes.
 
         Raises:
-            RunError: it is not so; the message names the first parameter.
+            RunError: they differ; the message names the first parameter that does.
         """
         planned = {name: parameter.shape for name, parameter in self._mesh.plan.parameters.expanded()}
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Tensors that published files store otherwise than the model holds them: other names, and each expert on its own.
+"""Tensors that published files store under other names than the model's, or expert by expert.
 
 transformers renames and stacks them while it loads; here only the slices that a rank needs are read.
 """

@@ -1,7 +1,7 @@
 """Compares what was built and counted with the plan and its estimate: every function yields findings of one rank.
 
-What is compared never comes from the side it is compared with: shapes, slices, groups and messages are read off the
-model and the process groups that were built, the other side off the plan and the estimate.
+The two sides of a comparison are independent: shapes, slices, groups and messages are read from the model and the
+process groups that were built, what is expected of them from the plan and the estimate.
 """
 
 from __future__ import annotations

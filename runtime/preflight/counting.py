@@ -1,7 +1,7 @@
 """Counts every message of this rank: collectives and point-to-point, ours and DeepSpeed's, live or under a fake group.
 
-Whoever communicates through torch.distributed ends in an operator of torch's `c10d` library, whatever function or
-process group was called: that is where messages are counted. Nothing is changed by it.
+Every function of torch.distributed that communicates ends in an operator of torch's `c10d` library. There messages are
+counted, which changes nothing.
 
 Bytes are those that one rank puts on the wire, with ring collectives: of n bytes over N ranks an all-reduce sends
 2 (N − 1) / N · n, an all-gather or reduce-scatter half of that (n counts the whole tensor), a send n, a receive none.

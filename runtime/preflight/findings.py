@@ -121,3 +121,9 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 3, 4, … 9 (7)`."""
+    shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

@@ -61,7 +61,7 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
     """Builds each of `ranks` without memory, runs a step, and compares with the plan.
 
     By default `chosen_ranks` are built and `distinct_ranks` run: what the others would run has the same shapes. A plan
-    for a module of one's own needs its `builder`.
+    for a user module needs its `builder`.
 
     Raises:
         RunError: this process is part of a real world, or a rank is not in the plan's.

@@ -14,8 +14,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
-from parcompile.runtime.inject.user_module import recompute_layers
-from parcompile.runtime.micro_batch import recompute_context
+from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 
@@ -38,34 +37,29 @@ class Held:
 
 
 Builder = Callable[[], nn.Module]
-"""Builds a module of one's own, whole."""
+"""Builds a user module, whole."""
 
 
 def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = None) -> tuple[nn.Module, list[Held]]:
-    """This rank's part of the whole model, and what it holds; a module of one's own comes from `builder`.
+    """This rank's part of the whole model, and what it holds; a user module comes from `builder`.
 
     Raises:
         RunError: the model cannot be injected.
     """
     plan = mesh.plan
-    dtype, own = TORCH_DTYPES[plan.spec.training.precision], plan.spec.model.shape.own
+    dtype = TORCH_DTYPES[plan.spec.training.precision]
     with META:
         model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         tracker.keep_copies = True
         inject(model, mesh)
         tracker.keep_copies = False
-    if own is None:
+    if plan.spec.model.shape.own is None:
         register_gradient_sums(model, mesh)
     slices = Slices(mesh)
     held = [_held(name, parameter, slices, whole, tracker) for name, parameter in model.named_parameters()]
     tracker.forget_copies()
-    if plan.spec.training.activation_checkpointing == "full" and own is not None:
-        recompute_layers(model, own)
-    elif plan.spec.training.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(  # type: ignore[operator]
-            {"use_reentrant": False, "context_fn": recompute_context}
-        )
+    recompute_as_planned(model, plan)
     return model.train(), held
 
 

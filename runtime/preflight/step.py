@@ -130,7 +130,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
 
 
 def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
-    """Moments come with the first step, and all others find them; `foreach` is what torch chooses on accelerators."""
+    """Creates the optimizer's moments, which later steps find; `foreach` is what torch chooses on accelerators."""
     for group in adam.param_groups:
         group["foreach"] = foreach
         for master in group["params"]:

@@ -36,7 +36,7 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operator, or says something in its place where it would read a value."""
+        """Runs the operator; one that would read a value returns zero instead."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # Norms and overflow are asked for: zeros let DeepSpeed take its step.
@@ -71,7 +71,7 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self._copies.clear()
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """These only keep shapes: on a real device, too, they would be on meta."""
+        """Do not count these tensors: they hold shapes only, and would be on meta on a real device too."""
         for tensor in tensors:
             self._free(tensor.untyped_storage()._cdata)
 

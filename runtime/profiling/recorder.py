@@ -1,7 +1,7 @@
 """Peak memory and step time of a run, written beside its plan for `parcompile calibrate`.
 
-Nothing is asked of the training loop, and no step waits for anything: a step is timed by the clock of the host between
-two optimizer steps, which a queue of kernels follows. Ranks speak to each other once at each writing.
+The training loop need not do anything, and no step is synchronized: a step's time is the host's time between two
+optimizer steps. Ranks communicate only when the file is written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention over many ranks, pass by pass: some rows of the batch and some heads at a time.
 
-Travelling buffers and fp32 sums are that fraction of the tensors.
+Buffers of messages and fp32 sums have only that fraction of the tensors' size.
 """
 
 from __future__ import annotations

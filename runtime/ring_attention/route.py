@@ -1,4 +1,4 @@
-"""A rank's way through the ring: the compiler's schedule, with blocks in tokens and what further masks leave of them.
+"""The steps of a rank in the ring: the compiler's schedule with its blocks in tokens, cut down by further masks.
 
 The schedule says which chunks of queries attend to which chunks of keys in which step. A sliding window or the borders
 of documents can only take away from that: they make tiles smaller, and a step in which no rank has a tile left is left

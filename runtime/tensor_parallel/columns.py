@@ -91,7 +91,8 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output, self.input_is_ready = gather_output, input_is_ready
         self.keep_gathered = keep_gathered
         self.sequence_length = sequence_length
-        self.together: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None  # of share_input
+        self.shared_forward: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None
+        """Computes this layer with others on the same input: of `share_input`, or of an injected block."""
 
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Any:
         """[…, I] to […, O/tp], or […, O] with `gather_output`.
@@ -101,8 +102,8 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ValueError: The input is not a slice of a sequence of `sequence_length` tokens.
         """
-        if self.together is not None:
-            return self.together(self, x, sequence_length)
+        if self.shared_forward is not None:
+            return self.shared_forward(self, x, sequence_length)
         if self.group is None and not self.skip_bias_add:
             return F.linear(x, self.weight, self.bias)
         return column_outputs(x, (self,), sequence_length)[0]
@@ -175,7 +176,7 @@ def share_input(layers: Sequence[ColumnParallelLinear]) -> None:
     check_same_entry(layers)
     waiting = _Waiting(tuple(layers))
     for layer in layers:
-        layer.together = waiting.take
+        layer.shared_forward = waiting.take
 
 
 class _Waiting:

@@ -36,9 +36,9 @@ def check_replicated(tensors: Iterable[tuple[str, Tensor]], group: Group) -> Non
     """
     if group_size(group) == 1:
         return
-    own = [(name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor)) for name, tensor in tensors]
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor)) for name, tensor in tensors]
     everyones: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(everyones, own, group=group)
+    dist.all_gather_object(everyones, mine, group=group)
     lengths = [len(entries) for entries in everyones]
     for entries in zip(*everyones, strict=False):
         if any(entry != entries[0] for entry in entries):

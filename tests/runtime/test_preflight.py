@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from ranks import run_ranks
-from test_own_module import own_plan
+from test_user_module import user_plan
 from training_runs import initial_model, make_plan, samples
 
 from parcompile.cli import main
@@ -273,9 +273,9 @@ def test_a_rank_of_16384_is_checked_in_little_memory() -> None:
 
 def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(
-        json.dumps(plan_tree(own_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True})))
+        json.dumps(plan_tree(user_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True})))
     )
-    module = Path(__file__).parent / "own_module.py"
+    module = Path(__file__).parent / "user_module.py"
     result = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0", "--model", f"{module}:Decoder"])
     assert (result.exit_code, "what was compared agrees" in result.stdout) == (0, True), result.output
     without = CliRunner().invoke(command, [str(tmp_path), "--ranks", "0"])
@@ -285,9 +285,9 @@ def test_a_module_of_ones_own_is_built_by_a_function(tmp_path: Path) -> None:
 
 
 def test_a_module_that_asks_for_values_fails_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(own_plan(2, {"tp": 2}))))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(user_plan(2, {"tp": 2}))))
     (tmp_path / "asking.py").write_text(
-        "from own_module import Decoder\n\n\nclass Asking(Decoder):\n"
+        "from user_module import Decoder\n\n\nclass Asking(Decoder):\n"
         "    def forward(self, *args, **options):\n"
         "        logits = super().forward(*args, **options)\n"
         "        return logits[logits.abs() > 0].view_as(logits)\n"

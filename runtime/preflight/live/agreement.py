@@ -1,6 +1,6 @@
-"""Do all ranks run the same, where the plan puts them? Compares what they said of themselves, on rank 0.
+"""Compares on rank 0 what all ranks reported: do they run the same, on the nodes where the plan puts them?
 
-What most ranks say is what the others are compared with: one stray rank is named, and not the many.
+Each rank is compared with what most ranks report, so that one rank that differs is named and not all the others.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from parcompile.backends.environment import variables
 from parcompile.plan import Plan
-from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 
 from .facts import Facts
-from .room import ranks_in_words
 
 JOB = -1
 """In the place of a rank: of the job as a whole."""

@@ -18,8 +18,8 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
 from parcompile.runtime.groups.environment import Environment
 
+from .channel import StoreChannel
 from .report import LiveReport
-from .room import Room
 from .session import Limits, Outcome, Session
 from .stages import STAGES, Job, go_through
 
@@ -82,9 +82,9 @@ def check_job(
     loaded, unread = _read(plan)
     name = str(plan) if loaded is None else loaded.spec.name
     store = _store(environment, limits)
-    room = Room(store, environment.rank, environment.world_size, f"live/{next(_NUMBERS)}")
+    channel = StoreChannel(store, environment.rank, environment.world_size, f"live/{next(_NUMBERS)}")
     job = Job(environment, store, loaded, unread, _folder(plan, checkpoints), model)
-    session = Session(name, room, limits, STAGES, speak)
+    session = Session(name, channel, limits, STAGES, speak)
     with session.watch.of_termination() if owns_process else contextlib.nullcontext():
         return session.run(lambda: go_through(job, session))
 

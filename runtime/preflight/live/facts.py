@@ -57,11 +57,14 @@ class Facts:
         return asdict(self)
 
     def of_another(self, tree: Mapping[str, Any]) -> Facts:
-        """What another rank sent; a version of this program that reports other fields is still told by its number."""
+        """The facts that another rank sent.
+
+        A field that another version of this program does not send is this rank's: the versions still tell them apart.
+        """
         return replace(self, **{name: tree[name] for name in self.to_json() if name in tree})
 
 
-def own_facts(environment: Environment, plan: Plan | None, unread: str, checkpoints: Path) -> Facts:
+def local_facts(environment: Environment, plan: Plan | None, unread: str, checkpoints: Path) -> Facts:
     """What this process finds out about itself. It never raises: what goes wrong is a fact."""
     failure, device, name, free, dtypes = "", None, "none", None, []
     try:

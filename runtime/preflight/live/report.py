@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.cost.table import columns
-from parcompile.runtime.preflight.findings import Finding, Verdict, finding_tree, merged, shown_ranks
+from parcompile.runtime.preflight.findings import Finding, Verdict, finding_tree, merged, ranks_in_words, shown_ranks
 
 from .agreement import JOB, Arrived
-from .room import ranks_in_words
 
 MOST_NODES = 64
 """So many nodes are listed; of more, those of which there is something to say come first."""

@@ -14,11 +14,11 @@ from typing import Any
 
 from parcompile.runtime.errors import LOST_PEER, RunError
 from parcompile.runtime.groups import HANDSHAKE_TIMEOUT
-from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 
 from .agreement import Arrived
+from .channel import LOST, CalledOff, StoreChannel
 from .report import LiveReport, nodes_of
-from .room import LOST, CalledOff, Room, ranks_in_words
 from .watch import TERMINATED, Watch
 
 PARTING_SECONDS = 5.0
@@ -67,7 +67,7 @@ class Session:
 
     Args:
         name: of the plan, for the report.
-        room: where ranks speak.
+        channel: where ranks speak.
         limits: after which the check is called off.
         stages: names of all stages, in their order.
         speak: prints the report on rank 0 when the main thread cannot come back.
@@ -76,21 +76,21 @@ class Session:
     def __init__(
         self,
         name: str,
-        room: Room,
+        channel: StoreChannel,
         limits: Limits,
         stages: Sequence[str],
         speak: Callable[[LiveReport], None],
     ) -> None:
-        self.name, self.room, self.limits, self.found = name, room, limits, Found()
+        self.name, self.channel, self.limits, self.found = name, channel, limits, Found()
         self._stages, self._speak = stages, speak
         self._most = limits.wait_seconds + limits.whole_seconds
-        self.watch = Watch(room, self._most, self._report_from_watch, self._lost)
+        self.watch = Watch(channel, self._most, self._report_from_watch, self._lost)
         self._ending = threading.Lock()
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which judges and reports."""
-        return self.room.rank == 0
+        return self.channel.rank == 0
 
     def run(self, go_through: Callable[[], None]) -> Outcome:
         """Goes through the stages and ends the check. It raises nothing: what stops one rank stops all."""
@@ -123,12 +123,12 @@ class Session:
             CalledOff: some rank has ended the check.
         """
         self.watch.enter(name)
-        self.room.say(name, work())
+        self.channel.send(name, work())
         # The watch calls the check off when its time is over: these waits only end a little later.
         most = self._most + PARTING_SECONDS
         if self.is_first:
-            self.room.answer(name, judge(self.room.hear_all(name, most if seconds is None else seconds)))
-        answer: Answer | None = self.room.hear_answer(name, most)
+            self.channel.reply(name, judge(self.channel.receive_all(name, most if seconds is None else seconds)))
+        answer: Answer | None = self.channel.receive_reply(name, most)
         if answer is None:
             raise RunError("rank 0 has not answered")
         return answer
@@ -142,7 +142,7 @@ class Session:
             text = f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
         with contextlib.suppress(*LOST):
             # One that lost its connection only says that another has ended: which, signs of life will tell.
-            self.room.call_off(text, about="" if lost else self.watch.stage)
+            self.channel.call_off(text, about="" if lost else self.watch.stage)
 
     def _end(self) -> Outcome:
         # When the watch has begun to report, it also ends the process: this lock is never had then.
@@ -153,8 +153,8 @@ class Session:
                     report = self._report()
                     self._dismiss(report)
                     return Outcome(report.passed, report.conclusion, report)
-                end = self.room.hear_answer("end", REPORT_SECONDS, whatever=True)
-                self.room.say("parting", True)
+                end = self.channel.receive_reply("end", REPORT_SECONDS, even_if_off=True)
+                self.channel.send("parting", True)
                 if end is not None:
                     return Outcome(*end)
                 self._lost(self.watch.stage)
@@ -173,30 +173,30 @@ class Session:
         self._dismiss(report)
 
     def _dismiss(self, report: LiveReport) -> None:
-        self.room.answer("end", [report.passed, report.conclusion])
+        self.channel.reply("end", [report.passed, report.conclusion])
         arrived = self.found.arrived
-        present = self.room.world_size if arrived is None else len(arrived.facts)
-        self.room.part(present - 1, PARTING_SECONDS)
+        present = self.channel.world_size if arrived is None else len(arrived.facts)
+        self.channel.wait_for_departures(present - 1, PARTING_SECONDS)
 
     def _lost(self, stage: str) -> None:
         # The first that is left speaks for all.
-        if self.room.rank == 1:
+        if self.channel.rank == 1:
             text = f"parcompile: rank 0 ended during {stage}, before its report: look at what it wrote last"
             print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
 
     def _report(self) -> LiveReport:
         reason, found = "", self.found
-        if self.room.is_off():
-            reason = self.room.reason()
+        if self.channel.is_off():
+            reason = self.channel.reason()
             found.findings += self._culprits(reason)
         nodes = () if found.arrived is None else nodes_of(found.arrived, found.findings, found.slow)
-        return LiveReport(self.name, self.room.world_size, tuple(found.findings), nodes, tuple(found.notes), reason)
+        return LiveReport(self.name, self.channel.world_size, tuple(found.findings), nodes, tuple(found.notes), reason)
 
     def _culprits(self, reason: str) -> Iterator[Finding]:
         """The ranks on which it lies that the check ended early."""
         arrived = self.found.arrived
         homes = {} if arrived is None else {one.rank: one.node for one in arrived.facts}
-        failures = self.room.failures()
+        failures = self.channel.failures()
         for rank, failure in failures.items():
             detail = f"node {homes.get(rank, 'not known')}: {failure['why']}"
             yield Finding(rank, failure["stage"], "done", "failed", Verdict.DIFFERS, detail)
@@ -209,7 +209,7 @@ class Session:
             yield Finding(rank, "signs of life", "all the time", "none", Verdict.DIFFERS, detail)
         if silent or reason == TERMINATED:
             return
-        stages = ["" if one is None else one.stage for one in self.room.alive()]
+        stages = ["" if one is None else one.stage for one in self.channel.alive()]
         order = {name: index for index, name in enumerate(self._stages)}
         first = min(stages, key=lambda name: order.get(name, -1))
         behind = [rank for rank, stage in enumerate(stages) if stage == first]

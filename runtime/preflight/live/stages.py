@@ -22,7 +22,7 @@ from parcompile.units import format_bytes, format_seconds
 from .agreement import JOB, Arrived, compare_arrival, compare_places
 from .capacity import compare_disk, compare_memory, compare_shared_memory
 from .disk import marker_in
-from .facts import Facts, own_facts
+from .facts import Facts, local_facts
 from .groups import compare_live_groups
 from .links import LinkMeasurements, compare_links, measure, remarks
 from .session import Answer, Session
@@ -47,7 +47,7 @@ class Job:
 def go_through(job: Job, session: Session) -> None:
     """All stages, as far as one lets the next begin."""
     with marker_in(job.checkpoints, wanted=session.is_first) as marker:
-        own = own_facts(job.environment, job.plan, job.unread, job.checkpoints).to_json()
+        own = local_facts(job.environment, job.plan, job.unread, job.checkpoints).to_json()
         said = {"facts": own, "marker": marker}
         answer = session.stage(
             ARRIVAL, lambda: said, lambda heard: _arrival(job, session, heard), seconds=session.limits.wait_seconds
@@ -87,7 +87,7 @@ def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
         raise RunError(job.unread)
     own = Facts(**heard[0]["facts"])
     facts = tuple(own.of_another(said["facts"]) for said in heard if said is not None)
-    found.arrived = Arrived(job.plan, session.room.world_size, facts)
+    found.arrived = Arrived(job.plan, session.channel.world_size, facts)
     found.findings += compare_arrival(found.arrived, session.limits.wait_seconds)
     go = not _differing(found.findings)
     found.findings += compare_places(found.arrived)

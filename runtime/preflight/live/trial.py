@@ -1,7 +1,7 @@
 """Two steps of the real model on random data: the engine that training uses, every layer, every message.
 
-All sequences are the same, so every replica of the model computes the same loss: what one of them computes differently
-is seen, and not only what breaks.
+All sequences are the same, so every replica of the model has to compute the same loss: a replica that computes another
+one is found too, and not only one that fails.
 """
 
 from __future__ import annotations

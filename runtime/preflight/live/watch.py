@@ -1,4 +1,4 @@
-"""Keeps the check bounded: a thread beside it that says where this rank is, and ends the process when it has to.
+"""A thread beside the check that sends heartbeats, and ends the process when the check cannot end by itself.
 
 A rank that waits in a collective for another that has died, hangs or gave up cannot be called back from there. The
 thread sees that the check was called off, or that its time is over, lets the main thread end by itself if it can, and
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from .room import LOST, Alive, Room
+from .channel import LOST, Heartbeat, StoreChannel
 
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 5000
@@ -33,22 +33,22 @@ class Watch:
     """Watches over one check.
 
     Args:
-        room: where this rank speaks.
+        channel: where this rank speaks.
         limit_seconds: for the whole check.
         report: called on rank 0, in the watch's thread, when the main thread cannot: it prints what is known.
         lost: called on the other ranks when rank 0's store is gone.
     """
 
     def __init__(
-        self, room: Room, limit_seconds: float, report: Callable[[], None], lost: Callable[[str], None]
+        self, channel: StoreChannel, limit_seconds: float, report: Callable[[], None], lost: Callable[[str], None]
     ) -> None:
         self.stage = "start"
-        self._room, self._report, self._lost = room, report, lost
+        self._channel, self._report, self._lost = channel, report, lost
         self._limit = limit_seconds
         self._end = float("inf")
-        self._period = max(BEAT_SECONDS, room.world_size / BEATS_EACH_SECOND)
+        self._period = max(BEAT_SECONDS, channel.world_size / BEATS_EACH_SECOND)
         self._beats = 0
-        self._heard: dict[int, tuple[Alive | None, float]] = {}
+        self._heard: dict[int, tuple[Heartbeat | None, float]] = {}
         self._next_look = 0.0
         self._over, self._main_ends = threading.Event(), threading.Event()
         self._hears, self._tells = os.pipe()
@@ -92,14 +92,14 @@ class Watch:
             signal.set_wakeup_fd(old)
             signal.signal(signal.SIGTERM, before)
 
-    def silent(self) -> dict[int, Alive | None]:
+    def silent(self) -> dict[int, Heartbeat | None]:
         """Ranks that give no sign of life now, with their last one."""
-        before = self._room.alive()
+        before = self._channel.alive()
         end = time.monotonic() + 3 * self._period + 0.5
         while time.monotonic() < end:
             time.sleep(self._period / 2)
             self._beat()
-        after = self._room.alive()
+        after = self._channel.alive()
         return {
             rank: one
             for rank, (one, was) in enumerate(zip(after, before, strict=True))
@@ -118,14 +118,14 @@ class Watch:
                     off_since = None
                     continue
                 if signal.SIGTERM in heard:
-                    self._room.call_off(TERMINATED)
+                    self._channel.call_off(TERMINATED)
                 elif off_since is None and time.monotonic() > self._end:
-                    self._room.call_off(f"the check was not through within {self._limit:.0f} s")
+                    self._channel.call_off(f"the check was not through within {self._limit:.0f} s")
                 elif off_since is None:
                     self._look()
-                if off_since is None and self._room.is_off():
+                if off_since is None and self._channel.is_off():
                     off_since = time.monotonic()
-            if self._room.rank == 0:
+            if self._channel.rank == 0:
                 self._report()
             else:
                 self._wait_for_report()
@@ -142,12 +142,12 @@ class Watch:
         if now < self._next_look:
             return
         self._next_look = now + SILENT_SECONDS / 4
-        for rank, one in enumerate(self._room.alive(None if self._room.rank == 0 else 1)):
+        for rank, one in enumerate(self._channel.alive(None if self._channel.rank == 0 else 1)):
             last, since = self._heard.get(rank, (None, now))
             if one is None or one != last:
                 self._heard[rank] = one, now
             elif now - since > SILENT_SECONDS:
-                self._room.call_off(f"rank {rank} gives no sign of life")
+                self._channel.call_off(f"rank {rank} gives no sign of life")
 
     def _wait(self) -> bytes:
         ready, _, _ = select.select([self._hears], [], [], self._period)
@@ -157,11 +157,11 @@ class Watch:
         end, heard = time.monotonic() + PARTING_SECONDS, None
         while heard is None and time.monotonic() < end:
             self._beat()
-            heard = self._room.hear_answer("end", self._period, whatever=True)
+            heard = self._channel.receive_reply("end", self._period, even_if_off=True)
         if heard is None:
             self._lost(self.stage)
-        self._room.say("parting", True)
+        self._channel.send("parting", True)
 
     def _beat(self) -> None:
         self._beats += 1
-        self._room.beat(self._beats, self.stage)
+        self._channel.beat(self._beats, self.stage)

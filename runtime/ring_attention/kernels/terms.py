@@ -1,4 +1,4 @@
-"""What else enters attention: numbers added to the scores, and dropped weights, both by place in the whole sequence.
+"""ALiBi, bias and dropout: numbers added to the scores and dropped weights, by positions in the whole sequence.
 
 A dropout mask is a function of the seed, the row of the batch, the query head and the positions of query and key, so
 that it is the same whatever ranks, layout and implementation compute it.

@@ -175,7 +175,7 @@ def check_shared_input(sequence_dim: int | None) -> None:
     for reentrant in (False, True):
         again = step(foreign, *own, lambda x, mode=reentrant: checkpoint(foreign, x, use_reentrant=mode))
         assert all(torch.equal(again[name], together[name]) for name in together)
-    assert parallel.gate.together.__self__.source is None
+    assert parallel.gate.shared_forward.__self__.source is None
     # A layer that is called alone, and one whose input has changed, compute anew.
     with torch.no_grad():
         x = own[0].clone()

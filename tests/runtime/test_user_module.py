@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from own_module import HEADS, HIDDEN, INJECTION, KV_HEADS, VOCABULARY, WIDTH, HandMade, OwnCount, drawn_decoder
 from ranks import run_ranks
 from training_runs import make_plan, samples, whole_parameters
+from user_module import HEADS, HIDDEN, INJECTION, KV_HEADS, VOCABULARY, WIDTH, HandMade, OwnCount, drawn_decoder
 
 from parcompile.plan import Plan, plan_from_tree, plan_tree
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 STEPS = 2
 
 
-def own_plan(
+def user_plan(
     world_size: int, parallelism: dict[str, Any], *, tied: bool = False, without: str = "", **training: Any
 ) -> Plan:
     from parcompile.runtime import describe
@@ -95,9 +95,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_own_module_trains_as_in_one_process(layout: str) -> None:
+def test_a_user_module_trains_as_in_one_process(layout: str) -> None:
     world_size, parallelism, tied, training = LAYOUTS[layout]
-    plan = own_plan(world_size, parallelism, tied=tied, **training)
+    plan = user_plan(world_size, parallelism, tied=tied, **training)
     assert plan_from_tree(plan_tree(plan)).plan_hash == plan.plan_hash
     ranks, expected = run_ranks(world_size, train, plan, tied), train_plain(plan, tied)
     for rank in ranks:
@@ -135,7 +135,7 @@ def refusals(rank: int, plan: Plan) -> list[str]:
 
 
 def test_a_module_that_does_not_keep_to_the_rules_is_refused() -> None:
-    order, attention, names, counts = run_ranks(4, refusals, own_plan(4, {"tp": 2, "cp": 2}))[0]
+    order, attention, names, counts = run_ranks(4, refusals, user_plan(4, {"tp": 2, "cp": 2}))[0]
     assert (
         "the module registers blocks.0.before_up.weight where model.parameters has blocks.0.before_mix.weight" in order
     )
@@ -156,7 +156,7 @@ def forgotten_rule(rank: int, plan: Plan) -> str:
 
 
 def test_the_self_check_finds_a_forgotten_rule() -> None:
-    plan = own_plan(2, {"tp": 2}, without="blocks.*.mix.key_norm")
+    plan = user_plan(2, {"tp": 2}, without="blocks.*.mix.key_norm")
     assert "the gradient of blocks.0.mix.key_norm.weight differs" in run_ranks(2, forgotten_rule, plan)[0]
 
 
@@ -164,4 +164,4 @@ def test_a_module_cannot_be_built_from_its_plan() -> None:
     from parcompile.runtime import RunError, build_model
 
     with pytest.raises(RunError, match="which only you can build"):
-        build_model(own_plan(1, {}))
+        build_model(user_plan(1, {}))
