@@ -39,8 +39,6 @@ up to about 7 % on the models that are tested. An estimate that is 20 % low is f
 WIRE_TOLERANCE = 1e-9
 """Of bytes on the wire: they are computed exactly, in floating point."""
 
-UNSPLIT_PREFIX = "whole"
-
 
 def compare_groups(mesh: Mesh) -> Iterator[Finding]:
     """The process groups that this rank got."""
