@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import schema
 from .backends.importer import Importer
 from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided
 from .diagnostics import Diagnostic, has_errors
 from .pipeline import check_read
 from .plan import Plan, compile_plan
-from .schema import load
 from .text import parse
 
 NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
@@ -107,18 +107,18 @@ def _pruned(draft: Draft) -> dict[str, Any]:
     """The spec without the values that nobody said and that a spec has by default."""
     kept = replace(draft, values={})
     for path, value in draft.values.items():
-        if path in draft.said or not same(value, schema_default(path)):
+        if path in draft.said or not same(value, spec_default(path)):
             kept.values[path] = value
     tree = {"version": 1, **kept.tree()}
     return {key: tree[key] for key in _ORDER if key in tree}
 
 
-def schema_default(path: SpecPath) -> Any:
+def spec_default(path: SpecPath) -> Any:
     """The value that a spec has at a path when it says nothing; None where that depends on other values."""
-    node: Any = load("spec")
-    for step in path:
-        node = node.get("properties", {}).get(step, {})
-    return node.get("default")
+    try:
+        return schema.default("spec", path)
+    except schema.NoDefaultError:
+        return None
 
 
 def _accounts(

@@ -27,7 +27,7 @@ _STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantize
 )
 def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
     """Fires for every such key."""
-    given = spec.get("deepspeed", default={})
+    given = spec.get("deepspeed")
     for key in given:
         path: Path = ("deepspeed", key)
         if not spec.given("deepspeed", key):
@@ -38,7 +38,7 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
             yield _refused(path, message, f"set {DECIDED_BY[key]} instead", also(spec, place))
         elif key in FORBIDDEN:
             yield _refused(path, f"{key}: {FORBIDDEN[key]}", "remove it")
-    zero = spec.get("deepspeed", "zero_optimization", default={})
+    zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         if (
             key in FORBIDDEN_ZERO
@@ -80,7 +80,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
             for index, value in enumerate(node):
                 yield from search(value, (*path, index))
 
-    yield from search(spec.get("deepspeed", default={}), ("deepspeed",))
+    yield from search(spec.get("deepspeed"), ("deepspeed",))
 
 
 def _refused(path: Path, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:

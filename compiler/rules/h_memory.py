@@ -73,7 +73,7 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
 )
 def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
     """Fires on files that are missing or are no presets."""
-    name = spec.get("cluster", "accelerator", default="h100-sxm")
+    name = spec.get("cluster", "accelerator")
     if not is_preset_file(name):
         return
     try:

@@ -117,9 +117,9 @@ def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
     sources=("arXiv 1711.05101",),
 )
 def coupled_decay_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Fires for adam with weight decay, the default of 0.1 included."""
+    """Fires for adam with weight decay, also that of the default."""
     path = ("training", "optimizer", "type")
-    decay = float(spec.get(*_DECAY, default=0.1))
+    decay = float(spec.get(*_DECAY))
     if spec.given(*path) and spec.get(*path) == "adam" and decay > 0:
         yield Finding(
             f"adam with weight_decay {decay}: the decay is part of the gradient (L2), not decoupled as in adamw",

@@ -24,7 +24,7 @@ _PATH = ("training", "activation_checkpointing")
 )
 def selective_recomputes_nothing(spec: Resolution) -> Iterator[Finding]:
     """Fires for selective."""
-    if spec.get(*_PATH, default="none") == "selective":
+    if spec.get(*_PATH) == "selective":
         yield Finding(
             "activation_checkpointing selective does what none does: fused attention never stores the scores",
             _PATH,
@@ -45,7 +45,7 @@ def selective_recomputes_nothing(spec: Resolution) -> Iterator[Finding]:
 )
 def deepspeed_checkpointing_is_unused(spec: Resolution) -> Iterator[Finding]:
     """Fires when the further DeepSpeed keys hold that section."""
-    further = spec.get("deepspeed", default={})
+    further = spec.get("deepspeed")
     path = ("deepspeed", "activation_checkpointing")
     if isinstance(further, Mapping) and spec.given(*path):
         yield Finding(

@@ -113,8 +113,10 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
     if spec.shape.rotary and length > limit:
-        base = spec.model_config.get("rope_theta", 10000.0)
-        scaling = spec.model_config.get("rope_scaling") or "none"
+        # transformers 5 keeps both in rope_parameters.
+        rope = spec.model_config.get("rope_parameters") or spec.model_config
+        base = rope.get("rope_theta", "of the family")
+        scaling = rope.get("rope_scaling") or rope.get("rope_type") or "none"
         yield Finding(
             f"sequence_length {length} > max_position_embeddings {limit} (rope_theta {base}, rope_scaling {scaling})",
             _LENGTH,
@@ -135,7 +137,7 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of a written-out model that its family does not read."""
     given = spec.get("model")
-    family = spec.get("model", "model_type", default=None) if "model_type" in given else None
+    family = spec.get("model", "model_type") if "model_type" in given else None
     if family not in _KEYS:
         return
     for key in given:

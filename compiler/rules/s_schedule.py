@@ -54,7 +54,7 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
 )
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
     """Fires when train_steps is missing for a falling rate, or the warm-up is not over before the end."""
-    schedule, steps = spec.lr_scheduler, spec.get(*_STEPS, default=None)
+    schedule, steps = spec.lr_scheduler, spec.get(*_STEPS)
     if schedule is None:
         return
     constant = Fix("set type to constant", Safety.CHANGES_NUMERICS, (Edit(_TYPE, "constant"),))

@@ -119,7 +119,7 @@ def zero_2_excludes_experts(spec: Resolution) -> Iterator[Finding]:
 def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of zero_optimization that the stage ignores."""
     stage = spec.zero_stage
-    zero = spec.get("deepspeed", "zero_optimization", default={})
+    zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         needed = first_effective_stage(key)
         path = (*_ZERO, key)

@@ -4,6 +4,7 @@
 useful error, the branch that was meant, the key or value that was nearly written.
 """
 
+from .defaults import NoDefaultError, default
 from .validation import UnknownSchemaError, Validation, load, names, text, validate
 
-__all__ = ["UnknownSchemaError", "Validation", "load", "names", "text", "validate"]
+__all__ = ["NoDefaultError", "UnknownSchemaError", "Validation", "default", "load", "names", "text", "validate"]

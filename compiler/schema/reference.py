@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .validation import load
-from .view import about, example
+from .view import about, example, resolved
 
 _START = """\
 # The spec, key by key
@@ -40,7 +40,7 @@ def _section(path: tuple[str, ...], node: Mapping[str, Any], root: Mapping[str, 
     if node.get("properties"):
         yield "| key | value | default | |\n|---|---|---|---|"
     for key, entry in node.get("properties", {}).items():
-        found = _resolved(entry, root)
+        found = resolved(entry, root)
         default = "*required*" if key in node.get("required", []) else _code(found.get("default", {}), empty="")
         yield f"| `{key}` | {_values(found, root)} | {default} | {_cell(_sentence(found))} |"
         inner += _objects((*path, key), found, root)
@@ -56,26 +56,16 @@ def _objects(
     """The objects that a key can hold, each with the name of its section."""
     if node.get("properties"):
         yield path, node
-    for part in (_resolved(one, root) for one in node.get("oneOf", [])):
+    for part in (resolved(one, root) for one in node.get("oneOf", [])):
         if part.get("properties"):
             yield (*path[:-1], f"{path[-1]} ({_name(part)})"), part
     further = node.get("additionalProperties")
     if isinstance(further, dict):
-        yield from _objects((*path, "NAME"), _resolved(further, root), root)
+        yield from _objects((*path, "NAME"), resolved(further, root), root)
 
 
 def _name(node: Mapping[str, Any]) -> str:
     return str(node["title"]).lower()
-
-
-def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    reference = node.get("$ref")
-    if reference is None:
-        return node
-    found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found[step]
-    return {**found, **{key: value for key, value in node.items() if key != "$ref"}}
 
 
 def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -85,7 +75,7 @@ def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     if "enum" in node:
         return ", ".join(map(_code, node["enum"]))
     if "oneOf" in node:
-        parts = [_resolved(one, root) for one in node["oneOf"]]
+        parts = [resolved(one, root) for one in node["oneOf"]]
         return " or ".join(
             f"*{one['title'].lower()}*" if one.get("properties") else _values(one, root) for one in parts
         )
@@ -93,9 +83,11 @@ def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         return f"{_values(node['else'], root)}, or text that matches `{node['if']['pattern']}`"
     kind = node.get("type")
     if kind == "array":
-        return f"list of {_values(_resolved(node['items'], root), root)}"
+        return f"list of {_values(resolved(node['items'], root), root)}"
     if kind in ("integer", "number"):
         return f"{'whole number' if kind == 'integer' else 'number'}{_range(node)}"
+    if kind is None and isinstance(node.get("default"), dict):
+        return "object"  # what may stand in it another schema says
     return {"string": "text", "boolean": "`true`, `false`", "object": "object"}.get(str(kind), str(kind))
 
 

@@ -17,7 +17,6 @@ from .view import SchemaView
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
-    from referencing import Registry, Resource
 
 
 class UnknownSchemaError(ValueError):
@@ -75,32 +74,15 @@ def load(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _registry() -> Registry[Any]:
-    from referencing import Registry
-
-    registry: Registry[Any] = Registry(retrieve=_retrieve)  # type: ignore[call-arg]  # a generic attrs class
-    return registry
-
-
-def _retrieve(uri: str) -> Resource[Any]:
-    """Another schema of the package by its `$id`, whose last word is its name: `urn:parcompile:schema:v1:spec`."""
-    from referencing import Resource
-    from referencing.jsonschema import DRAFT202012
-
-    name = uri.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".schema.json")
-    return Resource.from_contents(load(name), default_specification=DRAFT202012)
-
-
-@functools.cache
 def _validator(name: str) -> Validator:
     from jsonschema.validators import Draft202012Validator
 
-    return Draft202012Validator(load(name), registry=_registry())
+    return Draft202012Validator(load(name))
 
 
 @functools.cache
 def _view(name: str) -> SchemaView:
-    return SchemaView(name, load(name), _registry())
+    return SchemaView(name, load(name))
 
 
 def validate(document: Document | object, name: str) -> Validation:

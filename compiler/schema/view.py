@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from referencing import Registry
+from collections.abc import Mapping
+from typing import Any
 
 _DEPTH = 3
 
 
-class SchemaView:
-    """The schema called `name`, with the other schemas that it refers to."""
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` with its `$ref` into `root` followed, its own keywords on top; {} for what is no object."""
+    if not isinstance(schema, dict):
+        return {}
+    if "$ref" not in schema:
+        return schema
+    found: Any = root
+    for step in schema["$ref"].removeprefix("#/").split("/"):
+        found = found[step]
+    return {**resolved(found, root), **{key: value for key, value in schema.items() if key != "$ref"}}
 
-    def __init__(self, name: str, schema: dict[str, Any], registry: Registry[Any]) -> None:
+
+class SchemaView:
+    """The schema called `name`."""
+
+    def __init__(self, name: str, schema: dict[str, Any]) -> None:
         self.name = name
         self.schema = schema
-        self._registry = registry
 
     def resolved(self, schema: Any) -> dict[str, Any]:
         """`schema` with its `$ref` followed, its own keywords on top; {} for what is no object."""
-        for _ in range(20):
-            if not isinstance(schema, dict):
-                return {}
-            if "$ref" not in schema:
-                return schema
-            own = {key: value for key, value in schema.items() if key != "$ref"}
-            schema = {**self._referenced(schema["$ref"]), **own}
-        return {}
-
-    def _referenced(self, reference: str) -> dict[str, Any]:
-        from referencing.exceptions import Unresolvable
-        from referencing.jsonschema import DRAFT202012
-
-        uri = self.schema.get("$id", "")
-        registry = self._registry.with_resource(uri, DRAFT202012.create_resource(self.schema))
-        try:
-            contents = registry.resolver(uri).lookup(reference).contents
-        except Unresolvable:
-            return {}
-        return contents if isinstance(contents, dict) else {}
+        return resolved(schema, self.schema)
 
     def parts(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """`schema` and everything that it combines."""

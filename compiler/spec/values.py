@@ -56,15 +56,15 @@ class Parallelism:
     sequence_parallel: bool
     cp_layout: CpLayout
     make_vocab_size_divisible_by: int
-    cp_implementation: CpImplementation = CpImplementation.RING
-    hierarchical_cp_sizes: tuple[int, int] | None = None
+    cp_implementation: CpImplementation
+    hierarchical_cp_sizes: tuple[int, int] | None
     """Ranks of the inner and of the outer level of an implementation that has two."""
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int = 1
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    num_virtual_stages_per_pipeline_rank: int
+    microbatch_group_size_per_virtual_pipeline_stage: int | None
 
     @property
     def grid(self) -> Grid:

@@ -1,21 +1,26 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 from layout_cases import compile_tree, spec_tree
+from referencing import Registry
 
 from parcompile import schema
 from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.sequence import ring_schedule
+from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections
 from parcompile.plan.tree import digest
 
+SPECIFICATIONS = Path(__file__).parent.parent / "specs"
 SPECS = {
     "one rank": spec_tree(1, 1),
     "tp and cp": spec_tree(1, 8, parallelism={"tp": 2, "cp": 2}),
@@ -50,6 +55,35 @@ def test_every_file_is_valid_against_its_schema(plan) -> None:
     for name, tree in artefacts(plan).items():
         if name != "ds_config.json":
             valid(name.removesuffix(".json"), json.loads(to_text(tree)))
+
+
+@pytest.mark.parametrize("name", schema.names())
+def test_a_standard_validator_needs_one_file_of_a_schema(name) -> None:
+    tree = json.loads(schema.text(name))
+    pointers = [one for one in re.findall(r'"\$ref": "([^"]*)"', schema.text(name)) if not one.startswith("#/")]
+    assert pointers == []
+    Draft202012Validator(tree, registry=Registry()).is_valid({})
+
+
+def test_the_plan_of_a_measured_machine_is_judged_without_another_schema(tmp_path) -> None:
+    plan, _ = compile_file(SPECIFICATIONS / "positive" / "measured-machine.json")
+    assert plan is not None
+    tree = json.loads(to_text(plan_tree(plan)))
+    validator = Draft202012Validator(json.loads(schema.text("plan")), registry=Registry())
+    assert validator.is_valid(tree)
+    tree["cluster"]["preset"]["node_link"]["bytes_per_s"] = 0
+    assert [error.json_path for error in validator.iter_errors(tree)] == ["$.cluster.preset"]
+
+
+def test_the_machine_of_a_plan_has_the_schema_of_its_file() -> None:
+    alone, inside = schema.load("accelerator"), schema.load("plan")["$defs"]
+    # What the compiler does not read does not get into the plan.
+    kept = {key: alone["properties"][key] for key in alone["required"]}
+    assert inside["accelerator"] == {
+        **{key: alone[key] for key in alone if key not in ("$schema", "$id", "$defs")},
+        "properties": kept,
+    }
+    assert {key: inside[key] for key in alone["$defs"]} == alone["$defs"]
 
 
 @pytest.mark.parametrize("name", ["plan", "process_groups", "lock", "target_report", "megatron_args"])

@@ -9,6 +9,7 @@ from parcompile.cost.rates import time_values
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
+from parcompile.schema import default
 from parcompile.spec import Origin
 from parcompile.units import format_milliseconds
 
@@ -26,14 +27,14 @@ class ContextValues(ModelValues, TrainingValues):
 
     @property
     def named_implementation(self) -> str:
-        """The implementation that is written, which may be "auto"; ring where none is.
+        """The implementation that is written, or the default; it may be "auto".
 
         Raises:
             Unavailable: it is invalid.
         """
         if self.is_invalid(_NAME):
             raise Unavailable("cp_implementation")
-        return str(self.lookup(_NAME)) if self.given(*_NAME) else CpImplementation.RING.value
+        return str(self.lookup(_NAME) if self.given(*_NAME) else default("spec", _NAME))
 
     @property
     def given_sizes(self) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import Slots
 from parcompile.machines.accelerator import Accelerator
 from parcompile.machines.preset import PresetError, is_preset_file, read_preset
+from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism
 
 from .reader import MISSING, SpecReader, Unavailable
@@ -26,13 +27,13 @@ class ParallelismValues(SpecReader):
     @functools.cached_property
     def cluster(self) -> Cluster:
         """The machines."""
-        name, preset = str(self.get("cluster", "accelerator", default="h100-sxm")), None
+        name, preset = str(self.get("cluster", "accelerator")), None
         if is_preset_file(name):
             # Rule H002 speaks of a file that cannot be used; the other rules need the number of ranks.
             with contextlib.suppress(PresetError):
                 preset = self.accelerator_preset(name)
         return Cluster(
-            nodes=int(self.get("cluster", "nodes", default=1)),
+            nodes=int(self.get("cluster", "nodes")),
             gpus_per_node=int(self.get("cluster", "gpus_per_node")),
             accelerator=preset.measured.like if preset and preset.measured else name,
             preset=preset,
@@ -57,12 +58,14 @@ class ParallelismValues(SpecReader):
         return tuple(axis for axis in _SIZED if self._axis_text(axis) == "auto")
 
     def _axis_text(self, axis: Axis) -> object:
-        node = self.lookup(("parallelism", axis.value))
-        if node is MISSING:
-            # Left out, dp takes what the world leaves, unless another axis is to.
-            others = (self._axis_text(other) for other in _SIZED if other is not Axis.DP)
-            return "auto" if axis is Axis.DP and "auto" not in others else 1
-        return node
+        path = ("parallelism", axis.value)
+        node = self.lookup(path)
+        if node is not MISSING:
+            return node
+        found = default("spec", path)
+        # Left out, dp takes what the world leaves, unless another axis is to.
+        others = (self._axis_text(other) for other in _SIZED if other is not axis)
+        return 1 if found == "auto" and "auto" in others else found
 
     def axis(self, axis: Axis) -> int:
         """The size of an axis.
@@ -70,50 +73,50 @@ class ParallelismValues(SpecReader):
         Raises:
             Unavailable: it is invalid, or "auto" and the world does not decide it.
         """
-        name = axis.value
+        path = ("parallelism", axis.value)
+        if self.is_invalid(path):
+            raise Unavailable(axis)
         if axis not in self.auto_axes:
-            return int(self.get("parallelism", name, default=1))
-        if len(self.auto_axes) > 1 or self.is_invalid(("parallelism", name)):
-            raise Unavailable(name)
+            is_given = self.lookup(path) is not MISSING
+            return int(self.get(*path) if is_given else self.record(path, self._axis_text(axis), Origin.DEFAULT))
+        if len(self.auto_axes) > 1:
+            raise Unavailable(axis)
         others = {other: self.axis(other) for other in _SIZED if other is not axis}
         rest = math.prod(others.values())
         if self.world_size % rest:
-            raise Unavailable(name)
+            raise Unavailable(axis)
         equation = " · ".join(f"{other} {size}" for other, size in others.items())
         size = self.world_size // rest
-        self.record(("parallelism", name), size, Origin.DERIVED, f"world {self.world_size} / ({equation})")
+        self.record(path, size, Origin.DERIVED, f"world {self.world_size} / ({equation})")
         return size
 
     @property
     def order(self) -> tuple[Axis, ...]:
         """The axes, innermost first. An axis that is not named comes last: it has size 1 (rule W004)."""
-        named = tuple(map(Axis, self.get("parallelism", "order", default="-".join(AXES)).split("-")))
+        named = tuple(map(Axis, self.get("parallelism", "order").split("-")))
         return named + tuple(axis for axis in AXES if axis not in named)
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations between tensor-parallel blocks are split over tp."""
-        return bool(self.get("parallelism", "sequence_parallel", default=False))
+        return bool(self.get("parallelism", "sequence_parallel"))
 
     @property
     def cp_layout(self) -> CpLayout:
         """How the sequence is dealt to the cp ranks."""
-        return CpLayout(self.get("parallelism", "cp_layout", default="zigzag"))
+        return CpLayout(self.get("parallelism", "cp_layout"))
 
     @property
     def make_vocab_size_divisible_by(self) -> int:
         """The divisor of the padded vocabulary, per tp rank."""
-        return int(self.get("parallelism", "make_vocab_size_divisible_by", default=128))
+        return int(self.get("parallelism", "make_vocab_size_divisible_by"))
 
     @property
     def slots(self) -> Slots:
         """How the layers are counted out to the pipeline stages."""
-        first, last = (
-            self.get("parallelism", f"num_layers_in_{end}_pipeline_stage", default=None) for end in ("first", "last")
-        )
+        first, last = (self.get("parallelism", f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
         embedding, loss = (
-            bool(self.get("parallelism", f"account_for_{part}_in_pipeline_split", default=False))
-            for part in ("embedding", "loss")
+            bool(self.get("parallelism", f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss")
         )
         return Slots(
             self.axis(Axis.PP),
@@ -127,7 +130,7 @@ class ParallelismValues(SpecReader):
     @property
     def virtual_stages(self) -> int:
         """Stages that each pp rank holds."""
-        return int(self.get("parallelism", "num_virtual_stages_per_pipeline_rank", default=1))
+        return int(self.get("parallelism", "num_virtual_stages_per_pipeline_rank"))
 
     @property
     def microbatch_group_size(self) -> int | None:

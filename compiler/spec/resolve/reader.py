@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile.diagnostics import Path, format_path
+from parcompile.schema import NoDefaultError, default
 from parcompile.spec import Origin, Provenance
 
 MISSING = object()
@@ -36,11 +37,11 @@ class SpecReader:
         """Whether the spec has a usable value at this path."""
         return self.lookup(path) is not MISSING and not self.is_invalid(path)
 
-    def get(self, *path: str, default: object = MISSING) -> Any:
-        """The spec's value at a path, or the default.
+    def get(self, *path: str) -> Any:
+        """The spec's value at a path, or the default of its schema: None where it may be left out and has none.
 
         Raises:
-            Unavailable: the value is invalid, or missing without a default.
+            Unavailable: the value is invalid, or missing although it has to be given.
         """
         if self.is_invalid(path):
             raise Unavailable(format_path(path))
@@ -49,9 +50,10 @@ class SpecReader:
             # A list with a wrong entry is wrong as a whole.
             raise Unavailable(format_path(path))
         if value is MISSING:
-            if default is MISSING:
-                raise Unavailable(format_path(path))
-            return self.record(path, default, Origin.DEFAULT)
+            try:
+                return self.record(path, default("spec", path), Origin.DEFAULT)
+            except NoDefaultError:
+                raise Unavailable(format_path(path)) from None
         return self.record(path, value, Origin.SPEC)
 
     def lookup(self, path: tuple[str, ...]) -> object:

@@ -17,12 +17,12 @@ class Resolution(ContextValues):
             Unavailable: an error was reported that leaves a value undecided.
         """
         return Spec(
-            name=self.get("name", default="unnamed"),
+            name=self.get("name"),
             model=self.model(),
             cluster=self.cluster,
             parallelism=self.parallelism(self.context_parallel),
             training=self.training(),
             zero_stage=self.zero_stage,
-            deepspeed=dict(self.get("deepspeed", default={})),
+            deepspeed=dict(self.get("deepspeed")),
             provenance=dict(sorted(self.provenance.items())),
         )

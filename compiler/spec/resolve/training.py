@@ -21,10 +21,10 @@ class TrainingValues(ParallelismValues):
     def micro_batch_size(self) -> int:
         """Sequences of one forward pass of one model copy."""
         name, steps = "micro_batch_size", "gradient_accumulation_steps"
-        if self.given("training", name) or not self.given("training", "global_batch_size"):
-            return int(self.get("training", name, default=1))
-        if not self.given("training", steps):
-            return int(self.get("training", name, default=1))
+        if self.given("training", name) or not (
+            self.given("training", "global_batch_size") and self.given("training", steps)
+        ):
+            return self._given_or_one(name)
         total, passes, dp = self._batch("global_batch_size"), self._batch(steps), self.axis(Axis.DP)
         return self._whole_ratio(name, total, passes * dp, f"global_batch_size {total} / ({steps} {passes} · dp {dp})")
 
@@ -33,7 +33,7 @@ class TrainingValues(ParallelismValues):
         """Forward passes of one optimizer step."""
         name = "gradient_accumulation_steps"
         if self.given("training", name) or not self.given("training", "global_batch_size"):
-            return int(self.get("training", name, default=1))
+            return self._given_or_one(name)
         total, micro, dp = self._batch("global_batch_size"), self.micro_batch_size, self.axis(Axis.DP)
         return self._whole_ratio(name, total, micro * dp, f"global_batch_size {total} / (micro {micro} · dp {dp})")
 
@@ -44,13 +44,20 @@ class TrainingValues(ParallelismValues):
             return self._batch("global_batch_size")
         micro, passes, dp = self.micro_batch_size, self.gradient_accumulation_steps, self.axis(Axis.DP)
         equation = f"micro {micro} · gradient_accumulation_steps {passes} · dp {dp}"
-        self.get("training", "global_batch_size", default=None)
+        self.get("training", "global_batch_size")
         path = "training.global_batch_size"
         self.provenance[path] = Provenance(micro * passes * dp, Origin.DERIVED, equation)
         return micro * passes * dp
 
     def _batch(self, name: str) -> int:
         return int(self.get("training", name))
+
+    def _given_or_one(self, name: str) -> int:
+        """A size of the batch that does not follow from the others: 1 unless it is given."""
+        found = self.get("training", name)
+        if found is None:
+            self.provenance[f"training.{name}"] = Provenance(1, Origin.DEFAULT)
+        return int(found or 1)
 
     def eval_batch(self, name: str, training: int) -> int:
         """A batch size of evaluation: that of training unless it is given."""
@@ -68,7 +75,7 @@ class TrainingValues(ParallelismValues):
     @property
     def precision(self) -> Precision:
         """The type of weights and activations."""
-        return Precision(self.get("training", "precision", default="bf16"))
+        return Precision(self.get("training", "precision"))
 
     @property
     def gradient_accumulation_dtype(self) -> Precision:
@@ -82,36 +89,36 @@ class TrainingValues(ParallelismValues):
     @property
     def zero_stage(self) -> int:
         """The stage of ZeRO."""
-        return int(self.get("zero", "stage", default=1))
+        return int(self.get("zero", "stage"))
 
     @property
     def activation_checkpointing(self) -> str:
         """What is recomputed in the backward pass."""
-        return str(self.get("training", "activation_checkpointing", default="none"))
+        return str(self.get("training", "activation_checkpointing"))
 
     @property
     def lr(self) -> float:
         """The highest learning rate."""
-        return float(self.get("training", "optimizer", "lr", default=3e-4))
+        return float(self.get("training", "optimizer", "lr"))
 
     @property
     def lr_scheduler(self) -> LrScheduler | None:
         """How the learning rate changes; None when it stays."""
-        if self.get("training", "lr_scheduler", default=None) is None:
+        if self.get("training", "lr_scheduler") is None:
             return None
         return LrScheduler(
             type=self.get("training", "lr_scheduler", "type"),
             warmup_steps=int(self.get("training", "lr_scheduler", "warmup_steps")),
-            min_lr=float(self.get("training", "lr_scheduler", "min_lr", default=0.0)),
+            min_lr=float(self.get("training", "lr_scheduler", "min_lr")),
         )
 
     def _betas(self) -> tuple[float, float]:
-        first, second = self.get("training", "optimizer", "betas", default=[0.9, 0.95])
+        first, second = self.get("training", "optimizer", "betas")
         return float(first), float(second)
 
     def training(self) -> Training:
         """The whole section."""
-        steps = self.get("training", "train_steps", default=None)
+        steps = self.get("training", "train_steps")
         return Training(
             sequence_length=self.sequence_length,
             micro_batch_size=self.micro_batch_size,
@@ -122,16 +129,16 @@ class TrainingValues(ParallelismValues):
             precision=self.precision,
             gradient_accumulation_dtype=self.gradient_accumulation_dtype,
             optimizer=Optimizer(
-                type=self.get("training", "optimizer", "type", default="adamw"),
+                type=self.get("training", "optimizer", "type"),
                 lr=self.lr,
                 betas=self._betas(),
-                eps=float(self.get("training", "optimizer", "eps", default=1e-8)),
-                weight_decay=float(self.get("training", "optimizer", "weight_decay", default=0.1)),
+                eps=float(self.get("training", "optimizer", "eps")),
+                weight_decay=float(self.get("training", "optimizer", "weight_decay")),
             ),
             lr_scheduler=self.lr_scheduler,
-            gradient_clipping=float(self.get("training", "gradient_clipping", default=1.0)),
+            gradient_clipping=float(self.get("training", "gradient_clipping")),
             activation_checkpointing=self.activation_checkpointing,
-            loss_scale=float(self.get("training", "loss_scale", default=0)),
+            loss_scale=float(self.get("training", "loss_scale")),
             train_steps=None if steps is None else int(steps),
-            seed=int(self.get("training", "seed", default=1234)),
+            seed=int(self.get("training", "seed")),
         )
