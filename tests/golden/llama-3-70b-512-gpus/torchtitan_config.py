@@ -1,0 +1,39 @@
+# Written for torchtitan 0.3.0; apply() is the plan, plan() the plan with torchtitan's own model.
+# plan "llama-3-70b", 512 ranks
+# parcompile 0.1.0, spec sha256:3bfc22a67efae464fadb1f2a08f11cac26113177c6caff78180bb6aca13c22e2
+"""The plan as a torchtitan 0.3.0 configuration.
+
+    torchrun … -m torchtitan.train --module torchtitan_config --config plan
+"""
+
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+
+def apply(config):
+    """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
+    config.parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=16,
+        fsdp_reshard_after_forward='never',
+        context_parallel_degree=1,
+        tensor_parallel_degree=8,
+        enable_sequence_parallel=True,
+        pipeline_parallel_degree=4,
+        expert_parallel_degree=1,
+        pipeline_parallel_schedule='1F1B',
+        pipeline_parallel_microbatch_size=1,
+    )
+    config.training.local_batch_size = 32
+    config.training.global_batch_size = 512
+    config.training.seq_len = 8192
+    config.training.max_norm = 1.0
+    config.training.dtype = 'float32'
+    config.training.mixed_precision_param = 'bfloat16'
+    config.optimizer = default_adamw(lr=0.0003, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1)
+    config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.debug.seed = 1234
+    config.training.steps = 100000
+    return config
