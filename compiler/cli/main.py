@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from typing import NoReturn
 
 import click
 
+from parcompile.diagnostics.reporters.style import printable
 from parcompile.version import __version__
 
 _COMMANDS = (
@@ -72,7 +75,9 @@ def main() -> NoReturn:
         # Commands return nothing; what comes back is the code of a command that asked to exit.
         code = int(cli.main(standalone_mode=False, prog_name="parcompile") or OK)
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        click.echo(printable(said.getvalue()), err=True, nl=False)
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("parcompile: interrupted", err=True)
@@ -81,4 +86,23 @@ def main() -> NoReturn:
         # Whoever reads standard output has left: closing it quietly avoids a second error at exit.
         sys.stderr.close()
         code = OK
-    sys.exit(code)
+    except OSError as error:
+        where = error.filename or "standard output"
+        click.echo(f"Error: {printable(str(where))} cannot be written: {error.strerror}", err=True)
+        code = USAGE
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: int) -> int:
+    """The exit code once everything is written; that of a failure when standard output cannot take it (a full disk)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stderr.close()
+    except OSError as error:
+        if code != USAGE:
+            click.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
+        # What is still buffered would fail once more when the interpreter closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USAGE
+    return code

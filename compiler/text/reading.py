@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path as FilePath
 
@@ -43,6 +44,9 @@ def read_file(path: str | os.PathLike[str]) -> Result:
     if name == "-":
         return parse_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
     try:
+        # A pipe or a device may block, or never end: its kind is asked for before it is opened.
+        if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):  # noqa: PTH112, PTH116 -- see below
+            raise SourceError(f"{name}: this is no regular file; pipe it to standard input and name it -")
         with open(name, "rb") as stream:  # noqa: PTH123 - a name with a NUL byte must fail in here
             content = stream.read(MAX_BYTES + 1)
             size = os.fstat(stream.fileno()).st_size

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +75,36 @@ def test_very_many_mistakes_do_not_run_away(tmp_path: Path) -> None:
     checked = check_any(file)
     assert sum(one.is_error for one in checked.diagnostics) == 200
     assert time.monotonic() - start < 60  # a bound against quadratic work, not a measurement
+
+
+class TestHostileInput:
+    """What is no regular file is not read; what would speak to a terminal does not reach it."""
+
+    def run(self, *arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "parcompile", *arguments]
+        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+
+    def test_pipes_and_devices_are_refused_before_they_are_read(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.json")
+        for name in (str(tmp_path / "pipe.json"), "/dev/zero"):
+            done = self.run("check", name)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert "is no regular file" in done.stderr
+
+    def test_escapes_in_names_do_not_reach_the_terminal(self, tmp_path: Path) -> None:
+        file = tmp_path / "spec\x1b[31m.json"
+        tree = {"version": 1, "name": "\x1b]0;title\x07", "model": {"preset": "\x1b[2J"}, "cluster": {}, "training": {}}
+        file.write_text(json.dumps(tree), encoding="utf-8")
+        for form in ("text", "concise"):
+            done = self.run("check", str(file), "--format", form)
+            assert "\x1b" not in done.stdout + done.stderr
+            assert "K006" in done.stdout
+        assert "\x1b" not in self.run("check", str(tmp_path / "\x1b[31mnone.json")).stderr
+
+    def test_a_full_disk_behind_standard_output_is_an_error(self, tmp_path: Path) -> None:
+        file = tmp_path / "spec.json"
+        file.write_text("{}", encoding="utf-8")
+        with Path("/dev/full").open("w") as full:
+            done = self.run("check", str(file), "--kind", "spec", "--format", "json", stdout=full)
+        assert done.returncode == 2
+        assert done.stderr == "Error: standard output cannot be written: No space left on device\n"

@@ -8,16 +8,16 @@ from typing import TextIO
 from parcompile.diagnostics import Diagnostic
 
 from .dispatch import Context
-from .style import writable
+from .style import printable, writable
 
 
 def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
     """One line each."""
     style = context.style
     for found in diagnostics:
-        where = found.file or "-"
+        where = printable(found.file or "-")
         if found.position is not None:
             where += f":{found.position.line}:{found.position.column}"
         severity = style.severity(found.severity, f"{found.severity.value}[{found.code}]")
         text = " ".join(found.message.split()) + (f" ({' '.join(found.help.split())})" if found.help else "")
-        stream.write(writable(stream, f"{where}: {severity} {text}") + "\n")
+        stream.write(writable(stream, f"{where}: {severity} {printable(text)}") + "\n")

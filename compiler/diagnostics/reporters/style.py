@@ -60,6 +60,11 @@ def _encodes(stream: TextIO, text: str) -> bool:
     return True
 
 
+def printable(text: str) -> str:
+    """`text` with every character that would move a terminal's cursor, or speak to it, as its escape."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
 def writable(stream: TextIO, text: str) -> str:
     """`text` with what the stream's encoding cannot hold written plainly: × as x, ≠ as !=, others as escapes."""
     encoding = getattr(stream, "encoding", None)

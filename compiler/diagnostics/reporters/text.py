@@ -19,7 +19,7 @@ from typing import TextIO
 from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
 
 from .dispatch import Context
-from .style import Style, writable
+from .style import Style, printable, writable
 
 _TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s"'{}\[\],:]+|.""")
 _TAB = "    "
@@ -54,7 +54,7 @@ def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
     severity = diagnostic.severity
     head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(": ")
     indent = len(severity.value) + len(diagnostic.code) + 4
-    lines = textwrap.wrap(diagnostic.message, style.width - indent, break_long_words=False) or [""]
+    lines = textwrap.wrap(printable(diagnostic.message), style.width - indent, break_long_words=False) or [""]
     block = [head + style.strong(lines[0]), *(" " * 2 + style.strong(line) for line in lines[1:])]
     margin = 3
     position = diagnostic.position
@@ -63,15 +63,15 @@ def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
         margin = max(3, *(len(str(place.line)) + 1 for place in places))
     block += _place(diagnostic.file, position, context, style, margin, severity, "")
     if position is None and diagnostic.path:
-        block.append(f"{' ' * margin}{style.quiet('at')} {format_path(diagnostic.path)}")
+        block.append(f"{' ' * margin}{style.quiet('at')} {printable(format_path(diagnostic.path))}")
     for related in diagnostic.related:
         if related.position is not None:
             block += _place(diagnostic.file, related.position, context, style, margin, None, related.message)
     if diagnostic.help:
-        block += _note("help", diagnostic.help, style, margin)
+        block += _note("help", printable(diagnostic.help), style, margin)
     for fix in diagnostic.fixes:
         if fix.safety is not Safety.SAFE or len(diagnostic.fixes) > 1:
-            block += _note("fix", f"{fix.title} ({fix.safety.value})", style, margin)
+            block += _note("fix", printable(f"{fix.title} ({fix.safety.value})"), style, margin)
     return block
 
 
@@ -88,7 +88,7 @@ def _place(
         return []
     bar = style.quiet("│" if style.unicode else "|")
     arrow = style.quiet(("──▶" if style.unicode else "-->") if not label else ("───" if style.unicode else "---"))
-    where = file or "?"
+    where = printable(file or "?")
     if position is not None:
         where += f":{position.line}:{position.column}"
     lines = [f"{' ' * (margin - 1)}{arrow} {where}"]
