@@ -15,7 +15,7 @@ from parcompile.atomic import write_file
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.layout.grid import Axis
-from parcompile.search.ranking import Outcome, Ranked, search
+from parcompile.search.ranking import Ranked, SearchResult, search
 from parcompile.search.space import open_space
 from parcompile.search.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -36,10 +36,11 @@ from .estimate import checked_spec
 def command(
     spec: str, top: int, form: str, coefficients: Path | None, output: Path | None, *, losers: bool, any_target: bool
 ) -> None:
-    """Search the layouts of SPEC: what it leaves out of tp, cp, pp, ep, micro-batch, recomputation, order, cp's way.
+    """Search the layouts of SPEC.
 
-    Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among
-    those enumerated; how far predictions err stands in docs/accuracy.md.
+    Searched is what it leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation. Layouts
+    are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among those
+    enumerated; how far predictions err stands in docs/accuracy.md.
     """
     checked = checked_spec(spec, ignore_memory=True, ignore_open=True)
     assert checked.document is not None
@@ -80,7 +81,7 @@ def _progress(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, objec
 _HEAD = ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "fits")
 
 
-def _text(found: Outcome, top: int, *, losers: bool) -> str:
+def _text(found: SearchResult, top: int, *, losers: bool) -> str:
     predicted = len(found.fitting) + len(found.too_large)
     lines = [
         f"{predicted:,} layouts predicted: {len(found.fitting):,} fit, {len(found.too_large):,} do not; "
@@ -91,7 +92,7 @@ def _text(found: Outcome, top: int, *, losers: bool) -> str:
         lines += ["", *columns(rows)]
         lines += ["", "why the next ones lost"]
         lines += [f"{rank + 2:>3}  {one.reason}" for rank, one in enumerate(found.fitting[1:top])]
-        lines += _ways(found, top, losers=losers)
+        lines += _executions(found, top, losers=losers)
         lines += ["", "time against memory: no layout beats these in both"]
         lines += columns([_HEAD, *(_row("", one) for one in found.front[:top])])
     elif found.too_large:
@@ -106,13 +107,13 @@ def _text(found: Outcome, top: int, *, losers: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ways(found: Outcome, top: int, *, losers: bool) -> list[str]:
+def _executions(found: SearchResult, top: int, *, losers: bool) -> list[str]:
     """The chosen layout in other orders, and with other implementations of cp."""
-    shown = found.other_ways if losers else found.other_ways[:top]
+    shown = found.other_executions if losers else found.other_executions[:top]
     if not shown:
         return []
-    more = len(found.other_ways) - len(shown)
-    rows = [("the same layout as", "why it lost"), *((way.name, reason) for way, reason in shown)]
+    more = len(found.other_executions) - len(shown)
+    rows = [("the same layout as", "why it lost"), *((execution.name, reason) for execution, reason in shown)]
     return ["", *columns(rows), *([f"and {more} more (--losers)"] if more else [])]
 
 
@@ -129,7 +130,7 @@ def _row(rank: str, one: Ranked) -> tuple[str, ...]:
     )
 
 
-def _losers(found: Outcome) -> list[str]:
+def _losers(found: SearchResult) -> list[str]:
     rows = [(one.candidate.name, one.reason or "") for one in (*found.fitting[1:], *found.too_large)]
     rows += [(_settings(one.changes), f"[{one.code}] {one.message}") for one in found.refused]
     return columns([("every other layout", "why it lost"), *rows])
@@ -139,7 +140,7 @@ def _settings(changes: Any) -> str:
     return " ".join(f"{name}{value}" for name, value in changes.items() if not isinstance(value, bool))
 
 
-def _json(found: Outcome, chosen: Any) -> dict[str, Any]:
+def _json(found: SearchResult, chosen: Any) -> dict[str, Any]:
     def one(ranked: Ranked) -> dict[str, Any]:
         return {
             "layout": dict(ranked.candidate.changes) | {Axis.DP.value: ranked.candidate.work.dp},
@@ -157,15 +158,15 @@ def _json(found: Outcome, chosen: Any) -> dict[str, Any]:
         "best": None if found.best is None else one(found.best),
         "spec": chosen,
         "fitting": [one(each) for each in found.fitting],
-        "other_ways": [
+        "other_executions": [
             {
-                "order": "-".join(way.work.order),
-                "cp_implementation": way.work.cp_implementation if way.work.cp > 1 else None,
-                "hierarchical_cp_sizes": way.work.cp_sizes,
-                "step_seconds": way.step.seconds,
+                "order": "-".join(execution.work.order),
+                "cp_implementation": execution.work.cp_implementation if execution.work.cp > 1 else None,
+                "hierarchical_cp_sizes": execution.work.cp_sizes,
+                "step_seconds": execution.step.seconds,
                 "reason": reason,
             }
-            for way, reason in found.other_ways
+            for execution, reason in found.other_executions
         ],
         "pareto_front": [one(each) for each in found.front],
         "too_large": [one(each) for each in found.too_large],

@@ -36,7 +36,7 @@ from parcompile.model.family import Family, QkNorm
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
-from parcompile.model.user_module import LAYER, OwnModule
+from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
 from .context_exchanges import context_exchanges
@@ -105,8 +105,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
-    if work.shape.own is not None:
-        _own_columns(work, work.shape.own, layers * times, activation, send)
+    if work.shape.user_module is not None:
+        _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
         send(Axis.TP, "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
     for parameter in parameter_table(work.shape):
@@ -126,16 +126,16 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 
-def _own_columns(work: Workload, own: OwnModule, passes: int, activation: float, send: _Send) -> None:
+def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:
     """What column-parallel linears in a layer of a module of one's own send beyond one exchange for each block.
 
     Each further one sums its input's gradient by itself. With sequence parallelism attention gathers its input once,
     while those outside it gather theirs again in backward.
     """
-    weights = [name for name, size in own.parameters if LAYER in name and len(size) == 2]
-    columns = [name for name in weights if (rule := own.rule_of(name)) is not None and rule.kind == "column"]
+    weights = [name for name, size in module.parameters if LAYER in name and len(size) == 2]
+    columns = [name for name in weights if (rule := module.rule_of(name)) is not None and rule.kind == "column"]
     if work.sequence_parallel:
-        outside = [name for name in columns if not name.startswith(tuple(f"{one}." for one in own.attentions))]
+        outside = [name for name in columns if not name.startswith(tuple(f"{one}." for one in module.attentions))]
         send(Axis.TP, "all-gather", len(outside) * passes, activation, work.tp)
     else:
         send(Axis.TP, "all-reduce", max(0, len(columns) - BLOCKS) * passes, activation, work.tp)

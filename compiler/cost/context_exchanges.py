@@ -51,7 +51,7 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ContextExchange:
     """What a rank sends within groups of `ranks` ranks that lie `stride` places of the cp group apart.
 
     `group` is "cp", or of an implementation with two levels "cp-inner" or "cp-outer".
@@ -69,13 +69,13 @@ class Exchange:
 
 def exchanges(
     sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool, recomputed: bool = False
-) -> tuple[Exchange, ...]:
+) -> tuple[ContextExchange, ...]:
     """All messages of one implementation, the inner level first; nothing for one rank.
 
     Keys travel in forward and in backward, there with their gradients in fp32. `recomputed`: activations are
     recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more.
     """
-    found: list[Exchange] = []
+    found: list[ContextExchange] = []
     swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
     kv_heads = max(sizes.kv_heads, swapped)
     inner_group, outer_group = CP_LEVELS if context.sizes else (Axis.CP, Axis.CP)
@@ -83,15 +83,15 @@ def exchanges(
         one_way = (sizes.q_bytes + sizes.kv_bytes(kv_heads)) * (swapped - 1) / swapped
         rounds = 3 if recomputed else 2
         name = "all-to-all of heads for tokens"
-        found.append(Exchange(inner_group, name, swapped, 1, 4 * rounds, rounds * one_way, neighbours=False))
+        found.append(ContextExchange(inner_group, name, swapped, 1, 4 * rounds, rounds * one_way, neighbours=False))
     if places == 1:
         return tuple(found)
     bytes_per_hop = sizes.kv_bytes(kv_heads) * (2 + SUM_BYTES / sizes.element_bytes)
     messages_per_hop = 3 * passes_of(sizes, context, on_gpu=on_gpu)
 
-    def travel(group: str, operation: str, ranks: int, stride: int, hops: int) -> Exchange:
+    def travel(group: str, operation: str, ranks: int, stride: int, hops: int) -> ContextExchange:
         messages, around = hops * messages_per_hop, context.implementation is not CpImplementation.ALL_GATHER
-        return Exchange(group, operation, ranks, stride, messages, hops * bytes_per_hop, neighbours=around)
+        return ContextExchange(group, operation, ranks, stride, messages, hops * bytes_per_hop, neighbours=around)
 
     if context.implementation is CpImplementation.ALL_GATHER:
         found.append(travel(Axis.CP, "all-gather of keys and values", places, 1, places - 1))
@@ -114,7 +114,7 @@ def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) 
     return kv_heads // at_once
 
 
-def context_exchanges(work: Workload) -> tuple[Exchange, ...]:
+def context_exchanges(work: Workload) -> tuple[ContextExchange, ...]:
     """The messages of one layer and micro-batch of a layout."""
     return exchanges(sizes_of(work), work.context, on_gpu=runs_on_gpu(work), recomputed=work.recompute == "full")
 

@@ -18,7 +18,7 @@ from parcompile.layout.sequence import CpLayout
 from .context_exchanges import (
     SUM_BYTES,
     AttentionSizes,
-    Exchange,
+    ContextExchange,
     exchanges,
     passes_of,
     runs_on_gpu,
@@ -90,7 +90,7 @@ def attention_seconds(work: Workload, values: Mapping[str, float]) -> float:
     return flops / work.tp / work.machine.matmul_flops_per_s(work.element_bytes) / values["attention"]
 
 
-def _seconds(work: Workload, one: Exchange, values: Mapping[str, float]) -> float:
+def _seconds(work: Workload, one: ContextExchange, values: Mapping[str, float]) -> float:
     machine = work.machine
     inside = machine.node_link.bytes_per_s * values["node_link"]
     port = machine.network_link.bytes_per_s * values["network_link"]

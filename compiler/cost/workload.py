@@ -140,7 +140,7 @@ class Workload:
 
     def size(self, axis: Axis) -> int:
         """Ranks along an axis."""
-        return int(getattr(self, axis.value))
+        return int(getattr(self, axis))
 
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis."""
@@ -148,7 +148,8 @@ class Workload:
         for other in self.order:
             if other == axis:
                 return distance
-            distance *= 1 if other is Axis.EP else self.size(other)
+            if other != Axis.EP:
+                distance *= int(getattr(self, other))
         return distance
 
     def in_flight(self, stage: int) -> float:

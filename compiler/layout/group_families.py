@@ -14,7 +14,7 @@ Steps = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class AxisGroups:
     """Groups whose members differ only along `axes` of `grid`: each rank is in exactly one."""
 
     grid: Grid
@@ -54,13 +54,13 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbeddingGroups:
     """The first, or the first and the last, rank of each pipeline group; the ranks between are in no group.
 
     Megatron-LM keeps tied embeddings equal over {first, last}, and learned positions over {first}.
     """
 
-    pipeline: Slice
+    pipeline: AxisGroups
     last: bool
 
     @property
@@ -104,16 +104,16 @@ class Ends:
         return (group[0], group[-1]) if self.size == 2 else group[:1]
 
 
-Family = Slice | Ends
+GroupFamily = AxisGroups | EmbeddingGroups
 
 
-def kv_replica_family(grid: Grid, replicas: int) -> Slice:
+def kv_replica_family(grid: Grid, replicas: int) -> AxisGroups:
     """`replicas` consecutive ranks of each tp group: they hold the same kv heads."""
     tp = grid.size((Axis.TP,))
-    return Slice(grid.factored(Axis.TP, ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
+    return AxisGroups(grid.factored(Axis.TP, ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
 
 
-def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[Slice, ...]:
+def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[AxisGroups, ...]:
     """One family for each level of a hierarchical context-parallel group, the innermost level first.
 
     Megatron-Core calls the sizes `hierarchical_context_parallel_sizes`.
@@ -123,7 +123,7 @@ def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[Slice,
     """
     names = tuple(f"cp-{level}" for level in range(len(sizes)))
     factored = grid.factored(Axis.CP, names, sizes)
-    return tuple(Slice(factored, (name,)) for name in names)
+    return tuple(AxisGroups(factored, (name,)) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Portions:
     and keeps the portions equal over the groups of `across`.
     """
 
-    whole: Slice
+    whole: AxisGroups
     parts: int
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from parcompile.layout.grid import Axis
 
 from .grid import Grid
-from .group_families import Ends, Family, Slice, hierarchical_cp_families, kv_replica_family
+from .group_families import AxisGroups, EmbeddingGroups, GroupFamily, hierarchical_cp_families, kv_replica_family
 
 GROUP_AXES: dict[str, tuple[Axis, ...]] = {
     Axis.TP: (Axis.TP,),
@@ -106,7 +106,7 @@ class Groups:
         """The grid of the routed experts."""
         return expert_grid(self.grid, self.ep)
 
-    def family(self, name: str) -> Family:
+    def family(self, name: str) -> GroupFamily:
         """All groups of one name.
 
         Raises:
@@ -117,10 +117,10 @@ class Groups:
         if self.cp_sizes and name in CP_LEVELS:
             return hierarchical_cp_families(self.grid, self.cp_sizes)[CP_LEVELS.index(name)]
         if name in EMBEDDING_GROUPS:
-            return Ends(Slice(self.grid, (Axis.PP,)), last=EMBEDDING_GROUPS[name])
+            return EmbeddingGroups(AxisGroups(self.grid, (Axis.PP,)), last=EMBEDDING_GROUPS[name])
         if name in EXPERT_AXES:
-            return Slice(self.expert_grid, EXPERT_AXES[name])
-        return Slice(self.grid, GROUP_AXES[name] if name in GROUP_AXES else MEGATRON_AXES[name])
+            return AxisGroups(self.expert_grid, EXPERT_AXES[name])
+        return AxisGroups(self.grid, GROUP_AXES[name] if name in GROUP_AXES else MEGATRON_AXES[name])
 
     def of_rank(self, name: str, rank: int) -> tuple[int, ...]:
         """The members of the group `name` to which `rank` belongs, ascending; none when it is in no embedding group.

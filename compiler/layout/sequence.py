@@ -139,7 +139,7 @@ def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) 
     )
 
 
-class Source(str, enum.Enum):
+class KeySource(str, enum.Enum):
     """Whose keys and values a rank works on: what it computes depends on nothing else."""
 
     OWN = "own"
@@ -148,18 +148,18 @@ class Source(str, enum.Enum):
     LATER = "later"
 
     @classmethod
-    def of(cls, rank: int, source: int) -> Source:
+    def of(cls, rank: int, source: int) -> KeySource:
         """How `source` stands to `rank`."""
         return cls.OWN if source == rank else cls.EARLIER if source < rank else cls.LATER
 
 
-def source_blocks(layout: CpLayout, cp: int, *, causal: bool = True) -> dict[Source, tuple[Block, ...]]:
+def source_blocks(layout: CpLayout, cp: int, *, causal: bool = True) -> dict[KeySource, tuple[Block, ...]]:
     """The blocks for each kind of source: the whole ring schedule of every rank in three entries."""
     first, last = 0, cp - 1
     return {
-        Source.OWN: _blocks(layout, cp, first, first, causal=causal),
-        Source.EARLIER: _blocks(layout, cp, last, first, causal=causal) if cp > 1 else (),
-        Source.LATER: _blocks(layout, cp, first, last, causal=causal) if cp > 1 else (),
+        KeySource.OWN: _blocks(layout, cp, first, first, causal=causal),
+        KeySource.EARLIER: _blocks(layout, cp, last, first, causal=causal) if cp > 1 else (),
+        KeySource.LATER: _blocks(layout, cp, first, last, causal=causal) if cp > 1 else (),
     }
 
 
@@ -171,7 +171,7 @@ def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fracti
         kind: sum((block.area for block in blocks), Fraction(0))
         for kind, blocks in source_blocks(layout, cp, causal=causal).items()
     }
-    sources = {Source.OWN: 1, Source.EARLIER: rank, Source.LATER: cp - 1 - rank}
+    sources = {KeySource.OWN: 1, KeySource.EARLIER: rank, KeySource.LATER: cp - 1 - rank}
     return sum((areas[kind] * count for kind, count in sources.items()), Fraction(0)) / chunks**2
 
 

@@ -21,7 +21,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class PipelineSplit:
     """How layers are counted out to `pp · virtual` global stages.
 
     `embedding` and `loss` let the embedding or the head with its loss take the place of one layer; `first` and `last`
@@ -44,14 +44,14 @@ class Slots:
         if self.pp < 1 or self.virtual < 1:
             raise ValueError(f"pp {self.pp} with {self.virtual} virtual stages: both have to be 1 or more")
         if self.first is None and self.last is None:
-            return self._with_slots(num_layers)
+            return self._even_counts(num_layers)
         if self.embedding or self.loss:
             raise ValueError(
-                "layers of the first or last stage are given: embedding and loss cannot take slots as well"
+                "layers of the first or last stage are given: embedding and loss cannot count as layers as well"
             )
-        return self._with_ends(num_layers)
+        return self._counts_around_given(num_layers)
 
-    def _with_slots(self, num_layers: int) -> tuple[int, ...]:
+    def _even_counts(self, num_layers: int) -> tuple[int, ...]:
         stages = self.pp * self.virtual
         total = num_layers + self.embedding + self.loss
         terms = f"{num_layers} layers" + " + 1 for the embedding" * self.embedding + " + 1 for the loss" * self.loss
@@ -66,7 +66,7 @@ class Slots:
             raise ValueError(f"{terms} on {self.pp} stages{virtual}: a stage would have {min(counts)} layers")
         return tuple(counts)
 
-    def _with_ends(self, num_layers: int) -> tuple[int, ...]:
+    def _counts_around_given(self, num_layers: int) -> tuple[int, ...]:
         ends = {0: self.first, self.pp - 1: self.last}
         given = {rank: layers for rank, layers in ends.items() if layers is not None}
         if self.first is not None and self.last is not None and self.pp == 1:
@@ -118,14 +118,14 @@ def even_stages(num_layers: int, pp: int) -> tuple[Stage, ...]:
     Raises:
         ValueError: the layers do not divide evenly.
     """
-    return stages_from_counts(Slots(pp).counts(num_layers))
+    return stages_from_counts(PipelineSplit(pp).counts(num_layers))
 
 
-def rank_stages(num_layers: int, slots: Slots) -> tuple[tuple[Stage, ...], ...]:
+def rank_stages(num_layers: int, split: PipelineSplit) -> tuple[tuple[Stage, ...], ...]:
     """For each pp rank its (virtual) stages, in the order of the layers.
 
     Raises:
         ValueError: the layers do not divide.
     """
-    stages = stages_from_counts(slots.counts(num_layers))
-    return tuple(stages[rank :: slots.pp] for rank in range(slots.pp))
+    stages = stages_from_counts(split.counts(num_layers))
+    return tuple(stages[rank :: split.pp] for rank in range(split.pp))

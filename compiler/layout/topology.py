@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from .group_families import Family, Steps
+from .group_families import GroupFamily, Steps
 
 NODE, NETWORK = "node", "network"
 """The slowest link that a group uses: inside a node, or between nodes."""
@@ -36,7 +36,7 @@ class Reach:
         return NETWORK if self.leaving_node else NODE
 
 
-def reach(family: Family, per_node: int) -> Reach:
+def reach(family: GroupFamily, per_node: int) -> Reach:
     """How far the groups of a family reach, without enumerating them."""
     places = _places(family.starts, per_node)
     nodes = {place: nodes_touched(place, family.members, per_node) for place in places}

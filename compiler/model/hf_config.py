@@ -12,7 +12,7 @@ from typing import Any
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .shape import MlaShape, ModelShape, MoeShape
-from .user_module import OwnModule, Problem
+from .user_module import Problem, UserModule
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
 
@@ -52,7 +52,7 @@ def shape_from_config(config: Config) -> ModelShape:
         ModelConfigError: an unknown model type, a missing key, or a value that is not a positive whole number.
     """
     if "injection" in config:
-        return _own(config)
+        return _user_module_shape(config)
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelConfigError(f"model_type {name!r} is not one of: {', '.join(FAMILIES)}", "model_type")
@@ -87,10 +87,10 @@ def shape_from_config(config: Config) -> ModelShape:
     )
 
 
-def _own(config: Config) -> ModelShape:
-    own, read = OwnModule.of(config), _Reader(config, Family(), {})
+def _user_module_shape(config: Config) -> ModelShape:
+    module, read = UserModule.of(config), _Reader(config, Family(), {})
     hidden, heads, vocabulary = read.size("hidden_size"), read.size("num_attention_heads"), read.size("vocab_size")
-    if problems := tuple(own.problems(vocabulary)):
+    if problems := tuple(module.problems(vocabulary)):
         raise InjectionError(problems)
     return ModelShape(
         model_type="module",
@@ -103,7 +103,7 @@ def _own(config: Config) -> ModelShape:
         vocab_size=vocabulary,
         max_position_embeddings=read.size("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        own=own,
+        user_module=module,
     )
 
 

@@ -8,13 +8,13 @@ from .families import FAMILIES
 from .family import Family, Norm, QkNorm
 from .shape import ModelShape
 from .table import Parameter, ParameterTable, Part, Split, column, row, vocabulary
-from .user_parameters import own_table
+from .user_parameters import user_module_table
 
 
 def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
-    if shape.own is not None:
-        return own_table(shape, shape.own)
+    if shape.user_module is not None:
+        return user_module_table(shape, shape.user_module)
     return _gpt2(shape) if shape.model_type == "gpt2" else _decoder(shape, FAMILIES[shape.model_type])
 
 

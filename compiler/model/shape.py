@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .user_module import OwnModule
+from .user_module import UserModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelShape:
     sliding_window: int | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
-    own: OwnModule | None = None
+    user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 
     @property

@@ -41,14 +41,14 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnModule:
+class UserModule:
     """`parameters` in the order in which the module registers them; `injection` by module or parameter name."""
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     injection: tuple[tuple[str, Rule], ...]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> OwnModule:
+    def of(cls, config: Mapping[str, Any]) -> UserModule:
         """What a spec's section `model` says."""
         rules = []
         for name, given in config["injection"].items():

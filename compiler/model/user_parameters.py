@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from .shape import ModelShape
 from .table import Parameter, ParameterTable, Part, Split, vocabulary
-from .user_module import LAYER, OwnModule, Rule
+from .user_module import LAYER, Rule, UserModule
 
 
-def own_table(shape: ModelShape, own: OwnModule) -> ParameterTable:
+def user_module_table(shape: ModelShape, module: UserModule) -> ParameterTable:
     """The rows before, in and after the layers."""
-    found = [_row(shape, own, name, size) for name, size in own.parameters]
+    found = [_row(shape, module, name, size) for name, size in module.parameters]
     inside = [place for place, row in enumerate(found) if row.layers is not None]
     first, last = inside[0], inside[-1] + 1
     return ParameterTable(tuple(found[:first]), tuple(found[first:last]), tuple(found[last:]), shape.num_hidden_layers)
 
 
-def _row(shape: ModelShape, own: OwnModule, name: str, size: tuple[int, ...]) -> Parameter:
-    rule = own.rule_of(name)
+def _row(shape: ModelShape, module: UserModule, name: str, size: tuple[int, ...]) -> Parameter:
+    rule = module.rule_of(name)
     kind = None if rule is None else rule.kind
     split: Split | None = None
     if kind == "vocab":
         split = vocabulary(size[0])
     elif rule is not None and (kind == "column" or (kind == "row" and not name.endswith(".bias"))):
         dim = 0 if kind == "column" else 1
-        split = Split(dim, _parts(shape, own, name, size[dim], rule))
+        split = Split(dim, _parts(shape, module, name, size[dim], rule))
     return Parameter(
         name.replace(LAYER, "{layer}"),
         size,
@@ -34,11 +34,11 @@ def _row(shape: ModelShape, own: OwnModule, name: str, size: tuple[int, ...]) ->
     )
 
 
-def _parts(shape: ModelShape, own: OwnModule, name: str, size: int, rule: Rule) -> tuple[Part, ...]:
+def _parts(shape: ModelShape, module: UserModule, name: str, size: int, rule: Rule) -> tuple[Part, ...]:
     """A linear of an attention module that is as wide as the heads is cut by heads; others are by elements."""
     if rule.units:
         return tuple(Part(size // sum(rule.units) * units, units) for units in rule.units)
-    if any(name.startswith(f"{attention}.") for attention in own.attentions):
+    if any(name.startswith(f"{attention}.") for attention in module.attentions):
         for heads in (shape.num_attention_heads, shape.num_key_value_heads):
             if size == heads * shape.head_dim:
                 return (Part(size, heads),)

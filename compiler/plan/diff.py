@@ -24,7 +24,7 @@ COUNTED_RANKS = 1 << 16
 _AXES = (*DENSE_AXES, Axis.EP)
 
 
-class Kind(str, enum.Enum):
+class ChangeKind(str, enum.Enum):
     """What a change does to the numbers of a training step."""
 
     NUMERICS = "numerics"
@@ -36,10 +36,10 @@ class Kind(str, enum.Enum):
 
 
 TITLES = {
-    Kind.NUMERICS: "Numerics: another training",
-    Kind.ROUNDING: "Rounding: the same sums in another order",
-    Kind.LAYOUT: "Layout",
-    Kind.COST: "Cost",
+    ChangeKind.NUMERICS: "Numerics: another training",
+    ChangeKind.ROUNDING: "Rounding: the same sums in another order",
+    ChangeKind.LAYOUT: "Layout",
+    ChangeKind.COST: "Cost",
 }
 
 
@@ -47,7 +47,7 @@ TITLES = {
 class Change:
     """One value that differs. `note` says what follows from it; `unit` is "bytes" or "seconds" where it has one."""
 
-    kind: Kind
+    kind: ChangeKind
     what: str
     before: Any
     after: Any
@@ -69,7 +69,7 @@ class Change:
     def share(self) -> str:
         """By how much a cost changes, as in +4.2%; nothing for other changes."""
         numbers = all(isinstance(one, (int, float)) for one in (self.before, self.after))
-        if self.kind is not Kind.COST or not numbers or not self.before:
+        if self.kind is not ChangeKind.COST or not numbers or not self.before:
             return ""
         return f"{(self.after - self.before) / self.before:+.1%}"
 
@@ -100,7 +100,7 @@ class Difference:
         """Whether nothing differs."""
         return not self.changes
 
-    def of(self, *kinds: Kind) -> tuple[Change, ...]:
+    def of(self, *kinds: ChangeKind) -> tuple[Change, ...]:
         """The changes of these kinds."""
         return tuple(change for change in self.changes if change.kind in kinds)
 
@@ -120,7 +120,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     return Difference(changes, _moved(before, after), by_runtime(before, after), by_deepspeed(before, after))
 
 
-def _changed(kind: Kind, before: dict[str, Any], after: dict[str, Any], note: str = "") -> Iterator[Change]:
+def _changed(kind: ChangeKind, before: dict[str, Any], after: dict[str, Any], note: str = "") -> Iterator[Change]:
     for what in dict.fromkeys((*before, *after)):
         if before.get(what) != after.get(what):
             yield Change(kind, what, before.get(what), after.get(what), note)
@@ -147,7 +147,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
         }
 
-    yield from _changed(Kind.NUMERICS, values(before), values(after))
+    yield from _changed(ChangeKind.NUMERICS, values(before), values(after))
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
             "activation_checkpointing": training.activation_checkpointing,
         }
 
-    yield from _changed(Kind.ROUNDING, values(before), values(after), "the same sums in another order")
+    yield from _changed(ChangeKind.ROUNDING, values(before), values(after), "the same sums in another order")
 
 
 def _layout(before: Plan, after: Plan) -> Iterator[Change]:
@@ -190,7 +190,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "ranks that share a kv head": plan.kv_replicas,
         }
 
-    yield from _changed(Kind.LAYOUT, values(before), values(after))
+    yield from _changed(ChangeKind.LAYOUT, values(before), values(after))
 
 
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
@@ -218,7 +218,7 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
     new = values(after)
     for what, (value, unit) in values(before).items():
         if value != new[what][0]:
-            yield Change(Kind.COST, what, value, new[what][0], unit=unit)
+            yield Change(ChangeKind.COST, what, value, new[what][0], unit=unit)
 
 
 def _moved(before: Plan, after: Plan) -> int | None:

@@ -16,7 +16,7 @@ from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.traffic import boundary_bytes
 from parcompile.cost.workload import Workload
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
-from parcompile.layout.group_families import Slice
+from parcompile.layout.group_families import AxisGroups
 from parcompile.layout.groups import GROUP_AXES, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.layout.topology import Reach, reach
@@ -75,12 +75,12 @@ class Placement:
 
 def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
     """How a grid lies on the machines."""
-    reaches = {name: reach(Slice(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
+    reaches = {name: reach(AxisGroups(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
     sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != Axis.CP]
     cp = grid.size((Axis.CP,))
     for ranks, stride, size in traffic.cp_levels:
         level = grid.factored(Axis.CP, ("within", "level", "beyond"), (stride, ranks, cp // (stride * ranks)))
-        sent.append((reach(Slice(level, ("level",)), per_node), size))
+        sent.append((reach(AxisGroups(level, ("level",)), per_node), size))
     leaving = sum((Fraction(size * far.leaving_node, far.count) for far, size in sent), Fraction(0))
     return Placement(tuple(map(Axis, grid.order)), reaches, int(leaving))
 

@@ -14,10 +14,10 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.parameters import stage_numel
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
-from parcompile.layout.group_families import Family
+from parcompile.layout.group_families import GroupFamily
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
-from parcompile.layout.sequence import Source, chunk_ids, source_blocks, token_ranges
+from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import TensorLayout
 from parcompile.layout.topology import reach
@@ -40,7 +40,7 @@ ALTERNATIVES = 3
 """Other orders of the axes that the plan compares itself with."""
 
 
-def strided(family: Family) -> dict[str, Any]:
+def strided(family: GroupFamily) -> dict[str, Any]:
     """A family of groups as sizes and strides, innermost first: each group is one of `starts` plus all of `members`."""
     return {
         "size": family.size,
@@ -150,7 +150,7 @@ def sequence(spec: Spec) -> dict[str, Any]:
 
 def _ring_row(context: ContextParallel, place: int) -> list[list[int | str]]:
     sources = [context.source(step, place) for step in range(context.ring_ranks)]
-    return [[source, Source.of(place, source).value] for source in sources]
+    return [[source, KeySource.of(place, source).value] for source in sources]
 
 
 def _ring_steps(context: ContextParallel) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _REDUCTION = ("deepspeed", "gradient_allreduce_op")
     targets=("deepspeed",),
 )
 def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
-    """Fires for both."""
+    """Fires when gradients are predivided, and when they are not averaged."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
         yield Finding(
             f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import Axis
-from parcompile.layout.stages import Slots
+from parcompile.layout.stages import PipelineSplit
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import divisors, listed, nearest_divisors, nearest_multiples
@@ -24,15 +24,15 @@ _SOURCES = ("Megatron-LM arguments.py", "Megatron-Core transformer_config.py")
 
 
 def _counted(spec: Resolution) -> tuple[int, str]:
-    """Layers that are dealt to the stages, those that embedding and loss stand for included, and how they add up."""
-    layers, slots = spec.shape.num_hidden_layers, spec.slots
-    terms = str(layers) + " + 1 for the embedding" * slots.embedding + " + 1 for the loss" * slots.loss
-    total = layers + slots.embedding + slots.loss
+    """The layers that are divided among the stages, with embedding and loss where they count as one, and their sum."""
+    layers, split = spec.shape.num_hidden_layers, spec.pipeline_split
+    terms = str(layers) + " + 1 for the embedding" * split.embedding + " + 1 for the loss" * split.loss
+    total = layers + split.embedding + split.loss
     return total, f"{layers} layers" if total == layers else f"({terms}) layers"
 
 
-def _has_ends(slots: Slots) -> bool:
-    return slots.first is not None or slots.last is not None
+def _has_ends(split: PipelineSplit) -> bool:
+    return split.first is not None or split.last is not None
 
 
 @rule(
@@ -47,9 +47,9 @@ def _has_ends(slots: Slots) -> bool:
 )
 def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
     """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
-    slots, pp = spec.slots, spec.axis(Axis.PP)
+    split, pp = spec.pipeline_split, spec.axis(Axis.PP)
     total, terms = _counted(spec)
-    if _has_ends(slots) or total % pp == 0:
+    if _has_ends(split) or total % pp == 0:
         return
     layers = spec.shape.num_hidden_layers
     near = nearest_divisors(pp, total, count=4)
@@ -69,7 +69,7 @@ def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
 
 
 def _accounts(layers: int, pp: int) -> Iterator[tuple[bool, bool]]:
-    """The ways of counting embedding and loss with which the layers divide, both before one."""
+    """Whether embedding and loss count as a layer, wherever the layers then divide: both first, then one of them."""
     for embedding, loss in ((True, True), (False, True), (True, False), (False, False)):
         total = layers + embedding + loss
         if total % pp == 0:
@@ -107,9 +107,9 @@ def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "L003",
-    "two ways of dealing out the layers",
-    """Either the embedding and the loss take slots (account_for_…_in_pipeline_split), or the first and the last stage
-    get numbers of their own (num_layers_in_…_pipeline_stage), not both.""",
+    "the layers of the stages are given twice",
+    """Either the embedding and the loss count as layers (account_for_…_in_pipeline_split), or the first and the last
+    stage get numbers of their own (num_layers_in_…_pipeline_stage), not both.""",
     wrong={
         "parallelism": {
             "pp": 4,
@@ -123,15 +123,15 @@ def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
 )
 def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
     """Fires on each account that stands beside a given number."""
-    slots = spec.slots
-    given = [path for path, value in ((_FIRST, slots.first), (_LAST, slots.last)) if value is not None]
-    counted = [path for path, value in ((_EMBEDDING, slots.embedding), (_LOSS, slots.loss)) if value]
+    split = spec.pipeline_split
+    given = [path for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None]
+    counted = [path for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)) if value]
     if not given or not counted:
         return
     removals = (("the accounts", counted), ("the given numbers", given))
     yield Finding(
         f"{' and '.join(path[-1] for path in counted)} with {' and '.join(path[-1] for path in given)}: "
-        "embedding and loss cannot take slots when layers of a stage are given",
+        "embedding and loss cannot count as layers where the layers of a stage are given",
         counted[0],
         help=f"remove {' and '.join(path[-1] for path in counted)}",
         fixes=tuple(
@@ -153,9 +153,9 @@ def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
 )
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when what is left is negative, is not whole, or has no stage to go to."""
-    slots, layers, pp = spec.slots, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
-    ends = {path: value for path, value in ((_FIRST, slots.first), (_LAST, slots.last)) if value is not None}
-    if not ends or slots.embedding or slots.loss:
+    split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
+    ends = {path: value for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None}
+    if not ends or split.embedding or split.loss:
         return
     middle, rest = pp - len(ends), layers - sum(ends.values())
     if middle >= 0 and bool(middle) == bool(rest) and rest >= 0 and (not middle or rest % middle == 0):
@@ -201,14 +201,14 @@ def _nearest_end(path: Path, ends: dict[tuple[str, str], int], layers: int, midd
     "L005",
     "the layers of a stage do not divide into virtual stages",
     """In the interleaved schedule each pp rank holds the same number of virtual stages with equally many layers: layers
-    of the rank % num_virtual_stages_per_pipeline_rank = 0. Embedding and loss count when they take slots.""",
+    of the rank % num_virtual_stages_per_pipeline_rank = 0. Embedding and loss may count as layers.""",
     wrong={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 3}, **_FP32_SUMS},
     right={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}, **_FP32_SUMS},
     sources=("arXiv 2104.04473, section 2.2", *_SOURCES),
 )
 def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
-    slots, virtual, pp = spec.slots, spec.virtual_stages, spec.axis(Axis.PP)
+    split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
     if virtual == 1 or pp == 1:
         return
     counts = _per_rank(spec)
@@ -216,7 +216,7 @@ def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
     if bad is None:
         return
     total, _ = _counted(spec)
-    share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(slots) else f"{counts[bad]}"
+    share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
     near = nearest_divisors(virtual, *set(counts), count=3)
     yield Finding(
         f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; nearest: "
@@ -231,14 +231,14 @@ def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
 
 
 def _per_rank(spec: Resolution) -> tuple[int, ...]:
-    """Layers of each pp rank, slots that embedding and loss take included."""
-    slots, total = spec.slots, _counted(spec)[0]
-    if not _has_ends(slots):
-        if total % slots.pp:
+    """Layers of each pp rank, with embedding and loss where they count as one."""
+    split, total = spec.pipeline_split, _counted(spec)[0]
+    if not _has_ends(split):
+        if total % split.pp:
             raise Unavailable("pp")
-        return (total // slots.pp,) * slots.pp
+        return (total // split.pp,) * split.pp
     try:
-        return Slots(slots.pp, 1, first=slots.first, last=slots.last).counts(spec.shape.num_hidden_layers)
+        return PipelineSplit(split.pp, 1, first=split.first, last=split.last).counts(spec.shape.num_hidden_layers)
     except ValueError:
         raise Unavailable("pp") from None
 
@@ -266,9 +266,9 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "L007",
-    "slots for embedding and loss without a pipeline",
-    """When embedding or loss take the place of a layer, their stage has one layer less than the others; with pp 1
-    there are no others.""",
+    "embedding and loss count as layers without a pipeline",
+    """Where the embedding or the loss counts as a layer, its stage has one layer less than the others; with pp 1 there
+    are no others.""",
     wrong={"parallelism": {"account_for_embedding_in_pipeline_split": True}},
     right={"parallelism": {"account_for_embedding_in_pipeline_split": False}},
     severity=Severity.WARNING,
@@ -278,8 +278,8 @@ def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for accounts at pp 1."""
     if spec.axis(Axis.PP) > 1:
         return
-    slots = spec.slots
-    for path, value in ((_EMBEDDING, slots.embedding), (_LOSS, slots.loss)):
+    split = spec.pipeline_split
+    for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)):
         if value:
             yield Finding(
                 f"{path[-1]} has no effect with pp 1: one stage holds all layers",

@@ -35,7 +35,7 @@ _UNEVEN = {"embed.weight": [1024, 64], "layers.*.up.weight": [258, 64], "head.we
 def module_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires for each rule whose parts tp does not divide."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
-    if shape.own is None:
+    if shape.user_module is None:
         return
     splits = [parameter.split for parameter in spec.parameters if parameter.split]
     cut = [part.units for split in splits for part in split.parts if not split.pads_vocabulary]
@@ -45,7 +45,7 @@ def module_divides(spec: Resolution) -> Iterator[Finding]:
         if parameter.split is None or parameter.split.pads_vocabulary:
             continue
         row = parameter.name.replace("{layer}", "*")
-        name = row if row in dict(shape.own.injection) else row.rpartition(".")[0]
+        name = row if row in dict(shape.user_module.injection) else row.rpartition(".")[0]
         # What rules T001 and T002 say of the heads is not said again.
         heads = (shape.num_attention_heads, shape.num_key_value_heads)
         for part in parameter.split.parts:

@@ -109,7 +109,7 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when intermediate_size % tp, or an expert's width % tp, is not 0."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
-    if shape.own is not None:
+    if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
     widths = []
     if shape.moe is None or shape.moe.first_moe_layer:

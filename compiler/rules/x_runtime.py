@@ -73,7 +73,7 @@ def runtime_needs_zero_1(spec: Resolution) -> Iterator[Finding]:
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     """Fires for families that are not injected yet."""
     family = spec.shape.model_type
-    if spec.shape.own is None and family not in RUNTIME_FAMILIES:
+    if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         yield Finding(
             f"parcompile.runtime does not inject {family}",
             model_path(spec, "model_type"),

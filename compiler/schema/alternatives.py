@@ -146,7 +146,7 @@ def _no_start(violation: Violation, branches: Sequence[_Branch], findings: Findi
         unknown_key((*path, key), known, value, findings, view, starts)
     if not value:
         findings.say("K002", path, f"{named(path)} needs one of the keys {listed(starts)}", "add one of them")
-    findings.poisoned.add(path)
+    findings.unusable.add(path)
 
 
 def _excluded(
@@ -163,7 +163,7 @@ def _excluded(
     related = (Related("the other one", (*path, own[0])),)
     advice = f"keep {quoted(own[0])} or {listed(foreign)}"
     findings.say("K008", (*path, foreign[0]), message, advice, at_key=True, related=related)
-    findings.poisoned.add(path)
+    findings.unusable.add(path)
     for inner in branch.violations:
         if inner.keyword not in (*_CLOSED, "required"):
             follow(inner)

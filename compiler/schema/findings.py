@@ -13,13 +13,13 @@ NOTHING = object()
 class Findings:
     """Diagnostics of one tree.
 
-    `poisoned` holds the paths whose values must not be used, `at_key` the (code, path) of what is about a key rather
+    `unusable` holds the paths whose values must not be used, `at_key` the (code, path) of what is about a key rather
     than its value, `meant` the paths that misspelt keys were meant to be. Nothing is said about paths in `skipped`.
     """
 
     def __init__(self, tree: object, skipped: frozenset[Path]) -> None:
         self.tree = tree
-        self.poisoned: set[Path] = set()
+        self.unusable: set[Path] = set()
         self.at_key: set[tuple[str, Path]] = set()
         self.meant: set[Path] = set()
         self._skipped = skipped
@@ -43,7 +43,7 @@ class Findings:
             self.at_key.add((code, path))
         found = Diagnostic(code, Severity.ERROR, message, path=path, help=advice, fixes=fixes, related=related)
         self._said.setdefault((code, path), found)
-        self.poisoned.add(path)
+        self.unusable.add(path)
 
     def diagnostics(self) -> list[Diagnostic]:
         """All that was said, without the consequences: a misspelt key is missing too, a text is no number in range."""

@@ -51,7 +51,7 @@ def unknown_key(
         findings.say("K001", path, message, _without_guess(known, starts), at_key=True)
         return
     findings.meant.add(target)
-    findings.poisoned.add(target)
+    findings.unusable.add(target)
     name = str(target[-1])
     if findings.value(target) is not NOTHING:
         advice = f"this is {format_path(target)}, which is given already: remove one of the two"

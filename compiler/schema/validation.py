@@ -98,4 +98,4 @@ def validate(document: Document | object, name: str) -> Validation:
     found = findings.diagnostics()
     if placed:
         found = [placed.locate(one, key=(one.code, one.path) in findings.at_key) for one in found]
-    return Validation(tuple(in_file_order(found)), read_wrong | findings.poisoned)
+    return Validation(tuple(in_file_order(found)), read_wrong | findings.unusable)

@@ -1,6 +1,6 @@
 """Ranks candidates by predicted time under the memory limit, and says of every other one why it lost.
 
-The best is exact among those enumerated: every candidate is predicted, in the fastest of its `ways`. Only predictions
+The best is exact among those enumerated: every candidate is predicted in its fastest execution. Only predictions
 are uncertain, which is why layouts within `TIE` of the fastest count as equal and the simplest of them is chosen.
 """
 
@@ -15,8 +15,8 @@ from parcompile.cost.footprint import Footprint, footprint
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 from parcompile.units import format_bytes, format_seconds
 
+from .executions import Execution, OpenChoices, all_executions, fastest, settings
 from .space import Candidate, Refused, Space, expand
-from .ways import Open, Way, all_ways, fastest, settings
 
 Progress = Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]
 
@@ -47,13 +47,13 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchResult:
     """The result of a search: `fitting` by time with the chosen one first, `too_large` by memory."""
 
     fitting: tuple[Ranked, ...]
     too_large: tuple[Ranked, ...]
     refused: tuple[Refused, ...]
-    other_ways: tuple[tuple[Way, str], ...] = ()
+    other_executions: tuple[tuple[Execution, str], ...] = ()
     """The other orders of the chosen layout, and the other implementations of cp, with why each lost."""
 
     @property
@@ -76,7 +76,7 @@ class Outcome:
         return tuple(found)
 
 
-def search(space: Space, progress: Progress | None = None, fitted: CoefficientSet | None = None) -> Outcome:
+def search(space: Space, progress: Progress | None = None, fitted: CoefficientSet | None = None) -> SearchResult:
     """Every layout of a space, ranked.
 
     `progress` passes on the settings of the axes and may count them; `fitted` are coefficients to use instead of those
@@ -90,28 +90,28 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
         if isinstance(found, Refused):
             refused.append(found)
         else:
-            ranked += [_predicted(one, space.ways, memory, time) for one in found]
+            ranked += [_predicted(one, space.choices, memory, time) for one in found]
     sorted_out = outcome(ranked, refused)
     if sorted_out.best is None:
         return sorted_out
-    return replace(sorted_out, other_ways=_other_ways(sorted_out.best, space.ways, time))
+    return replace(sorted_out, other_executions=_other_executions(sorted_out.best, space.choices, time))
 
 
-def _predicted(one: Candidate, opened: Open, memory: Fit | None, time: Fit | None) -> Ranked:
-    """A layout run in its fastest way."""
-    way = fastest(one.work, opened, values_of(one.work, time))
-    chosen = Candidate({**one.changes, **settings(way.work, opened)}, way.work)
-    return Ranked(chosen, timing_of(way.work, way.step, time), footprint(way.work, memory))
+def _predicted(one: Candidate, choices: OpenChoices, memory: Fit | None, time: Fit | None) -> Ranked:
+    """A layout in its fastest execution."""
+    execution = fastest(one.work, choices, values_of(one.work, time))
+    chosen = Candidate({**one.changes, **settings(execution.work, choices)}, execution.work)
+    return Ranked(chosen, timing_of(execution.work, execution.step, time), footprint(execution.work, memory))
 
 
-def _other_ways(best: Ranked, opened: Open, time: Fit | None) -> tuple[tuple[Way, str], ...]:
+def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> tuple[tuple[Execution, str], ...]:
     work, ours = best.candidate.work, best.time.step
     here = (work.order, work.context)
-    others = all_ways(work, opened, values_of(work, time))
+    others = all_executions(work, choices, values_of(work, time))
     return tuple((one, _slower(one.step, ours)) for one in others if (one.work.order, one.work.context) != here)
 
 
-def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> Outcome:
+def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResult:
     """Sorts what was predicted, and gives every loser its reason."""
     safe = sorted((one for one in ranked if one.is_safe), key=lambda one: (one.seconds, one.candidate.name))
     tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.candidate.name))
@@ -119,7 +119,7 @@ def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> Outcome:
         close = [one for one in safe if one.seconds <= TIE * safe[0].seconds]
         best = min(close, key=lambda one: (simplicity(one.candidate.work), one.seconds, one.peak_bytes))
         safe = [best, *(_lost(one, best) for one in safe if one is not best)]
-    return Outcome(tuple(safe), tuple(_unsafe(one) for one in tight), tuple(refused))
+    return SearchResult(tuple(safe), tuple(_unsafe(one) for one in tight), tuple(refused))
 
 
 def _lost(one: Ranked, best: Ranked) -> Ranked:

@@ -1,8 +1,8 @@
 """The layouts of a spec whose axes are open, and which of them the rules allow.
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp, ep (of models with experts), the micro-batch,
-recomputation and sequence parallelism; and of each layout its `ways`, the order of the axes and the implementation of
-cp. dp follows from the world. What the spec gives stays.
+recomputation and sequence parallelism; and of each layout its execution, the order of the axes and the implementation
+of cp. dp follows from the world. What the spec gives stays.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis
 
+from .executions import OpenChoices
 from .variant import Variant, variant
-from .ways import Open
 
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
@@ -68,7 +68,7 @@ class Space:
     sequence_parallel: tuple[bool, ...]
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...]
-    ways: Open
+    choices: OpenChoices
     executable: bool
     sums_are_open: bool
 
@@ -130,7 +130,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         sequence_parallel=(True, False) if split is None else (split,),
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if recompute is None else (recompute,),
-        ways=Open(
+        choices=OpenChoices(
             orders=parallelism.get("order") is None,
             implementations=parallelism.get("cp_implementation", "auto") == "auto",
             sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),

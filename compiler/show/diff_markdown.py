@@ -7,7 +7,7 @@ from collections.abc import Callable
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.plan import Plan
-from parcompile.plan.diff import TITLES, Difference, Kind
+from parcompile.plan.diff import TITLES, ChangeKind, Difference
 from parcompile.plan.resume import Resume, Resumption
 from parcompile.plan.sections import topology
 from parcompile.spec.workload import workload_of
@@ -16,10 +16,10 @@ from parcompile.units import format_bytes, format_seconds
 from .markdown import folded, plain, table
 
 _VERDICTS = {
-    Kind.NUMERICS: "**Another training**: the numbers of a step change.",
-    Kind.ROUNDING: "**The same training**: the same sums in another order.",
-    Kind.LAYOUT: "**The same numbers** in another layout.",
-    Kind.COST: "**The same numbers** at another cost.",
+    ChangeKind.NUMERICS: "**Another training**: the numbers of a step change.",
+    ChangeKind.ROUNDING: "**The same training**: the same sums in another order.",
+    ChangeKind.LAYOUT: "**The same numbers** in another layout.",
+    ChangeKind.COST: "**The same numbers** at another cost.",
 }
 _RESUMES = {
     Resume.SAME_FILES: "goes on from the files as they are",

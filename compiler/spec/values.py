@@ -10,7 +10,7 @@ from typing import Any
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.sequence import CpLayout
-from parcompile.layout.stages import Slots, Stage, merged, rank_stages
+from parcompile.layout.stages import PipelineSplit, Stage, merged, rank_stages
 from parcompile.machines.accelerator import Accelerator
 from parcompile.model.shape import ModelShape
 
@@ -73,7 +73,7 @@ class Parallelism:
 
     def size(self, axis: Axis) -> int:
         """Ranks along an axis."""
-        return int(getattr(self, axis.value))
+        return int(getattr(self, axis))
 
     @property
     def context(self) -> ContextParallel:
@@ -81,9 +81,9 @@ class Parallelism:
         return ContextParallel(self.cp_implementation, self.cp, self.hierarchical_cp_sizes)
 
     @property
-    def slots(self) -> Slots:
+    def pipeline_split(self) -> PipelineSplit:
         """How the layers are counted out to the stages."""
-        return Slots(
+        return PipelineSplit(
             self.pp,
             self.num_virtual_stages_per_pipeline_rank,
             embedding=self.account_for_embedding_in_pipeline_split,
@@ -186,7 +186,7 @@ class Spec:
     @property
     def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
         """For each pp rank its virtual stages (one unless they are interleaved)."""
-        return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.slots)
+        return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.pipeline_split)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -31,7 +31,7 @@ def apply_edit(document: Document, edit: Edit) -> Document:
         EditError: the text cannot be changed so.
     """
     expected = _edited(document.tree, edit)
-    start, end, text = _Surgeon(document).cut(edit)
+    start, end, text = _TextEditor(document).cut(edit)
     changed = document.text[:start] + text + document.text[end:]
     result = parse(changed, document.file, document.format, bom=document.source.bom)
     if result.document is None or not _same(result.document.tree, expected):
@@ -86,7 +86,7 @@ def _change(node: Any, last: str | int, edit: Edit) -> None:
         raise EditError(f"there is no {last!r}")
 
 
-class _Surgeon:
+class _TextEditor:
     """Finds which stretch of the text to replace by what."""
 
     def __init__(self, document: Document) -> None:

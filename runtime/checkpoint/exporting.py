@@ -48,7 +48,7 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     for name in saved.counters.get("buffer_names") or ():
         writer.add(name, saved.counters["module"][name].contiguous())
     files = writer.finish()
-    if note.plan.spec.model.shape.own is not None:
+    if note.plan.spec.model.shape.user_module is not None:
         return files  # no configuration of transformers describes it
     config = output / "config.json"
     config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")

@@ -126,7 +126,7 @@ def _write(source: Source, output: Path, step: int, counters: dict[str, Any]) ->
             "here: resume from the checkpoint as it is, which adapts it"
         )
     shape = plan.spec.model.shape
-    if shape.own is not None and shape.tie_word_embeddings:
+    if shape.user_module is not None and shape.tie_word_embeddings:
         raise RunError(
             "the plan does not say which module of your own is tied to the embedding, and DeepSpeed's files name both: "
             "resume from the checkpoint as it is, which adapts it"

@@ -98,7 +98,7 @@ def initialize(
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     model = build_model(plan) if model is None else model
-    rules, check = plan.spec.model.shape.own, None
+    rules, check = plan.spec.model.shape.user_module, None
     if rules is not None and getattr(model, "parcompile_mesh", None) is None:
         prepare_user_module(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:

@@ -42,7 +42,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     """
     if getattr(model, "parcompile_mesh", None) is not None:
         raise RunError("the model was injected already: inject a fresh one", everywhere=True)
-    if mesh.plan.spec.model.shape.own is not None:
+    if mesh.plan.spec.model.shape.user_module is not None:
         if not hasattr(model, "loss_function"):
             prepare_user_module(model, mesh)
         inject_user_module(model, mesh)

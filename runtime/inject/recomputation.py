@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parcompile.model.user_module import OwnModule
+from parcompile.model.user_module import UserModule
 from parcompile.plan import Plan
 from parcompile.runtime.micro_batch import recompute_context
 
@@ -19,14 +19,14 @@ def recompute_as_planned(model: nn.Module, plan: Plan) -> None:
     """Makes layers recompute in backward where the plan says `activation_checkpointing` "full"."""
     if plan.spec.training.activation_checkpointing != "full":
         return
-    rules = plan.spec.model.shape.own
+    rules = plan.spec.model.shape.user_module
     if rules is not None:
         _recompute_layers(model, rules)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_context})  # type: ignore[operator]
 
 
-def _recompute_layers(module: nn.Module, rules: OwnModule) -> None:
+def _recompute_layers(module: nn.Module, rules: UserModule) -> None:
     for layer in module.get_submodule(rules.prefix.rstrip(".")).children():
         forward = layer.forward
 

@@ -71,7 +71,7 @@ class SelfCheck:
         try:
             found = self._run(model, ids.to(device), positions.to(device), {"shift_labels": labels.to(device)})
         except (RuntimeError, IndexError) as error:
-            if isinstance(error, RunError) or mesh.plan.spec.model.shape.own is None:
+            if isinstance(error, RunError) or mesh.plan.spec.model.shape.user_module is None:
                 raise
             raise RunError(
                 f"the injected module cannot be called: {error}; an attention module keeps its head counts under the "

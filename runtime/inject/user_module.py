@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.model.user_module import LAYER, OwnModule
+from parcompile.model.user_module import LAYER, UserModule
 from parcompile.runtime import micro_batch
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -87,7 +87,7 @@ def prepare_user_module(module: nn.Module, mesh: Mesh) -> None:
     """
     Slices(mesh).compare(module)
     _same_order(module, mesh)
-    rules = mesh.plan.spec.model.shape.own
+    rules = mesh.plan.spec.model.shape.user_module
     assert rules is not None
     for name in _attentions(rules, mesh):
         _submodule(module, name)
@@ -110,7 +110,7 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
     Raises:
         RunError: a rule does not fit what it names.
     """
-    rules, group = mesh.plan.spec.model.shape.own, mesh.parallel_group("tp")
+    rules, group = mesh.plan.spec.model.shape.user_module, mesh.parallel_group("tp")
     assert rules is not None
     slices = Slices(mesh)
     sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
@@ -141,7 +141,7 @@ def _same_order(module: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def _attentions(rules: OwnModule, mesh: Mesh) -> Iterator[str]:
+def _attentions(rules: UserModule, mesh: Mesh) -> Iterator[str]:
     for name in rules.attentions:
         layers = range(mesh.plan.spec.model.shape.num_hidden_layers)
         yield from (name.replace(LAYER, str(layer)) for layer in layers) if LAYER in name else (name,)
@@ -156,7 +156,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
         ) from None
 
 
-def _cut(module: nn.Module, rules: OwnModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
+def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
     """Replaces every linear and table that has a rule; whether the logits come out cut along the vocabulary."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}

@@ -44,7 +44,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     Raises:
         RunError: the plan is for a user module, transformers is missing, or it does not know the model type.
     """
-    if plan.spec.model.shape.own is not None:
+    if plan.spec.model.shape.user_module is not None:
         raise RunError(
             "the plan is for a module of your own, which only you can build: give it to initialize as model=",
             everywhere=True,

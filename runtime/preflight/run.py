@@ -89,7 +89,7 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
         yield Finding(rank, f"[{code}]", "", "", Verdict.NOT_RUN, message)
     with stand_in(plan, rank) as mesh:
         yield from compare_groups(mesh)
-        if plan.spec.model.shape.own is not None and builder is None:
+        if plan.spec.model.shape.user_module is not None and builder is None:
             yield Finding(
                 rank, "model", "", "", Verdict.NOT_RUN, f"a module of your own: say with {BUILDER} who builds it"
             )

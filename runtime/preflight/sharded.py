@@ -54,7 +54,7 @@ def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = No
         tracker.keep_copies = True
         inject(model, mesh)
         tracker.keep_copies = False
-    if plan.spec.model.shape.own is None:
+    if plan.spec.model.shape.user_module is None:
         register_gradient_sums(model, mesh)
     slices = Slices(mesh)
     held = [_held(name, parameter, slices, whole, tracker) for name, parameter in model.named_parameters()]

@@ -3,7 +3,7 @@
 Every rank sends its own keys straight to those that need them, and their gradients come straight back: as many bytes as
 around a ring, in one exchange.
 
-Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+KeySource: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def all_gather_attention(query: Tensor, key: Tensor, value: Tensor, **options: U
     Raises:
         ValueError: as `ring_attention`.
 
-    Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+    KeySource: Llama 3, arXiv 2407.21783, section 3.3.2.
     """
     return attend_over_ranks(query, key, value, "all_gather", **options)
 

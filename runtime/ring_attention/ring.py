@@ -3,7 +3,7 @@
 In backward they travel once more, and the gradients of keys and values follow them home. Which rank attends to what in
 which step is the compiler's schedule (`parcompile.layout.sequence`), executed as it is.
 
-Source: ring attention, arXiv 2310.01889.
+KeySource: ring attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 from parcompile.backends.writing import to_text
 from parcompile.cli.diff import command
 from parcompile.plan import plan_tree
-from parcompile.plan.diff import Difference, Kind, difference
+from parcompile.plan.diff import ChangeKind, Difference, difference
 from parcompile.plan.resume import Resume
 
 BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
@@ -23,7 +23,7 @@ def compared(folder: Path, *, before: dict[str, Any] | None = None, **after: Any
     return difference(old, new)
 
 
-def named(found: Difference, *kinds: Kind) -> dict[str, tuple[Any, Any]]:
+def named(found: Difference, *kinds: ChangeKind) -> dict[str, tuple[Any, Any]]:
     return {change.what: (change.before, change.after) for change in found.of(*kinds)}
 
 
@@ -37,17 +37,17 @@ def test_a_plan_is_the_same_as_itself(tmp_path) -> None:
 def test_another_batch_or_learning_rate_is_another_training(tmp_path) -> None:
     training = {"global_batch_size": 16, "optimizer": {"lr": 1e-4}}
     found = compared(tmp_path, training=training)
-    assert named(found, Kind.NUMERICS) == {"global_batch_size": (8, 16), "optimizer.lr": (3e-4, 1e-4)}
-    assert named(found, Kind.ROUNDING) == {"gradient_accumulation_steps": (4, 8)}
+    assert named(found, ChangeKind.NUMERICS) == {"global_batch_size": (8, 16), "optimizer.lr": (3e-4, 1e-4)}
+    assert named(found, ChangeKind.ROUNDING) == {"gradient_accumulation_steps": (4, 8)}
     assert found.deepspeed.resume is Resume.SAME_FILES
 
 
 def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(tmp_path) -> None:
     found = compared(tmp_path, parallelism={"tp": 4, "cp": 2})
-    assert named(found, Kind.NUMERICS) == {}
-    assert named(found, Kind.ROUNDING)["partial sums of a linear (tp)"] == (2, 4)
-    assert named(found, Kind.LAYOUT)["tp"] == (2, 4)
-    before, after = named(found, Kind.COST)["weights per rank"]
+    assert named(found, ChangeKind.NUMERICS) == {}
+    assert named(found, ChangeKind.ROUNDING)["partial sums of a linear (tp)"] == (2, 4)
+    assert named(found, ChangeKind.LAYOUT)["tp"] == (2, 4)
+    before, after = named(found, ChangeKind.COST)["weights per rank"]
     assert after < before
     assert found.deepspeed.resume is Resume.UNIVERSAL
     assert found.deepspeed.reasons[0].startswith("tp 2 → 4")
@@ -56,7 +56,7 @@ def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(t
 
 def test_cp_and_dp_may_be_swapped_within_the_same_files(tmp_path) -> None:
     found = compared(tmp_path, parallelism={"tp": 2, "cp": 4}, training={"global_batch_size": 8})
-    assert named(found, Kind.LAYOUT) == {"cp": (2, 4), "dp": (2, 1)}
+    assert named(found, ChangeKind.LAYOUT) == {"cp": (2, 4), "dp": (2, 1)}
     assert found.deepspeed.resume is Resume.SAME_FILES
 
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_does_not_go_to_stages_with_other_layers(tmp_path) -> None:
     found = compared(
         tmp_path, before=even, parallelism={**even["parallelism"], "num_layers_in_first_pipeline_stage": 1}
     )
-    assert named(found, Kind.LAYOUT)["layers of each stage"] == ("2 × 2", "1 × 1, 3 × 1")
+    assert named(found, ChangeKind.LAYOUT)["layers of each stage"] == ("2 × 2", "1 × 1, 3 × 1")
     assert found.deepspeed.resume is Resume.NO
     assert "stages hold other layers" in found.deepspeed.reasons[0]
 

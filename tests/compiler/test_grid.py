@@ -8,7 +8,7 @@ from layout_cases import AXES, divisor_tuples, enumerated, orders
 
 from parcompile.layout.grid import AXES as ALL_AXES
 from parcompile.layout.grid import Axis, Grid
-from parcompile.layout.group_families import Portions, Slice, hierarchical_cp_families, kv_replica_family
+from parcompile.layout.group_families import AxisGroups, Portions, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
     ("tp",),
@@ -33,7 +33,7 @@ def distinct(order: tuple[str, ...], sizes: dict[str, int]) -> bool:
 def check(order: tuple[str, ...], sizes: dict[str, int]) -> None:
     grid = Grid.of(order, sizes)
     for axes in MASKS:
-        family = Slice(grid, axes)
+        family = AxisGroups(grid, axes)
         assert [list(group) for group in family.all()] == enumerated(order, sizes, axes).tolist(), (order, sizes, axes)
 
 
@@ -75,7 +75,7 @@ def test_a_million_ranks_are_covered_exactly_once_without_listing_them(order) ->
     grid = Grid.of(order, {"tp": 8, "cp": 16, "dp": 512, "pp": 16})
     assert grid.world_size == 1_048_576
     for axes in MASKS:
-        family = Slice(grid, axes)
+        family = AxisGroups(grid, axes)
         steps = sorted((*family.members, *family.starts), key=lambda step: step[1])
         expected = 1
         for size, stride in steps:
@@ -114,7 +114,7 @@ def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() 
 
 def test_optimizer_instances_cut_the_dp_cp_group_into_equal_portions() -> None:
     grid = Grid.of(("tp", "cp", "dp", "pp"), {"tp": 2, "cp": 2, "dp": 4})
-    portions = Portions(Slice(grid, ("cp", "dp")), 2)
+    portions = Portions(AxisGroups(grid, ("cp", "dp")), 2)
     assert portions.of_rank(0) == (0, 2, 4, 6)
     assert portions.of_rank(9) == (9, 11, 13, 15)
     assert portions.across(2) == (2, 10)
@@ -122,7 +122,7 @@ def test_optimizer_instances_cut_the_dp_cp_group_into_equal_portions() -> None:
         assert rank in portions.of_rank(rank)
         assert set(portions.of_rank(rank)) & set(portions.across(rank)) == {rank}
     with pytest.raises(ValueError, match="8 / 3 is not whole"):
-        Portions(Slice(grid, ("cp", "dp")), 3)
+        Portions(AxisGroups(grid, ("cp", "dp")), 3)
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(4, 2), (8, 4), (8, 8)])

@@ -9,8 +9,8 @@ from layout_cases import SMALL_MODEL
 
 from parcompile.layout.sequence import (
     CpLayout,
+    KeySource,
     Mask,
-    Source,
     balance,
     ring_schedule,
     source_blocks,
@@ -185,7 +185,7 @@ class TestRing:
         blocks = source_blocks(layout, cp)
         for rank in range(cp):
             for step in ring_schedule(layout, cp, rank):
-                assert step.blocks == blocks[Source.of(rank, step.source)]
+                assert step.blocks == blocks[KeySource.of(rank, step.source)]
 
     def test_zigzag_is_balanced_and_contiguous_is_not(self) -> None:
         assert all(balance(CpLayout.ZIGZAG, cp) == 1 for cp in (1, 2, 4, 8))

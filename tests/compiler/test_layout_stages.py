@@ -1,6 +1,6 @@
 import pytest
 
-from parcompile.layout.stages import Slots, even_stages, rank_stages, stages_from_counts
+from parcompile.layout.stages import PipelineSplit, even_stages, rank_stages, stages_from_counts
 
 
 def test_even_stages_hold_equal_layers() -> None:
@@ -17,27 +17,27 @@ def test_thirty_layers_on_four_stages_are_refused_and_not_dropped() -> None:
 
 
 def test_126_layers_fit_16_stages_when_embedding_and_loss_take_slots() -> None:
-    counts = Slots(16, embedding=True, loss=True).counts(126)
+    counts = PipelineSplit(16, embedding=True, loss=True).counts(126)
     assert counts == (7, *(8,) * 14, 7)
     with pytest.raises(ValueError, match="126 layers on 16 stages: 126 / 16 is not whole"):
-        Slots(16).counts(126)
+        PipelineSplit(16).counts(126)
     with pytest.raises(ValueError, match=r"\(126 layers \+ 1 for the embedding\) on 16 stages: 127 / 16 is not whole"):
-        Slots(16, embedding=True).counts(126)
+        PipelineSplit(16, embedding=True).counts(126)
 
 
 def test_first_and_last_stage_may_differ() -> None:
-    assert Slots(4, first=4, last=6).counts(30) == (4, 10, 10, 6)
-    assert Slots(4, last=3).counts(30) == (9, 9, 9, 3)
+    assert PipelineSplit(4, first=4, last=6).counts(30) == (4, 10, 10, 6)
+    assert PipelineSplit(4, last=3).counts(30) == (9, 9, 9, 3)
     with pytest.raises(ValueError, match=r"\(30 layers − 4 given\) on 3 other stages: 26 / 3 is not whole"):
-        Slots(4, first=4).counts(30)
-    with pytest.raises(ValueError, match="slots as well"):
-        Slots(4, first=4, embedding=True).counts(30)
+        PipelineSplit(4, first=4).counts(30)
+    with pytest.raises(ValueError, match="cannot count as layers as well"):
+        PipelineSplit(4, first=4, embedding=True).counts(30)
     with pytest.raises(ValueError, match="pp 1 has one stage"):
-        Slots(1, first=4, last=26).counts(30)
+        PipelineSplit(1, first=4, last=26).counts(30)
 
 
 def test_virtual_stages_go_around_the_ranks() -> None:
-    ranks = rank_stages(16, Slots(4, virtual=2))
+    ranks = rank_stages(16, PipelineSplit(4, virtual=2))
     assert [[stage.layers for stage in stages] for stages in ranks] == [
         [range(2), range(8, 10)],
         [range(2, 4), range(10, 12)],
@@ -48,7 +48,7 @@ def test_virtual_stages_go_around_the_ranks() -> None:
     assert ranks[3][1].has_head
     assert not ranks[3][0].has_head
     with pytest.raises(ValueError, match="5 layers of stage 0 in 2 virtual stages: 5 / 2 is not whole"):
-        Slots(4, virtual=2, first=5).counts(29)
+        PipelineSplit(4, virtual=2, first=5).counts(29)
 
 
 @pytest.mark.parametrize("pp", range(1, 9))
@@ -57,7 +57,7 @@ def test_no_layer_is_ever_dropped(pp, virtual) -> None:
     for layers in range(1, 40):
         for embedding, loss in ((False, False), (True, False), (True, True)):
             try:
-                counts = Slots(pp, virtual, embedding=embedding, loss=loss).counts(layers)
+                counts = PipelineSplit(pp, virtual, embedding=embedding, loss=loss).counts(layers)
             except ValueError:
                 assert (layers + embedding + loss) % (pp * virtual) or layers < pp * virtual
                 continue

@@ -12,7 +12,7 @@ import pytest
 from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli import main
-from parcompile.layout.group_families import Slice
+from parcompile.layout.group_families import AxisGroups
 from parcompile.layout.sequence import CpLayout, work
 from parcompile.plan import load_plan, plan_tree
 from parcompile.show.markdown import plain, table
@@ -66,7 +66,7 @@ def test_the_grid_lights_the_groups_of_a_rank() -> None:
     fills = {one.title.split(":")[0]: one.fill for one in drawn.shapes if isinstance(one, Box) and one.title}
     assert fills["rank 5"] == "ink"
     for axis in ("tp", "cp", "dp"):
-        expected = {f"rank {rank}" for rank in Slice(grid, (axis,)).of_rank(5)} - {"rank 5"}
+        expected = {f"rank {rank}" for rank in AxisGroups(grid, (axis,)).of_rank(5)} - {"rank 5"}
         assert {rank for rank, fill in fills.items() if fill == axis} == expected
 
 

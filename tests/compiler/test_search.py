@@ -21,10 +21,10 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
-from parcompile.search.ranking import Outcome, search
+from parcompile.search.executions import OpenChoices, all_executions, fastest, orders
+from parcompile.search.ranking import SearchResult, search
 from parcompile.search.space import Space, open_space
 from parcompile.search.variant import variant
-from parcompile.search.ways import Open, all_ways, fastest, orders
 
 FOLDER = Path()
 
@@ -40,18 +40,18 @@ def llama(nodes: int = 1, batch: int = 64, **parallelism: object) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def found() -> Outcome:
+def found() -> SearchResult:
     return search(space(llama()))
 
 
-def test_no_enumerated_layout_that_fits_is_faster_by_more_than_predictions_tell_apart(found: Outcome) -> None:
+def test_no_enumerated_layout_that_fits_is_faster_by_more_than_predictions_tell_apart(found: SearchResult) -> None:
     assert found.best is not None
     assert found.best.seconds <= TIE * min(one.seconds for one in found.fitting)
     assert all(one.memory.probability is None or one.memory.probability >= SAFE for one in found.fitting)
     assert all(one.memory.probability is not None and one.memory.probability < SAFE for one in found.too_large)
 
 
-def test_every_loser_has_a_reason(found: Outcome) -> None:
+def test_every_loser_has_a_reason(found: SearchResult) -> None:
     assert found.best is not None
     assert found.best.reason is None
     assert all(one.reason for one in (*found.fitting[1:], *found.too_large))
@@ -61,7 +61,7 @@ def test_every_loser_has_a_reason(found: Outcome) -> None:
     assert all(one.code and one.message for one in found.refused)
 
 
-def test_no_layout_beats_one_of_the_front_in_both(found: Outcome) -> None:
+def test_no_layout_beats_one_of_the_front_in_both(found: SearchResult) -> None:
     assert len(found.front) > 1
     for one in found.front:
         assert not [
@@ -85,7 +85,7 @@ def test_pipelines_are_searched_only_when_every_target_is_allowed() -> None:
     assert any(one.code.startswith("X") or one.changes["pp"] for one in here.refused)
 
 
-def test_all_layouts_process_the_same_batch(found: Outcome) -> None:
+def test_all_layouts_process_the_same_batch(found: SearchResult) -> None:
     assert {one.candidate.work.global_batch for one in found.fitting} == {64}
     assert {one.candidate.work.world_size for one in found.fitting} == {8}
 
@@ -93,9 +93,9 @@ def test_all_layouts_process_the_same_batch(found: Outcome) -> None:
 def test_experts_open_their_axis() -> None:
     tree = spec_tree(nodes=2, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 4, "cp": 1, "pp": 1})
     tree["training"] = {"sequence_length": 4096, "global_batch_size": 64}
-    opened = space(tree, executable=False, experts=8)
-    assert opened.axes["ep"] == (1, 2, 4, 8)
-    outcome = search(opened)
+    choices = space(tree, executable=False, experts=8)
+    assert choices.axes["ep"] == (1, 2, 4, 8)
+    outcome = search(choices)
     assert {one.candidate.work.ep for one in (*outcome.fitting, *outcome.too_large)} >= {1, 4}
 
 
@@ -129,7 +129,7 @@ def long_context(**more: object) -> Workload:
 
 
 FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
-EVERYTHING = Open(orders=True, implementations=True)
+EVERYTHING = OpenChoices(orders=True, implementations=True)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ EVERYTHING = Open(orders=True, implementations=True)
 def test_the_way_of_a_layout_is_the_fastest_of_all_and_memory_is_that_of_each(sizes: dict[str, int]) -> None:
     work = long_context(**sizes)
     values = values_of(work)
-    ways = all_ways(work, EVERYTHING, values)
-    assert len({(one.work.order, one.work.context) for one in ways}) == len(ways)
-    assert fastest(work, EVERYTHING, values).step.seconds <= EQUAL**2 * min(one.step.seconds for one in ways)
-    assert all(one.step.seconds == timing(one.work).step.seconds for one in ways)
-    assert {footprint(one.work).peak.total_bytes for one in ways} == {footprint(work).peak.total_bytes}
+    executions = all_executions(work, EVERYTHING, values)
+    assert len({(one.work.order, one.work.context) for one in executions}) == len(executions)
+    assert fastest(work, EVERYTHING, values).step.seconds <= EQUAL**2 * min(one.step.seconds for one in executions)
+    assert all(one.step.seconds == timing(one.work).step.seconds for one in executions)
+    assert {footprint(one.work).peak.total_bytes for one in executions} == {footprint(work).peak.total_bytes}
 
 
 def test_an_implementation_is_searched_when_and_only_when_the_rules_allow_it() -> None:
     work = long_context(pp=1, dp=4)
-    searched = {one.work.context for one in all_ways(work, EVERYTHING, values_of(work))}
+    searched = {one.work.context for one in all_executions(work, EVERYTHING, values_of(work))}
     for kind in CpImplementation:
         for sizes in level_sizes(work.cp) if kind.has_levels else [None]:
             axes = {"tp": 2, "cp": 8, "pp": 1, "cp_implementation": kind.value}
@@ -167,15 +167,15 @@ def test_no_rule_decides_by_the_order(sizes: dict[str, int]) -> None:
     assert found == {"L001" if sizes["pp"] == 3 else None}
 
 
-def test_the_other_ways_of_the_chosen_layout_say_why_they_lost() -> None:
+def test_the_other_executions_of_the_chosen_layout_say_why_they_lost() -> None:
     tree = llama(nodes=8, batch=8, tp=2, cp=8, sequence_parallel=True)
     tree["training"]["sequence_length"] = 131072
     outcome = search(space(tree))
     assert outcome.best is not None
-    names = {one.work.cp_implementation for one, _ in outcome.other_ways}
+    names = {one.work.cp_implementation for one, _ in outcome.other_executions}
     assert names == {one.value for one in CpImplementation}
-    assert {one.work.order for one, _ in outcome.other_ways} == set(orders(outcome.best.candidate.work))
-    assert any("slower, most of it through cp, exposed" in reason for _, reason in outcome.other_ways)
+    assert {one.work.order for one, _ in outcome.other_executions} == set(orders(outcome.best.candidate.work))
+    assert any("slower, most of it through cp, exposed" in reason for _, reason in outcome.other_executions)
     chosen = variant(tree, outcome.best.candidate.changes, FOLDER, executable=True).work
     assert chosen is not None
     assert timing(chosen).step.seconds == pytest.approx(outcome.best.seconds)
@@ -187,7 +187,7 @@ def test_an_order_and_an_implementation_that_are_given_stay() -> None:
     assert outcome.best is not None
     assert outcome.best.candidate.work.order[:2] == ("tp", "dp")
     assert outcome.best.candidate.work.cp_implementation == "all_gather"
-    assert not outcome.other_ways
+    assert not outcome.other_executions
 
 
 Run = Callable[..., tuple[int, str, str]]

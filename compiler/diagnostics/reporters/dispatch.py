@@ -15,7 +15,7 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
 """Names of the formats that `report` knows."""
 
 
-class Source(Protocol):
+class QuotedFile(Protocol):
     """A file that diagnostics speak of: `Document` and `SourceText` both are one."""
 
     @property
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 def report(
     diagnostics: Iterable[Diagnostic],
-    sources: Iterable[Source],
+    sources: Iterable[QuotedFile],
     format: str,  # noqa: A002 - the word of the command line
     stream: TextIO,
     *,
@@ -70,7 +70,7 @@ def report(
 class Context:
     """What the formats need beside the diagnostics."""
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, QuotedFile]
     files: list[str]
     titles: Mapping[str, str]
     style: Style

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.group_families import Slice
+from parcompile.layout.group_families import AxisGroups
 
 from .colours import shade
 from .shapes import SMALL, Box, Cells, Picture, Sketch, Text
@@ -108,7 +108,7 @@ def draw(subject: Subject, width: float, *, axis: str | None = None, rank: int |
 def _lit(subject: Subject, rank: int) -> dict[int, str]:
     """The colour of each rank that shares a group of one axis with `rank`."""
     grid = subject.plan.groups.grid
-    found = {one: axis for axis in reversed(DENSE_AXES) for one in Slice(grid, (axis,)).of_rank(rank)}
+    found = {one: axis for axis in reversed(DENSE_AXES) for one in AxisGroups(grid, (axis,)).of_rank(rank)}
     return {**found, rank: "ink"}
 
 
@@ -116,7 +116,7 @@ def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
     grid, per_node = subject.plan.groups.grid, subject.plan.spec.cluster.gpus_per_node
     found: list[tuple[str, str]] = []
     for axis in subject.axes:
-        ranks = Slice(grid, (axis,)).of_rank(rank)
+        ranks = AxisGroups(grid, (axis,)).of_rank(rank)
         nodes = len({one // per_node for one in ranks})
         found.append((axis, f"{axis}: {len(ranks)} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"))
     return found

@@ -11,7 +11,7 @@ from .subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PictureKind:
     """A kind of picture; `options` are those of `axis` and `rank` that it takes."""
 
     draw: Callable[..., Picture]
@@ -20,12 +20,12 @@ class Kind:
 
 
 KINDS = {
-    "grid": Kind(grid.draw, grid.lines, ("axis", "rank")),
-    "cuts": Kind(cuts.draw, cuts.lines, ("axis",)),
-    "memory": Kind(memory.draw, memory.lines),
-    "traffic": Kind(traffic.draw, traffic.lines),
-    "schedule": Kind(ring.draw, ring.lines),
-    "timeline": Kind(timeline.draw, timeline.lines),
+    "grid": PictureKind(grid.draw, grid.lines, ("axis", "rank")),
+    "cuts": PictureKind(cuts.draw, cuts.lines, ("axis",)),
+    "memory": PictureKind(memory.draw, memory.lines),
+    "traffic": PictureKind(traffic.draw, traffic.lines),
+    "schedule": PictureKind(ring.draw, ring.lines),
+    "timeline": PictureKind(timeline.draw, timeline.lines),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.sequence import Block, CpLayout, Mask, Source, source_blocks
+from parcompile.layout.sequence import Block, CpLayout, KeySource, Mask, source_blocks
 
 from .shapes import SMALL, Area, Box, Cells, Picture, Sketch, Text
 from .subject import Subject
@@ -24,8 +24,8 @@ class _Ring:
 
     context: ContextParallel
     layout: CpLayout
-    blocks: Mapping[Source, tuple[Block, ...]]
-    shares: Mapping[Source, Fraction]
+    blocks: Mapping[KeySource, tuple[Block, ...]]
+    shares: Mapping[KeySource, Fraction]
 
     @classmethod
     def of(cls, subject: Subject) -> _Ring:
@@ -102,7 +102,7 @@ def _cells(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, f
     for row, place in enumerate(shown):
         for column, step in enumerate(shown):
             source = ring.source(step, place)
-            kind = Source.of(place, source)
+            kind = KeySource.of(place, source)
             x, y = corner[0] + column * cell, corner[1] + row * cell
             if cell < GLYPHS:
                 corners.setdefault(_role(ring.shares[kind]), []).append((x, y))
@@ -138,7 +138,7 @@ def _balance(ring: _Ring) -> float:
 
 
 def _each(ring: _Ring) -> str:
-    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [Source.OWN]
+    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [KeySource.OWN]
     return ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
 
 
@@ -180,7 +180,7 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
         across = f"keys of {ring.row}s" if ring.gathers else "steps"
         found.append(f"{ring.row}s down, {across} across: {legend}")
         for place in shown:
-            kinds = (Source.of(place, ring.source(step, place)) for step in shown)
+            kinds = (KeySource.of(place, ring.source(step, place)) for step in shown)
             cells = (marks.get(words(ring.shares[kind]), marks["half"]) for kind in kinds)
             found.append(f"{place:>5} | {' '.join(cells)}")
     return found
@@ -189,6 +189,10 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table: what a step computes, by whose keys are at hand."""
     ring = _Ring.of(subject)
-    names = {Source.OWN: "its own", Source.EARLIER: f"an earlier {ring.row}", Source.LATER: f"a later {ring.row}"}
-    kinds = list(names) if ring.context.ring_ranks > 1 else [Source.OWN]
+    names = {
+        KeySource.OWN: "its own",
+        KeySource.EARLIER: f"an earlier {ring.row}",
+        KeySource.LATER: f"a later {ring.row}",
+    }
+    kinds = list(names) if ring.context.ring_ranks > 1 else [KeySource.OWN]
     return [("keys of", "computes"), *((names[kind], words(ring.shares[kind])) for kind in kinds)]

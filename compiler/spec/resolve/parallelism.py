@@ -9,7 +9,7 @@ import math
 from parcompile.layout.context_parallel import ContextParallel
 from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
-from parcompile.layout.stages import Slots
+from parcompile.layout.stages import PipelineSplit
 from parcompile.machines.accelerator import Accelerator
 from parcompile.machines.preset import PresetError, is_preset_file, read_preset
 from parcompile.schema import default
@@ -112,13 +112,13 @@ class ParallelismValues(SpecReader):
         return int(self.get("parallelism", "make_vocab_size_divisible_by"))
 
     @property
-    def slots(self) -> Slots:
+    def pipeline_split(self) -> PipelineSplit:
         """How the layers are counted out to the pipeline stages."""
         first, last = (self.get("parallelism", f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
         embedding, loss = (
             bool(self.get("parallelism", f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss")
         )
-        return Slots(
+        return PipelineSplit(
             self.axis(Axis.PP),
             self.virtual_stages,
             embedding=embedding,
@@ -144,7 +144,7 @@ class ParallelismValues(SpecReader):
 
     def parallelism(self, context: ContextParallel) -> Parallelism:
         """The whole section, with the way in which attention runs over cp."""
-        slots = self.slots
+        split = self.pipeline_split
         return Parallelism(
             **{axis.value: self.axis(axis) for axis in AXES},
             order=self.order,
@@ -154,10 +154,10 @@ class ParallelismValues(SpecReader):
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
             cp_implementation=context.implementation,
             hierarchical_cp_sizes=context.sizes,
-            account_for_embedding_in_pipeline_split=slots.embedding,
-            account_for_loss_in_pipeline_split=slots.loss,
-            num_layers_in_first_pipeline_stage=slots.first,
-            num_layers_in_last_pipeline_stage=slots.last,
-            num_virtual_stages_per_pipeline_rank=slots.virtual,
+            account_for_embedding_in_pipeline_split=split.embedding,
+            account_for_loss_in_pipeline_split=split.loss,
+            num_layers_in_first_pipeline_stage=split.first,
+            num_layers_in_last_pipeline_stage=split.last,
+            num_virtual_stages_per_pipeline_rank=split.virtual,
             microbatch_group_size_per_virtual_pipeline_stage=self.microbatch_group_size,
         )

@@ -124,7 +124,7 @@ def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     why = ""
     if differing := _differing(found.findings):
         why = f"the steps could hang or fail for what differs: {', '.join(dict.fromkeys(differing))}"
-    elif found.arrived.plan.spec.model.shape.own is not None and job.model is None:
+    elif found.arrived.plan.spec.model.shape.user_module is not None and job.model is None:
         why = "the model is a module of your own: call parcompile.runtime.live_check with model="
     if why:
         found.findings.append(Finding(JOB, LOSSES, "finite, equal", "", Verdict.NOT_RUN, why))

@@ -6,7 +6,7 @@ further column of the product that they are: no pass over them.
 Shapes, of a tile: N key/value heads, R rows, those of all query heads that read one of them, w key tokens; D head dim
 of queries and keys, E head dim of values.
 
-Source: the online softmax of FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
+KeySource: the online softmax of FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Shapes: B batch, H query heads, S query tokens, D head dim. Log-sum-exp is the natural logarithm; −inf says "no key was
 seen".
 
-Source: the online softmax of arXiv 1805.02867, in the form with normalised partial outputs (arXiv 2112.05682).
+KeySource: the online softmax of arXiv 1805.02867, in the form with normalised partial outputs (arXiv 2112.05682).
 """
 
 from __future__ import annotations

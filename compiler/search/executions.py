@@ -1,8 +1,9 @@
-"""Ways to run a layout: the order of its axes on the machines, and the implementation of context parallelism.
+"""How a layout can be executed: in which order of the axes, and with which implementation of context parallelism.
 
-Memory is the same for all ways of a layout, and no rule refuses an order that names every axis. So the fastest way
-stands for the layout in a search, and the choice stays exact; the other ways of the chosen layout are listed with what
-they cost. tp is always innermost: its groups wait for each other in every layer, and nothing hides that.
+Memory is the same for all executions of a layout, and no rule refuses an order that names every axis. So the fastest
+execution stands for the layout in a search, and the choice stays exact; the other executions of the chosen layout are
+listed with what they cost. tp is always innermost: its groups wait for each other in every layer, and nothing hides
+that.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from parcompile.layout.grid import AXES, Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """What a spec leaves open of the ways; `sizes` are those of the two levels of cp where they are given."""
+class OpenChoices:
+    """What a spec leaves open of the execution; `sizes` are the levels of cp where they are given."""
 
     orders: bool
     implementations: bool
@@ -28,7 +29,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Execution:
     """One order with one implementation, and the step that follows."""
 
     work: Workload
@@ -55,8 +56,8 @@ def orders(work: Workload) -> list[tuple[Axis, ...]]:
     return found
 
 
-def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
-    """The fastest way of a layout; of those within `EQUAL` of it the first order, and the simplest implementation.
+def fastest(work: Workload, choices: OpenChoices, values: Mapping[str, float]) -> Execution:
+    """The fastest execution; of those within `EQUAL` of it, the one with the first order and simplest implementation.
 
     Raises:
         ValueError: the layout cannot be cut.
@@ -64,13 +65,13 @@ def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
     terms = step_terms(work)
     chosen: dict[int, ContextCost] = {}
     found = []
-    for order in orders(work) if opened.orders else [work.order]:
+    for order in orders(work) if choices.orders else [work.order]:
         placed = replace(work, order=order)
         # Farther than a node apart is as far as another node.
         stride = min(placed.stride(Axis.CP), work.gpus_per_node)
-        if opened.implementations and work.cp > 1:
+        if choices.implementations and work.cp > 1:
             if stride not in chosen:
-                ranked = costs(placed, _possible(placed, opened), values)
+                ranked = costs(placed, _possible(placed, choices), values)
                 chosen[stride] = simplest(ranked, attention_seconds(placed, values))
             placed = _with(placed, chosen[stride].context)
         found.append(_timed(placed, terms, values, chosen.get(stride)))
@@ -78,39 +79,39 @@ def fastest(work: Workload, opened: Open, values: Mapping[str, float]) -> Way:
     return next(one for one in found if one.step.seconds <= EQUAL * least)
 
 
-def all_ways(work: Workload, opened: Open, values: Mapping[str, float]) -> list[Way]:
-    """Every way of a layout, the fastest first."""
+def all_executions(work: Workload, choices: OpenChoices, values: Mapping[str, float]) -> list[Execution]:
+    """Every execution of a layout, the fastest first."""
     terms = step_terms(work)
     found = []
-    for order in orders(work) if opened.orders else [work.order]:
+    for order in orders(work) if choices.orders else [work.order]:
         placed = replace(work, order=order)
-        if opened.implementations and work.cp > 1:
-            ranked: Sequence[ContextCost | None] = costs(placed, _possible(placed, opened), values)
+        if choices.implementations and work.cp > 1:
+            ranked: Sequence[ContextCost | None] = costs(placed, _possible(placed, choices), values)
         else:
             ranked = [None]
         found += [_timed(placed if one is None else _with(placed, one.context), terms, values, one) for one in ranked]
     return sorted(found, key=lambda one: one.step.seconds)
 
 
-def _possible(work: Workload, opened: Open) -> list[ContextParallel]:
+def _possible(work: Workload, choices: OpenChoices) -> list[ContextParallel]:
     possible, _ = candidates(work)
-    return [one for one in possible if opened.sizes is None or one.sizes in (None, opened.sizes)]
+    return [one for one in possible if choices.sizes is None or one.sizes in (None, choices.sizes)]
 
 
 def _with(work: Workload, context: ContextParallel) -> Workload:
     return replace(work, cp_implementation=context.implementation.value, cp_sizes=context.sizes)
 
 
-def _timed(work: Workload, terms: StepTerms, values: Mapping[str, float], cost: ContextCost | None) -> Way:
-    return Way(work, step_time(replace(terms, work=work), values, cost))
+def _timed(work: Workload, terms: StepTerms, values: Mapping[str, float], cost: ContextCost | None) -> Execution:
+    return Execution(work, step_time(replace(terms, work=work), values, cost))
 
 
-def settings(work: Workload, opened: Open) -> dict[str, object]:
-    """What a spec says to run a layout this way, of what it left open."""
+def settings(work: Workload, choices: OpenChoices) -> dict[str, object]:
+    """What has to stand in a spec, of what it left open, for this execution."""
     found: dict[str, object] = {}
-    if opened.orders and work.order != AXES:
+    if choices.orders and work.order != AXES:
         found["order"] = "-".join(work.order)
-    if opened.implementations and work.cp > 1:
+    if choices.implementations and work.cp > 1:
         found["cp_implementation"] = work.cp_implementation
         if work.cp_sizes is not None:
             found["hierarchical_cp_sizes"] = list(work.cp_sizes)
