@@ -95,6 +95,10 @@ _DEEPSPEED_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Keys that other tools have too, told apart by what stands in them."""
+_DEEPSPEED_SMALL = frozenset({"train_batch_size", "gradient_accumulation_steps", "gradient_clipping"}) | frozenset(
+    _DEEPSPEED_SECTIONS
+)
+"""Keys that make a DeepSpeed configuration where two stand together and nothing else does."""
 _NEOX = frozenset(
     {
         "pipe_parallel_size",
@@ -141,6 +145,8 @@ def recognise(tree: object) -> Recognition:
     signs = _deepspeed_signs(tree)
     if signs:
         return Recognition(DEEPSPEED, Certainty.CERTAIN if signs >= 2 else Certainty.LIKELY)
+    if "train_batch_size" in tree and len(tree) >= 2 and tree.keys() <= _DEEPSPEED_SMALL:
+        return Recognition(DEEPSPEED, Certainty.LIKELY)
     if spec and tree.get("version") == 1:
         return Recognition(SPEC, Certainty.LIKELY)
     return _NOTHING

@@ -54,6 +54,8 @@ def write(name: str, tree: Any) -> str:
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, kinds.DEEPSPEED, Certainty.CERTAIN),
         ({"zero_optimisation": {"stage": 2}}, kinds.DEEPSPEED, Certainty.LIKELY),
         ({"fp16": {"enabled": True}}, kinds.DEEPSPEED, Certainty.LIKELY),
+        ({"train_batch_size": 8, "optimizer": {"type": "AdamW"}}, kinds.DEEPSPEED, Certainty.LIKELY),
+        ({"train_batch_size": 8, "epochs": 3}, kinds.UNKNOWN, Certainty.UNKNOWN),
         ({"fp16": True, "optimizer": "adamw", "gradient_clipping": 1.0}, kinds.UNKNOWN, Certainty.UNKNOWN),
         (TRAINER, kinds.TRAINER, Certainty.CERTAIN),
         ({"base_model": "x", "datasets": [], "micro_batch_size": 1, "zero_stage": 2}, kinds.AXOLOTL, Certainty.CERTAIN),

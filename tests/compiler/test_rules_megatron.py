@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parcompile.backends.kinds import MEGATRON, SPEC
+from parcompile.backends.kinds import MEGATRON, UNKNOWN
 from parcompile.backends.megatron import write as megatron
 from parcompile.pipeline import Checked, check_any, compile_file
 from parcompile.rules.file_registry import FileRule, file_rules
@@ -86,7 +86,7 @@ def test_flags_may_stand_in_a_section_with_their_dashes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["echo hello\n", "python train.py --lr 3\n", "model:\n  num_layers: 3\n"])
 def test_other_files_are_no_arguments(text: str, tmp_path: Path) -> None:
-    assert checked(text, tmp_path / "file.yaml").kind == SPEC
+    assert checked(text, tmp_path / "file.yaml").kind == UNKNOWN
 
 
 @pytest.mark.parametrize("name", ["W001-tp-2-of-8", "C001-zigzag-8184", "P004-fp32-sums"])

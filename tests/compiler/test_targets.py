@@ -29,12 +29,12 @@ HOSTILE = (
     "two words",
     'it\'s "quoted"',
     "$(touch pwned) `touch pwned`",
-    "line one\ntouch pwned\n#SBATCH --nodes=99\nkind: Pod",
     "'; touch pwned; '",
     '\\"; touch pwned #',
     "- [not, yaml]: {really}",
-    "\u2028\u2029\x1b[31m",
+    "\u2028\u2029",
 )
+CONTROL_CHARACTERS = ("line one\ntouch pwned\n#SBATCH --nodes=99\nkind: Pod", "\u2028\x1b[31m", "\x85")
 MODELS = {
     "llama-3-8b": ({"tp": 2, "cp": 2, "sequence_parallel": True}, {}),
     "gpt2-xl": ({}, {"precision": "fp16", "loss_scale": 8, "train_steps": 3}),
@@ -415,6 +415,14 @@ class TestQuoting:
         assert label.replace("-", "").isalnum() and label.isascii() and label == label.lower()
         if name.isprintable():
             assert job["metadata"]["annotations"]["parcompile/name"] == name
+
+    @pytest.mark.parametrize("name", CONTROL_CHARACTERS, ids=range(len(CONTROL_CHARACTERS)))
+    def test_a_name_with_control_characters_is_refused(self, name, tmp_path) -> None:
+        file = tmp_path / "spec.json"
+        file.write_text(json.dumps(spec_tree(1, 2, name=name)), encoding="utf-8")
+        plan, checked = compile_file(file)
+        assert plan is None
+        assert [one.code for one in checked.diagnostics if one.path == ("name",)] == ["K006"]
 
     def test_a_path_of_the_output_may_hold_anything(self, tmp_path) -> None:
         plan = compile_tree(spec_tree(2, 2), tmp_path)
