@@ -1,7 +1,6 @@
 """Bytes that the forward pass keeps for the backward pass.
 
-`korthikanti` gives the published forms for GPT with stored attention scores (arXiv 2205.05198, table 2);
-`layer_bytes` the forms for fused attention, grouped heads, gated MLPs, latent attention and experts;
+`layer_bytes` gives the forms for fused attention, grouped heads, gated MLPs, latent attention and experts;
 `eager_layer_bytes` what transformers' modules keep in the runtime.
 """
 
@@ -13,27 +12,8 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
 from parcompile.model.shape import ModelShape
 
-KORTHIKANTI_RECOMPUTE = ("none", "selective", "full")
 SCORE_BYTES = 5
 """Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
-
-
-def korthikanti(
-    *, s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: str = "none"
-) -> float:
-    """Bytes of one layer and micro-batch in 16 bits with ffn 4h and stored scores: arXiv 2205.05198, table 2.
-
-    Raises:
-        ValueError: `recompute` is none of the table's.
-    """
-    if recompute not in KORTHIKANTI_RECOMPUTE:
-        raise ValueError(f"recompute {recompute!r} is not one of: {', '.join(KORTHIKANTI_RECOMPUTE)}")
-    if recompute == "full":
-        return 2.0 * s * b * h
-    scores = SCORE_BYTES * a * s / h if recompute == "none" else 0.0
-    if sequence_parallel:
-        return s * b * h / t * (34 + scores)
-    return s * b * h * (10 + 24 / t + scores / t)
 
 
 def score_bytes(shape: ModelShape, *, tp: int, sequence_length: int) -> float:

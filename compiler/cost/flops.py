@@ -63,9 +63,3 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     else:
         width = shape.num_attention_heads * shape.head_dim
     return 6.0 * matmul_parameters(shape) + 12.0 * shape.num_hidden_layers * width * sequence_length
-
-
-def narayanan_flops(*, b: int, s: int, layers: int, h: int, v: int, recompute: bool) -> float:
-    """Operations of a GPT step as Megatron-LM counts them, recomputation included (arXiv 2104.04473, section 5.1)."""
-    factor, head = (96, 16) if recompute else (72, 12)
-    return factor * b * s * layers * h * h * (1 + s / (6 * h) + v / (head * layers * h))

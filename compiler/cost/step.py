@@ -8,7 +8,6 @@ once) / v, then gradients, then the optimizer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -283,8 +282,3 @@ def timing_of(work: Workload, step: StepTime, fit: Fit | None = None) -> Timing:
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
     )
-
-
-def run_days(timed: Timing, work: Workload, tokens: float) -> float:
-    """Days for a budget of tokens."""
-    return math.ceil(tokens / work.tokens_per_step) * timed.step.seconds / 86400

@@ -124,38 +124,3 @@ def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[AxisGr
     names = tuple(f"cp-{level}" for level in range(len(sizes)))
     factored = grid.factored(Axis.CP, names, sizes)
     return tuple(AxisGroups(factored, (name,)) for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class Portions:
-    """Each group of `whole` cut into `parts` consecutive portions of its ascending members.
-
-    Megatron-Core shards the optimizer within such a portion of the dp-cp group (`num_distributed_optimizer_instances`)
-    and keeps the portions equal over the groups of `across`.
-    """
-
-    whole: AxisGroups
-    parts: int
-
-    def __post_init__(self) -> None:
-        if self.parts < 1 or self.whole.size % self.parts:
-            raise ValueError(
-                f"{self.parts} optimizer instances in a group of {self.whole.size}: "
-                f"{self.whole.size} / {self.parts} is not whole"
-            )
-
-    @property
-    def size(self) -> int:
-        """Ranks of one portion."""
-        return self.whole.size // self.parts
-
-    def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The portion of a rank."""
-        group = self.whole.of_rank(rank)
-        start = group.index(rank) // self.size * self.size
-        return group[start : start + self.size]
-
-    def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks that stand at the same place of the other portions."""
-        group = self.whole.of_rank(rank)
-        return group[group.index(rank) % self.size :: self.size]

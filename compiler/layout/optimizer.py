@@ -28,15 +28,6 @@ class OptimizerShard:
         """Elements of the shard, padding included."""
         return self.stop - self.start
 
-    @property
-    def state_bytes(self) -> int:
-        """fp32 master weights and Adam's two moments."""
-        return self.numel * (MASTER_BYTES + ADAM_STATE_BYTES)
-
-    def owns(self, index: int) -> bool:
-        """Whether an element of the flattened group is in this shard."""
-        return self.start <= index < self.stop
-
 
 def padded_numel(numel: int, shards: int) -> int:
     """The flattened group as DeepSpeed pads it: to a multiple of 2 · shards (NCCL wants 4-byte boundaries)."""

@@ -22,18 +22,6 @@ class OwnershipMap:
     embedding: int
     head: int
 
-    def layers_of(self, rank: int) -> tuple[int, ...]:
-        """The layers that a rank owns, ascending."""
-        return tuple(layer for layer, owner in enumerate(self.owners) if owner == rank)
-
-    def owns(self, rank: int, layer: int) -> bool:
-        """Whether a rank owns a layer."""
-        return self.owners[layer] == rank
-
-    def layer_fraction(self, rank: int) -> float:
-        """A rank's share of the layers, embedding and head left out."""
-        return self.owners.count(rank) / len(self.owners)
-
     def load(self, sizes: Sizes) -> dict[int, int]:
         """Size of what each rank owns; ranks that own nothing are left out."""
         found = dict.fromkeys(sorted({*self.owners, self.embedding, self.head}), 0)

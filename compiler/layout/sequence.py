@@ -175,13 +175,6 @@ def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fracti
     return sum((areas[kind] * count for kind, count in sources.items()), Fraction(0)) / chunks**2
 
 
-def balance(layout: CpLayout, cp: int, *, causal: bool = True) -> Fraction:
-    """Mean work of a rank divided by the work of the busiest one: 1 is perfect."""
-    # Work grows or falls evenly from the first rank to the last.
-    ends = (work(layout, cp, 0, causal=causal), work(layout, cp, cp - 1, causal=causal))
-    return sum(ends, Fraction(0)) / 2 / max(ends)
-
-
 def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) -> tuple[Block, ...]:
     queries, keys = chunk_ids(layout, cp, rank), chunk_ids(layout, cp, source)
     if not causal:

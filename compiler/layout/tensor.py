@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from parcompile.model.table import Parameter, ParameterTable, Part, Split
+from parcompile.model.table import Parameter, Part, Split
 
 
 class SplitError(ValueError):
@@ -107,16 +107,6 @@ def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[i
             found.append((found.pop()[0] if found and found[-1][1] == offset else offset, end))
         offset = end
     return tuple(found)
-
-
-def local_numel(table: ParameterTable, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:
-    """Parameters on one rank that holds every layer (pp 1)."""
-    return sum(
-        tensor_layout(parameter, tp, vocab_divisible_by=vocab_divisible_by).local_numel
-        // (ep if parameter.expert_dim is not None else 1)
-        * parameter.count
-        for parameter in table
-    )
 
 
 def _padded(shape: tuple[int, ...], split: Split, tp: int, divisible_by: int) -> tuple[tuple[int, ...], Split]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from parcompile.diagnostics.file_codes import FILE_CODES
-
 from .alternatives import alternatives, forbidden
 from .findings import Findings, named
 from .keys import missing_keys, needed_keys, unknown_keys
@@ -25,9 +23,6 @@ from .violation import Violation
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
-
-CODES = {code: page.title for code, page in FILE_CODES.items() if code.startswith("K")}
-"""The codes of this module and their titles."""
 
 _HANDLERS: dict[str, Callable[[Violation, Findings, SchemaView], None]] = {
     "additionalProperties": unknown_keys,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from published import gpt_step_flops
 
 from parcompile.cost.accuracy import (
     FLOORS,
@@ -21,7 +22,6 @@ from parcompile.cost.accuracy import (
 )
 from parcompile.cost.calibration import Judgement
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
-from parcompile.cost.flops import narayanan_flops
 from parcompile.cost.measurements import Measurement, gpt_shape
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
@@ -126,7 +126,7 @@ def test_rates_of_megatron_up_to_a_trillion_parameters_are_near_the_published_on
     errors = []
     for layers, hidden, heads, tp, pp, gpus, batch, published in TABLE_1:
         work = megatron(layers, hidden, heads, tp, pp, gpus, batch)
-        flops = narayanan_flops(b=batch, s=2048, layers=layers, h=hidden, v=51200, recompute=True)
+        flops = gpt_step_flops(b=batch, s=2048, layers=layers, h=hidden, v=51200, recompute=True)
         errors.append(abs(flops / timing(work).step.seconds / gpus / 1e12 / published - 1))
     assert max(errors) <= 0.14
     assert sum(errors) / len(errors) <= 0.075

@@ -5,41 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from published import stored_activation_bytes
 
-from parcompile.cost.activations import korthikanti, layer_bytes
+from parcompile.cost.activations import layer_bytes
 from parcompile.cost.footprint import fit_probability, footprint
 from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.memory_terms import LOSS_CHUNK_ELEMENTS, memory_terms
 from parcompile.cost.workload import Workload
 from parcompile.units import GIB
 
-GIB_22B = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "recompute", "expected"),
-    [
-        (False, "none", 2048 * 4 * 6144 * (10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8))),
-        (True, "none", 2048 * 4 * 6144 / 8 * (34 + 5 * 64 * 2048 / 6144)),
-        (False, "selective", 2048 * 4 * 6144 * (10 + 24 / 8)),
-        (True, "selective", 34 * 2048 * 4 * 6144 / 8),
-        (False, "full", 2 * 2048 * 4 * 6144),
-    ],
-)
-def test_the_published_forms_are_kept(sequence_parallel: bool, recompute: str, expected: float) -> None:
-    assert korthikanti(**GIB_22B, sequence_parallel=sequence_parallel, recompute=recompute) == pytest.approx(expected)
-
-
-def test_an_unknown_recomputation_is_refused() -> None:
-    with pytest.raises(ValueError, match="'some' is not one of: none, selective, full"):
-        korthikanti(s=1, b=1, h=1, a=1, recompute="some")
-
 
 def test_a_gpt_layer_with_fused_attention_keeps_what_the_selective_form_keeps() -> None:
     """34 s b h counts two dropout masks (1 byte each) and their inputs' copies, which are not kept without dropout."""
     found = layer_bytes(gpt_shape(24, 2304, 24), tp=1, sequence_parallel=False)
     assert found.total == 2 * 2304 * (4 + 4 + 8)
-    assert found.total <= korthikanti(s=1, b=1, h=2304, a=24, recompute="selective")
+    assert found.total <= stored_activation_bytes(s=1, b=1, h=2304, a=24, recompute="selective")
 
 
 @pytest.mark.parametrize(("recompute", "layers"), [("none", 24 * 2), ("selective", 1), ("full", 1)])

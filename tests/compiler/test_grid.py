@@ -8,7 +8,7 @@ from layout_cases import AXES, divisor_tuples, enumerated, orders
 
 from parcompile.layout.grid import AXES as ALL_AXES
 from parcompile.layout.grid import Axis, Grid
-from parcompile.layout.group_families import AxisGroups, Portions, hierarchical_cp_families, kv_replica_family
+from parcompile.layout.group_families import AxisGroups, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
     ("tp",),
@@ -110,19 +110,6 @@ def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() 
     assert levels[2] == [(first, first + 4, first + 8, first + 12) for first in range(4)]
     with pytest.raises(ValueError, match="2 · 3 = 6 ≠ cp 8"):
         hierarchical_cp_families(grid, (2, 3))
-
-
-def test_optimizer_instances_cut_the_dp_cp_group_into_equal_portions() -> None:
-    grid = Grid.of(("tp", "cp", "dp", "pp"), {"tp": 2, "cp": 2, "dp": 4})
-    portions = Portions(AxisGroups(grid, ("cp", "dp")), 2)
-    assert portions.of_rank(0) == (0, 2, 4, 6)
-    assert portions.of_rank(9) == (9, 11, 13, 15)
-    assert portions.across(2) == (2, 10)
-    for rank in range(grid.world_size):
-        assert rank in portions.of_rank(rank)
-        assert set(portions.of_rank(rank)) & set(portions.across(rank)) == {rank}
-    with pytest.raises(ValueError, match="8 / 3 is not whole"):
-        Portions(AxisGroups(grid, ("cp", "dp")), 3)
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(4, 2), (8, 4), (8, 8)])

@@ -1,5 +1,6 @@
 """Figures of the seeds for weights, sequences, rings and what they cost; and the layouts behind them."""
 
+import functools
 import itertools
 from fractions import Fraction
 
@@ -7,11 +8,11 @@ import numpy as np
 import pytest
 from layout_cases import SMALL_MODEL
 
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import (
     CpLayout,
     KeySource,
     Mask,
-    balance,
     ring_schedule,
     source_blocks,
     token_ranges,
@@ -188,11 +189,12 @@ class TestRing:
                 assert step.blocks == blocks[KeySource.of(rank, step.source)]
 
     def test_zigzag_is_balanced_and_contiguous_is_not(self) -> None:
-        assert all(balance(CpLayout.ZIGZAG, cp) == 1 for cp in (1, 2, 4, 8))
+        ring = functools.partial(ContextParallel, CpImplementation.RING)
+        assert all(ring(cp).balance(CpLayout.ZIGZAG) == 1 for cp in (1, 2, 4, 8))
         for cp, busy in ((2, Fraction(75, 100)), (4, Fraction(625, 1000)), (8, Fraction(5625, 10000))):
             # The seed's figure counts the diagonal chunk as a whole one: (cp + 1) / (2 · cp).
             assert Fraction(cp + 1, 2 * cp) == busy
-            assert balance(CpLayout.CONTIGUOUS, cp) == Fraction(cp, 2 * cp - 1)
+            assert ring(cp).balance(CpLayout.CONTIGUOUS) == Fraction(cp, 2 * cp - 1)
 
     @pytest.mark.parametrize("layout", CpLayout)
     def test_all_work_is_half_the_square(self, layout) -> None:

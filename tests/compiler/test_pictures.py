@@ -12,6 +12,7 @@ import pytest
 from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli import main
+from parcompile.layout.grid import AXES
 from parcompile.layout.group_families import AxisGroups
 from parcompile.layout.sequence import CpLayout, work
 from parcompile.plan import load_plan, plan_tree
@@ -136,11 +137,12 @@ def test_what_is_cut_is_cut_as_the_plan_says(tmp_path: Path) -> None:
 
 
 def test_text_can_be_read_on_every_shade_in_light_and_dark() -> None:
+    shades = [f"{axis}-{place}" for axis in AXES for place in range(colours.SHADES)]
     for dark in (False, True):
         surface = colours.colour("surface", dark=dark)
         for role in ("ink", "soft", "bad", "good", "warn"):
             assert colours.contrast(colours.colour(role, dark=dark), surface) >= 4.5, (role, dark)
-        for role in (*colours.shades(), *DENSE_AXES, "forward", "backward", "computation"):
+        for role in (*shades, *DENSE_AXES, "forward", "backward", "computation"):
             below = colours.colour(role, dark=dark)
             assert colours.contrast(colours.colour(f"on:{role}", dark=dark), below) >= 4.5, (role, dark)
 

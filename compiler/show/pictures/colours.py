@@ -98,11 +98,6 @@ def shade(axis: Axis, index: int, size: int) -> str:
     return f"{axis}-{place}"
 
 
-def shades() -> list[str]:
-    """Every role of a shade."""
-    return [f"{axis}-{place}" for axis in _RAMPS for place in range(SHADES)]
-
-
 def colour(role: str, *, dark: bool = False) -> str:
     """The colour of a role as #rrggbb; `on:ROLE` is ink that can be read on it."""
     scheme = DARK if dark else LIGHT
