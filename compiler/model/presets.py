@@ -1,7 +1,9 @@
 """Public models by short name: their Hugging Face configuration and exact parameter count.
 
-The figures are those of the models' own published configurations; the counts are checked against the closed form in the
-tests.
+A preset holds every key of the published `config.json` that changes numbers or that generation needs, under the names
+that stand there; `source` says where it was published. What a published file leaves out has the default of the model's
+configuration class. The tests check the counts and that no class reads a key that is neither stated nor known to be
+left out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ class Preset:
 
     name: str
     hf_name: str
+    source: str
+    """Where the configuration was published."""
     parameters: int
     config: Mapping[str, Any]
 
@@ -28,10 +32,7 @@ class Preset:
 def presets() -> Mapping[str, Preset]:
     """All presets under their short names."""
     text = (importlib.resources.files("parcompile.model") / "presets.json").read_text(encoding="utf-8")
-    return {
-        name: Preset(name, entry["hf_name"], entry["parameters"], entry["config"])
-        for name, entry in json.loads(text).items()
-    }
+    return {name: Preset(name, **entry) for name, entry in json.loads(text).items()}
 
 
 def find_preset(name: str) -> Preset | None:

@@ -116,9 +116,10 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
         # transformers 5 keeps both in rope_parameters.
         rope = spec.model_config.get("rope_parameters") or spec.model_config
         base = rope.get("rope_theta", "of the family")
-        scaling = rope.get("rope_scaling") or rope.get("rope_type") or "none"
+        scaling = rope.get("rope_scaling") or rope
+        kind = scaling.get("rope_type") or scaling.get("type") or "none"
         yield Finding(
-            f"sequence_length {length} > max_position_embeddings {limit} (rope_theta {base}, rope_scaling {scaling})",
+            f"sequence_length {length} > max_position_embeddings {limit} (rope_theta {base}, rope_scaling {kind})",
             _LENGTH,
             help="for long-context training use a config with a larger rope_theta and max_position_embeddings",
         )

@@ -93,3 +93,54 @@ def test_a_table_lists_what_a_published_model_registers(preset: Preset) -> None:
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1
     check(config)
+
+
+LEFT_OUT = {
+    "llama": ("head_dim", "mlp_bias", "pretraining_tp"),
+    "mistral": ("head_dim",),
+    "qwen2": ("layer_types",),
+    "qwen3": ("layer_types",),
+    "qwen3_moe": (),
+    "gemma": ("use_bidirectional_attention",),
+    "gemma2": ("layer_types", "use_bidirectional_attention"),
+    "mixtral": ("head_dim", "router_jitter_noise"),
+    # The published names of the two dropouts are not read; both are 0, as the class has them.
+    "gpt_neox": ("attention_bias", "attention_dropout", "hidden_dropout", "classifier_dropout", "is_decoder"),
+    "gpt2": (
+        *("n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+        *("add_cross_attention", "tie_word_embeddings"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    ),
+    "deepseek_v3": (
+        *("head_dim", "qk_head_dim", "rope_interleave", "pretraining_tp", "output_router_logits"),
+        "num_nextn_predict_layers",
+    ),
+}
+"""What published configurations leave to the class: derived keys, later keys whose default is the published behaviour,
+and keys that no causal model reads."""
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_states_every_key_that_its_class_reads(name: str) -> None:
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    preset = presets()[name]
+    stated = dict(preset.config)
+    config = CONFIG_MAPPING[stated.pop("model_type")](**stated)
+    read = config.to_dict().keys() - PretrainedConfig().to_dict().keys() - {"use_cache", "pad_token_id"}
+    names = {config.attribute_map.get(key, key) for key in stated}
+    if {"rope_theta", "rotary_emb_base"} & stated.keys():
+        names.add("rope_parameters")
+    assert read - names <= set(LEFT_OUT[preset.config["model_type"]])
+    assert preset.source.startswith(f"https://huggingface.co/{preset.hf_name}/")
+
+
+@pytest.mark.parametrize("family", {preset.config["model_type"] for preset in presets().values()} - {"gpt2"})
+def test_presets_of_rotary_models_state_the_base_and_the_scaling(family: str) -> None:
+    """Without scaling the published file says null, or its release is older than the key."""
+    of_family = [preset.config for preset in presets().values() if preset.config["model_type"] == family]
+    assert all(config.get("rope_theta", config.get("rotary_emb_base")) for config in of_family)
+    kinds = {preset.name: (preset.config.get("rope_scaling") or {}) for preset in presets().values()}
+    assert {name for name, scaling in kinds.items() if scaling} == {
+        *("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "deepseek-v3")
+    }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "gpt2-xl on one GPU", 1 ranks
-# parcompile 0.1.0, spec sha256:dab0e7ef1efa3e3d08d062e6fc8740ca4c726d841bb7cb0dc02c78c2bd8cf931
+# parcompile 0.1.0, spec sha256:39a84f94434dcf2e4c85cba1a42c87a351367682bc69e7d06491d01e7fb58e6b
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 MEGATRON_ARGS=(
@@ -21,8 +21,8 @@ MEGATRON_ARGS=(
   --normalization LayerNorm
   --norm-epsilon 1e-05
   --init-method-std 0.02
-  --attention-dropout 0.0
-  --hidden-dropout 0.0
+  --attention-dropout 0.1
+  --hidden-dropout 0.1
   --kv-channels 64
   --position-embedding-type learned_absolute
   --seq-length 1024

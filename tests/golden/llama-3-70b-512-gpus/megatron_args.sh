@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "llama-3-70b", 512 ranks
-# parcompile 0.1.0, spec sha256:3bfc22a67efae464fadb1f2a08f11cac26113177c6caff78180bb6aca13c22e2
+# parcompile 0.1.0, spec sha256:ffd87292b026fd8b0e5fa2db12f6ff23b9105e27e171f9ddc4bc419210a58afc
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
@@ -22,7 +22,7 @@ MEGATRON_ARGS=(
   --vocab-size 128256
   --make-vocab-size-divisible-by 128
   --normalization RMSNorm
-  --norm-epsilon 1e-06
+  --norm-epsilon 1e-05
   --init-method-std 0.02
   --attention-dropout 0.0
   --hidden-dropout 0.0

@@ -1,6 +1,6 @@
 # Written for torchtitan 0.3.0; apply() is the plan, plan() the plan with torchtitan's own model.
 # plan "llama-3-70b", 512 ranks
-# parcompile 0.1.0, spec sha256:3bfc22a67efae464fadb1f2a08f11cac26113177c6caff78180bb6aca13c22e2
+# parcompile 0.1.0, spec sha256:ffd87292b026fd8b0e5fa2db12f6ff23b9105e27e171f9ddc4bc419210a58afc
 """The plan as a torchtitan 0.3.0 configuration.
 
     torchrun … -m torchtitan.train --module torchtitan_config --config plan

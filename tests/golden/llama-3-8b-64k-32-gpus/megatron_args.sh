@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "llama-3-8b-64k", 32 ranks
-# parcompile 0.1.0, spec sha256:ab93620b490df7bf4b088adbaa9c6d11307205e2280fb80d8fa5a25005bd948d
+# parcompile 0.1.0, spec sha256:67bf158a7b727f28db0a5bfc965fe290ad5cfed04047d37c9a55b3f79a2958a5
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
@@ -23,7 +23,7 @@ MEGATRON_ARGS=(
   --vocab-size 128256
   --make-vocab-size-divisible-by 128
   --normalization RMSNorm
-  --norm-epsilon 1e-06
+  --norm-epsilon 1e-05
   --init-method-std 0.02
   --attention-dropout 0.0
   --hidden-dropout 0.0

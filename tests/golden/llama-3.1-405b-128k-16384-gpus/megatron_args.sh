@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "llama-3.1-405b-128k", 16384 ranks
-# parcompile 0.1.0, spec sha256:01e491f70ba943c3ac5cb82cbf9544189cbe7542cdd5caa3f3af91b756d31918
+# parcompile 0.1.0, spec sha256:727ac32decf53643c2b503a7cdc6248bc323e89be042364c0a56ddaf4f9268a3
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
@@ -25,7 +25,7 @@ MEGATRON_ARGS=(
   --vocab-size 128256
   --make-vocab-size-divisible-by 128
   --normalization RMSNorm
-  --norm-epsilon 1e-06
+  --norm-epsilon 1e-05
   --init-method-std 0.02
   --attention-dropout 0.0
   --hidden-dropout 0.0

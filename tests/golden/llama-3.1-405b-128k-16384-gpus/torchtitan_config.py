@@ -1,6 +1,6 @@
 # Written for torchtitan 0.3.0; apply() is the plan, plan() the plan with torchtitan's own model.
 # plan "llama-3.1-405b-128k", 16384 ranks
-# parcompile 0.1.0, spec sha256:01e491f70ba943c3ac5cb82cbf9544189cbe7542cdd5caa3f3af91b756d31918
+# parcompile 0.1.0, spec sha256:727ac32decf53643c2b503a7cdc6248bc323e89be042364c0a56ddaf4f9268a3
 """The plan as a torchtitan 0.3.0 configuration.
 
     torchrun … -m torchtitan.train --module torchtitan_config --config plan

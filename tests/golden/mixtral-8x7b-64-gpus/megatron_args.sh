@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "mixtral-8x7b", 64 ranks
-# parcompile 0.1.0, spec sha256:4564bc29c0627efa8617db3827d69834a0bfb247b7c7bc2071493285780e04a5
+# parcompile 0.1.0, spec sha256:52888a869a4c0a19bcfda154c4186d7b8a0c8b6592201c311afb9e9c851697ea
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
@@ -22,7 +22,7 @@ MEGATRON_ARGS=(
   --vocab-size 32000
   --make-vocab-size-divisible-by 128
   --normalization RMSNorm
-  --norm-epsilon 1e-06
+  --norm-epsilon 1e-05
   --init-method-std 0.02
   --attention-dropout 0.0
   --hidden-dropout 0.0

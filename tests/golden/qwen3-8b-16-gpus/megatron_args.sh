@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.
 # plan "qwen3-8b, more tp than kv heads", 16 ranks
-# parcompile 0.1.0, spec sha256:02fa8e921afe5d394ff39fa0c90e2cb14781185703b5e6acd85d4d7ce8969505
+# parcompile 0.1.0, spec sha256:33d035573ed2fdd319541faa03f59f9627d220c9728683e863803d44a7886786
 # several ranks share the cores of a node
 export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)

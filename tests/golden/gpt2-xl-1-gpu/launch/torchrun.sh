@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under torchrun; run it once on every node.
 # plan "gpt2-xl on one GPU", 1 ranks
-# parcompile 0.1.0, spec sha256:dab0e7ef1efa3e3d08d062e6fc8740ca4c726d841bb7cb0dc02c78c2bd8cf931
+# parcompile 0.1.0, spec sha256:39a84f94434dcf2e4c85cba1a42c87a351367682bc69e7d06491d01e7fb58e6b
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: torchrun.sh SCRIPT [ARGUMENTS]" >&2

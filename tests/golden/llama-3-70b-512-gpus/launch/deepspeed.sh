@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under DeepSpeed's launcher.
 # plan "llama-3-70b", 512 ranks
-# parcompile 0.1.0, spec sha256:3bfc22a67efae464fadb1f2a08f11cac26113177c6caff78180bb6aca13c22e2
+# parcompile 0.1.0, spec sha256:ffd87292b026fd8b0e5fa2db12f6ff23b9105e27e171f9ddc4bc419210a58afc
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: deepspeed.sh SCRIPT [ARGUMENTS]" >&2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under torchrun; run it once on every node.
 # plan "llama-3.1-405b-128k", 16384 ranks
-# parcompile 0.1.0, spec sha256:01e491f70ba943c3ac5cb82cbf9544189cbe7542cdd5caa3f3af91b756d31918
+# parcompile 0.1.0, spec sha256:727ac32decf53643c2b503a7cdc6248bc323e89be042364c0a56ddaf4f9268a3
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: torchrun.sh SCRIPT [ARGUMENTS]" >&2

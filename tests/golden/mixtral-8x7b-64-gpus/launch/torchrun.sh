@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under torchrun; run it once on every node.
 # plan "mixtral-8x7b", 64 ranks
-# parcompile 0.1.0, spec sha256:4564bc29c0627efa8617db3827d69834a0bfb247b7c7bc2071493285780e04a5
+# parcompile 0.1.0, spec sha256:52888a869a4c0a19bcfda154c4186d7b8a0c8b6592201c311afb9e9c851697ea
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: torchrun.sh SCRIPT [ARGUMENTS]" >&2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under DeepSpeed's launcher.
 # plan "qwen3-8b, more tp than kv heads", 16 ranks
-# parcompile 0.1.0, spec sha256:02fa8e921afe5d394ff39fa0c90e2cb14781185703b5e6acd85d4d7ce8969505
+# parcompile 0.1.0, spec sha256:33d035573ed2fdd319541faa03f59f9627d220c9728683e863803d44a7886786
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: deepspeed.sh SCRIPT [ARGUMENTS]" >&2
