@@ -1,12 +1,13 @@
 """This rank, the other ranks, and the process groups of a plan."""
 
-from .joining import create_group, join, leave
+from .joining import check_executable, create_group, join, leave
 from .mesh import Mesh
 from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, start_world, store_of_world
 
 __all__ = [
     "HANDSHAKE_TIMEOUT",
     "Mesh",
+    "check_executable",
     "create_group",
     "join",
     "launcher_store",

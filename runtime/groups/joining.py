@@ -32,13 +32,15 @@ def join(plan: Plan) -> Mesh:
             raise RunError("this process has joined another plan already: DeepSpeed keeps one layout per process")
         return _mesh
     environment = Environment.read()
-    _refuse(plan, environment)
+    check_executable(plan)
+    _check_world(plan, environment)
     forbid_jit_builds()
     device = device_of(environment)
     _connect(plan, environment, device)
     groups = {name: create_group(plan, name, environment.rank) for name in plan.groups.names}
     mesh = Mesh(plan, environment.rank, device, groups)
-    _compare(mesh)
+    for name, live, planned in mesh.differing_groups():
+        raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")
     _mesh = mesh
     return mesh
 
@@ -50,10 +52,18 @@ def leave() -> None:
     leave_world()
 
 
-def _refuse(plan: Plan, environment: Environment) -> None:
+def check_executable(plan: Plan) -> None:
+    """Refuses a plan that the runtime does not execute.
+
+    Raises:
+        RunError: it does not; all reasons are named.
+    """
     if plan.refusals:
         reasons = "; ".join(f"[{refusal.code}] {refusal.message}" for refusal in plan.refusals)
         raise RunError(f"the runtime does not execute this plan: {reasons}", everywhere=True)
+
+
+def _check_world(plan: Plan, environment: Environment) -> None:
     if plan.world_size != environment.world_size:
         cluster = plan.spec.cluster
         how = (
@@ -89,10 +99,3 @@ def create_group(plan: Plan, name: str, rank: int, *, others: bool = True) -> di
             created = group
     assert created is not None
     return created
-
-
-def _compare(mesh: Mesh) -> None:
-    for name, group in mesh.groups.items():
-        live, planned = tuple(dist.get_process_group_ranks(group)), mesh.plan.groups.of_rank(name, mesh.rank)
-        if live != planned:
-            raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")

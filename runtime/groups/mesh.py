@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,13 @@ class Mesh:
         """The group for layers that do without communication when it has one rank: None then."""
         group = self.groups.get(name)
         return group if group is not None and dist.get_world_size(group) > 1 else None
+
+    def differing_groups(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Groups that are not the plan's: the name, the ranks that are in it, and those that the plan says."""
+        for name, group in self.groups.items():
+            live, planned = tuple(dist.get_process_group_ranks(group)), self.plan.groups.of_rank(name, self.rank)
+            if live != planned:
+                yield name, live, planned
 
     @property
     def kv_replica_group(self) -> dist.ProcessGroup | None:

@@ -8,7 +8,6 @@ slices that the plan gives it, bit for bit, and loss and gradient norm with thos
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import warnings
@@ -24,8 +23,10 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.tensor_parallel.replicas import digest
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
@@ -170,8 +171,7 @@ def _samples(plan: Plan) -> Iterator[Tensor]:
 
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+    return tuple(tensor.shape), str(tensor.dtype), digest(tensor)
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
@@ -210,9 +210,7 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
 
 
 def _refuse(plan: Plan) -> None:
-    if plan.refusals:
-        reasons = "; ".join(f"[{refusal.code}] {refusal.message}" for refusal in plan.refusals)
-        raise RunError(f"the runtime does not execute this plan: {reasons}", everywhere=True)
+    check_executable(plan)
     if plan.world_size > MAX_RANKS:
         raise RunError(
             f"plan {plan.spec.name!r} has {plan.world_size} ranks; at most {MAX_RANKS} are started on one machine: "

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
@@ -42,11 +40,10 @@ WIRE_TOLERANCE = 1e-9
 
 def compare_groups(mesh: Mesh) -> Iterator[Finding]:
     """The process groups that this rank got."""
-    wrong = []
-    for name, group in mesh.groups.items():
-        live, planned = tuple(dist.get_process_group_ranks(group)), mesh.plan.groups.of_rank(name, mesh.rank)
-        if live != planned:
-            wrong.append(f"group {name} is {_ranks(live)}, the plan says {_ranks(planned)}")
+    wrong = [
+        f"group {name} is {_ranks(live)}, the plan says {_ranks(planned)}"
+        for name, live, planned in mesh.differing_groups()
+    ]
     count = len(mesh.groups)
     yield _finding(mesh.rank, "process groups", f"{count}", f"{count - len(wrong)} as planned", wrong)
 

@@ -36,7 +36,7 @@ def check_replicated(tensors: Iterable[tuple[str, Tensor]], group: Group) -> Non
     """
     if group_size(group) == 1:
         return
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype), _digest(tensor)) for name, tensor in tensors]
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype), digest(tensor)) for name, tensor in tensors]
     everyones: list[Any] = [None] * group_size(group)
     dist.all_gather_object(everyones, mine, group=group)
     lengths = [len(entries) for entries in everyones]
@@ -72,6 +72,7 @@ def watch_replicas(model: nn.Module, group: Group) -> list[RemovableHandle]:
     return handles
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """A hash of the bytes of a tensor."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
