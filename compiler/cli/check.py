@@ -19,14 +19,14 @@ from parcompile.diagnostics import Diagnostic, Severity, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.pipeline import Checked, check_any, check_read
-from parcompile.rules import DEFAULT_TARGETS, TARGETS
+from parcompile.rules import rule_targets
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
 from .main import SPEC_HAS_ERRORS, USAGE
+from .targets import chosen_targets, target_option
 
 _ROUNDS = 100
-_EXTRA_TARGETS = [target for target in TARGETS if target not in DEFAULT_TARGETS]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Run:
 @click.option("--skip-unrecognised", is_flag=True, help="Exit with 0 also when no file was recognised.")
 @click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
-@click.option("--target", "targets", multiple=True, type=click.Choice(_EXTRA_TARGETS), help="Rules of this one, too.")
+@target_option("Whose rules to ask besides those of every plan")
 @click.option("--warnings-as-errors", is_flag=True, help="Fail on warnings.")
 @click.option("--fix", is_flag=True, help="Apply the fixes that are safe, keeping the file's formatting.")
 @click.option("--unsafe-fixes", is_flag=True, help="Apply also those that change numerics or cost.")
@@ -86,7 +86,7 @@ def command(
         raise click.UsageError("--show-values goes with --format text or json")
     chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
     mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
-    run = _checked(_expanded(specs), (*DEFAULT_TARGETS, *targets), kind, mending)
+    run = _checked(_expanded(specs), rule_targets(chosen_targets(targets)), kind, mending)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):

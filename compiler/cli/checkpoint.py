@@ -102,7 +102,9 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
 @command.command()
 @_FOLDER
 @click.option("--hf", "output", type=click.Path(path_type=Path), required=True, help="Folder of the exported model.")
-@click.option("--max-file-bytes", type=int, default=2 * 10**9, show_default=True, help="When to begin a new file.")
+@click.option(
+    "--max-file-bytes", type=click.IntRange(1), default=2 * 10**9, show_default=True, help="When to begin a new file."
+)
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapters alone, as peft does.")
 def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> None:
     """Write the weights as a Hugging Face model that `from_pretrained` loads; LoRA adapters are merged."""

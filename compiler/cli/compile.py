@@ -8,16 +8,17 @@ from pathlib import Path
 import click
 
 from parcompile.backends.on_disk import differences, locked_targets, stale_files
-from parcompile.backends.registry import chosen, losses, render
+from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import write
 from parcompile.diagnostics.reporters import report
 from parcompile.pipeline import Checked, compile_file
 from parcompile.plan import Plan
 from parcompile.plan.summary import summary
-from parcompile.rules.registry import DEFAULT_TARGETS, TARGETS
+from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
+from .targets import chosen_targets, target_option
 
 
 @click.command("compile")
@@ -25,17 +26,10 @@ from .main import SPEC_HAS_ERRORS
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to; default: no files."
 )
-@click.option(
-    "-t",
-    "--target",
-    "names",
-    multiple=True,
-    help="What to write: deepspeed, torchrun, slurm, kubernetes, megatron, torchtitan, accelerate, or all; can be given"
-    " several times. Default: deepspeed, torchrun and slurm.",
-)
+@target_option("What to write (default: deepspeed, torchrun and slurm)")
 @click.option("--check", is_flag=True, help="Write nothing: exit 1 with a diff when the files in DIR are out of date.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def command(spec: str, output: Path | None, names: tuple[str, ...], *, check: bool, quiet: bool) -> None:
+def command(spec: str, output: Path | None, targets: tuple[str, ...], *, check: bool, quiet: bool) -> None:
     """Compile SPEC: check it, then write plan.json and the files of each target to the output folder.
 
     Nothing is written when the spec has an error. SPEC may be - for standard input. --check takes the targets that were
@@ -43,11 +37,10 @@ def command(spec: str, output: Path | None, names: tuple[str, ...], *, check: bo
     """
     if check and output is None:
         raise click.UsageError("--check compares with the files of a folder: add -o DIR")
+    targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
-        targets = chosen(names or (locked_targets(output) if check and output else ()))
-        # Rules of a backend fire when its files are asked for.
-        plan, checked = compile_file(spec, [*DEFAULT_TARGETS, *(name for name in targets if name in TARGETS)])
-    except (SourceError, ValueError) as error:
+        plan, checked = compile_file(spec, rule_targets(targets))
+    except SourceError as error:
         raise click.ClickException(str(error)) from None
     _print_diagnostics(checked, quiet=quiet)
     if plan is None:

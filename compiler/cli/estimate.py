@@ -21,13 +21,15 @@ from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file
 from parcompile.plan import compile_plan
-from parcompile.search.variant import MEMORY_RULE, Variant, variant
+from parcompile.schema import validate
+from parcompile.search.variant import MEMORY_RULE, Variant, changed, variant
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
+from .numbers import positive_number
 
 MOST_CELLS = 4096
 
@@ -37,8 +39,8 @@ MOST_CELLS = 4096
 @click.argument("more", nargs=-1, metavar="[NAME=VALUES]...")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
-@click.option("--tokens", type=float, help="Tokens to train on: adds days.")
-@click.option("--price", type=float, help="Price of a GPU hour: adds the cost of --tokens.")
+@click.option("--tokens", type=positive_number, help="Tokens to train on: adds days.")
+@click.option("--price", type=positive_number, help="Price of a GPU hour: adds the cost of --tokens.")
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
 def command(
@@ -152,6 +154,7 @@ def _print_sweep(
     cells = list(itertools.product(*axes.values()))
     if len(cells) > MOST_CELLS:
         raise click.UsageError(f"{len(cells)} layouts are more than {MOST_CELLS}")
+    _refuse_wrong_values(tree, axes)
     try:
         found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted)) for cell in cells]
     except ValueError as error:
@@ -182,6 +185,19 @@ def _print_sweep(
             )
         )
     click.echo(writable(sys.stdout, "\n".join(columns(lines))))
+
+
+def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]]) -> None:
+    """Each value of a sweep by itself, as the schema sees it in the spec."""
+    for name, values in axes.items():
+        for value in values:
+            try:
+                found = validate(changed(tree, {name: value}), "spec").diagnostics
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+            wrong = [one.message for one in found if one.is_error]
+            if wrong:
+                raise click.UsageError(f"--sweep {name}={value}: {wrong[0]}")
 
 
 def _cell(

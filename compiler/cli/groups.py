@@ -5,32 +5,32 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from pathlib import Path
 from typing import Any
 
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.plan import PlanError, load_plan
 from parcompile.plan.process_groups import rank_groups
+
+from .plans import read_plan
 
 
 @click.command("groups")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan")
 @click.option("--rank", type=int, required=True, help="The rank whose groups to show.")
 @click.option("--axis", "names", multiple=True, help="Only the group of this axis or name (tp, dp-cp, embedding, …).")
 @click.option("--format", "form", type=click.Choice(["json", "csv"]), default="json", show_default=True)
 @click.option("--table", is_flag=True, help="A table for people instead.")
-def command(plan: Path, rank: int, names: tuple[str, ...], form: str, *, table: bool) -> None:
+def command(plan: str, rank: int, names: tuple[str, ...], form: str, *, table: bool) -> None:
     """Show the coordinates of a rank, and who is in which group with it, on which node.
 
-    PLAN is a plan.json, or the folder that holds it. Groups are computed: the answer takes as long for a million ranks
-    as for eight.
+    PLAN is a spec, a plan.json, or the folder that holds one. Groups are computed: the answer takes as long for a
+    million ranks as for eight.
     """
+    loaded = read_plan(plan)[0]
     try:
-        loaded = load_plan(plan)
         found = rank_groups(loaded, rank, names)
-    except (PlanError, ValueError) as error:
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
     text = (
         _table(found) if table else to_text(found) if form == "json" else _csv(found, loaded.spec.cluster.gpus_per_node)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from parcompile.plan import PlanError, load_plan
+from .numbers import positive_number
+from .plans import read_plan
 
 
 @click.command("local")
-@click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for the ranks.")
+@click.argument("plan")
+@click.option("--timeout", type=positive_number, default=300.0, show_default=True, help="Seconds for the ranks.")
 @click.pass_context
-def command(context: click.Context, plan: Path, timeout: float) -> None:
+def command(context: click.Context, plan: str, timeout: float) -> None:
     """Run one step of a small plan on all its ranks on this machine, beside one process.
 
-    PLAN is a plan.json, or the folder that holds it. Shows which slice of which weight each rank holds, and compares
-    loss and gradient norm. Needs the extras [runtime] and [hf]. Exit code 1 when something differs.
+    PLAN is a spec, a plan.json, or the folder that holds one. Shows which slice of which weight each rank holds, and
+    compares loss and gradient norm. Needs the extras [runtime] and [hf]. Exit code 1 when something differs.
     """
-    try:
-        loaded = load_plan(plan)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
+    loaded = read_plan(plan)[0]
     try:
         # Only here: the compiler itself works without torch.
         from parcompile.runtime import RunError

@@ -25,7 +25,7 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
     """
     file = Path(path)
     try:
-        if file.is_dir() or file.name == "plan.json":
+        if file.is_dir() or file.name == "plan.json" or _is_plan(file):
             return load_plan(file), None
         plan, checked = compile_file(path)
     except (PlanError, SourceError) as error:
@@ -35,3 +35,11 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
         report(errors, [checked.text], "text", sys.stderr)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     return plan, checked.diagnostics
+
+
+def _is_plan(file: Path) -> bool:
+    """Whether a file of another name begins as plans do."""
+    try:
+        return file.is_file() and '"plan_version"' in file.read_bytes()[:64].decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return False

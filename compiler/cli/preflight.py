@@ -12,15 +12,16 @@ from typing import Any, cast
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.plan import PlanError, load_plan
 
+from .numbers import positive_number
+from .plans import read_plan
 from .preflight_live import check_job
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_SECONDS = positive_number
 
 
 @click.command("preflight")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan")
 @click.option("--ranks", help="Ranks to look at, as in 0,8,15; by default those that differ.")
 @click.option("--model", metavar="FILE.py:FUNCTION", help="What builds a module of your own, called without arguments.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -33,7 +34,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 def command(
     context: click.Context,
     /,
-    plan: Path,
+    plan: str,
     ranks: str | None,
     model: str | None,
     form: str,
@@ -43,8 +44,8 @@ def command(
 ) -> None:
     """Build the sharded model of chosen ranks without memory, run a step, and compare with the plan.
 
-    PLAN is a plan.json, or the folder that holds it; its world may have any size. Needs the extras [runtime] and [hf].
-    Exit code 1 when something differs.
+    PLAN is a spec, a plan.json, or the folder that holds one; its world may have any size. Needs the extras [runtime]
+    and [hf]. Exit code 1 when something differs.
 
     With --live, under a launcher with as many ranks as the plan has (plan/launch/torchrun.sh -m parcompile preflight
     plan --live): the ranks compare what they run, measure their links, look for room and run two steps.
@@ -54,14 +55,11 @@ def command(
             raise click.UsageError("--ranks are looked at without a launcher: --live checks all ranks of its job")
         if model is not None:
             raise click.UsageError("--model is built without a launcher: --live takes the plan's own model")
-        check_job(plan, form, checkpoints, times)
+        check_job(Path(plan), form, checkpoints, times)
         return
     if checkpoints is not None or any(times.values()):
         raise click.UsageError("--checkpoints, --wait, --limit and --seconds are for --live")
-    try:
-        loaded = load_plan(plan)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
+    loaded = read_plan(plan)[0]
     chosen = None if ranks is None else _numbers(ranks)
     # torch warns that the fake group has no hooks, on every rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -38,9 +38,9 @@ def command(
 ) -> None:
     """Search the layouts of SPEC.
 
-    Searched is what it leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation. Layouts
-    are ranked by predicted time among those that fit with a probability of 90 %. The choice is exact among those
-    enumerated; how far predictions err stands in docs/accuracy.md.
+    Searched is what it leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation; what it
+    gives stays. Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is
+    exact among those enumerated; how far predictions err stands in docs/accuracy.md.
     """
     checked = checked_spec(spec, ignore_memory=True, ignore_open=True)
     assert checked.document is not None

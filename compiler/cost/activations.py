@@ -54,9 +54,9 @@ def layer_bytes(
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
-        active = experts.num_experts_per_token + experts.num_shared_experts
+        active = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
         # Routing makes a copy of each token for each of its experts, on the way there and back.
-        mlp = active * projections * experts.intermediate_size / tp + 2.0 * experts.num_experts_per_token * h
+        mlp = projections * active / tp + 2.0 * experts.num_experts_per_token * h
         mlp += experts.num_experts
     else:
         mlp = projections * shape.intermediate_size / tp

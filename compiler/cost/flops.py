@@ -27,8 +27,9 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
         attention = h * shape.head_dim * (2 * heads + 2 * shape.num_key_value_heads)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
-        active = shape.moe.num_experts_per_token + shape.moe.num_shared_experts
-        return attention + projections * h * shape.moe.intermediate_size * active + h * shape.moe.num_experts
+        experts = shape.moe
+        width = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
+        return attention + projections * h * width + h * experts.num_experts
     return attention + projections * h * shape.intermediate_size
 
 

@@ -170,15 +170,20 @@ H100_MIB = 81559
 
 
 def usable_bytes(device_bytes: int, fit: Fit) -> float:
-    """What a run can fill before it crashes: the measured limit, with the same reserve on other accelerators."""
+    """What a run can fill before it crashes: the measured limit, with the same reserve on other accelerators.
+
+    A device that is smaller than the reserve has nothing left to fill.
+    """
     if fit.limit_gib is None:
         return 0.94 * device_bytes
     reserve = H100_MIB * MIB - fit.limit_gib * GIB
-    return device_bytes - reserve
+    return max(0.0, device_bytes - reserve)
 
 
 def fit_probability(peak: float, interval: tuple[float, float], limit: float) -> float:
     """The probability that the peak stays within `limit`, log-normal with the given 90 % interval."""
+    if limit <= 0:
+        return 0.0
     low, high = interval
     side = math.log(high / peak) if limit >= peak else math.log(peak / low)
     sigma = max(side / 1.645, 1e-3)

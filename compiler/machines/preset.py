@@ -34,8 +34,10 @@ def read_preset(path: Path) -> Accelerator:
     """
     try:
         stamp = path.stat().st_mtime_ns
-    except OSError as error:
-        raise PresetError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        # A name with a NUL byte is a ValueError.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PresetError(f"{path} cannot be read: {reason}") from None
     return _read(path, stamp)
 
 

@@ -129,7 +129,7 @@ def _changed(kind: ChangeKind, before: dict[str, Any], after: dict[str, Any], no
 def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, Any]:
         training = plan.spec.training
-        model = {f"model.{key}": value for key, value in plan.spec.model.hf_config.items()}
+        model = {f"model.{key}": value for key, value in plan.spec.model.architecture.items()}
         optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
         schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
         return {

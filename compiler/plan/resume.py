@@ -8,9 +8,11 @@ other tp, cp and dp.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from parcompile.model.architecture import architecture
 
 from .plan import Plan
 
@@ -49,7 +51,7 @@ def file_layout(plan: Plan) -> dict[str, Any]:
     """What two plans have to share for DeepSpeed to load the one's checkpoint as it is into the other's run."""
     parallelism, training = plan.spec.parallelism, plan.spec.training
     return {
-        "model": dict(plan.spec.model.hf_config),
+        "model": plan.spec.model.architecture,
         "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
         "tp": parallelism.tp,
         "pp": parallelism.pp,
@@ -61,22 +63,34 @@ def file_layout(plan: Plan) -> dict[str, Any]:
     }
 
 
+def layout_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between two layouts of files, each as one phrase."""
+    found = {}
+    for name, value in new.items():
+        was = old.get(name)
+        if name == "model":
+            # A checkpoint of an earlier version keeps the whole configuration.
+            before, after = architecture(was or {}), architecture(value)
+            keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+            if keys:
+                changes = "; ".join(f"{key} {before.get(key)} → {after.get(key)}" for key in keys)
+                found[name] = f"the models differ: {changes}"
+        elif was != value:
+            found[name] = f"{name} {was} → {value}"
+    return found
+
+
 def by_runtime(before: Plan, after: Plan) -> Resumption:
     """By the runtime of this project, which resumes without a conversion."""
     refused = tuple(f"the runtime refuses the new plan [{one.code}]" for one in after.refusals)
     refused += tuple(f"the runtime refuses the old plan [{one.code}]" for one in before.refusals)
     if refused:
         return Resumption(Resume.NO, refused)
-    old, new = file_layout(before), file_layout(after)
-    different = {name: _from_to(name, old[name], new[name]) for name in old if old[name] != new[name]}
+    different = layout_differences(file_layout(before), file_layout(after))
     fixed = tuple(text for name, text in different.items() if name not in ADAPTABLE)
     if fixed:
         return Resumption(Resume.NO, fixed)
     return Resumption(Resume.CUT_ANEW if different else Resume.SAME_FILES, tuple(different.values()))
-
-
-def _from_to(name: str, old: object, new: object) -> str:
-    return "the models differ" if name == "model" else f"{name} {old} → {new}"
 
 
 def by_deepspeed(before: Plan, after: Plan) -> Resumption:

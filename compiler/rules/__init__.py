@@ -1,5 +1,5 @@
 """The semantic rules: what a layout must satisfy. One small function per rule, registered with its page."""
 
-from .registry import DEFAULT_TARGETS, TARGETS, Finding, Rule, all_rules, check, rule
+from .registry import CONCERNED, DEFAULT_TARGETS, Finding, Rule, all_rules, check, rule, rule_targets
 
-__all__ = ["DEFAULT_TARGETS", "TARGETS", "Finding", "Rule", "all_rules", "check", "rule"]
+__all__ = ["CONCERNED", "DEFAULT_TARGETS", "Finding", "Rule", "all_rules", "check", "rule", "rule_targets"]

@@ -14,9 +14,14 @@ from typing import Any
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.spec.resolve import Resolution, Unavailable
 
-TARGETS = ("deepspeed", "runtime", "megatron")
-"""What a plan may be meant for. A rule that concerns one of them fires only when the plan is meant for it."""
+CONCERNED = ("deepspeed", "runtime", "megatron")
+"""What a rule may concern. A rule that concerns one of them fires only when the plan is meant for it."""
 DEFAULT_TARGETS = ("deepspeed", "runtime")
+
+
+def rule_targets(targets: Collection[str]) -> tuple[str, ...]:
+    """What the rules are asked for when files of these targets are wanted: every plan runs, some have rules beside."""
+    return (*DEFAULT_TARGETS, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from parcompile.text import parse
 from .examples import example_spec
 from .file_registry import Settings, check_settings, file_rules
 from .pages import GROUPS, Page, pages
-from .registry import TARGETS, check
+from .registry import CONCERNED, check
 
 _SHORT = 100
 """Characters up to which a right example stands in a cell."""
@@ -179,7 +179,7 @@ def _all_found() -> Iterator[tuple[str, Diagnostic]]:
 
     for rule in all_rules():
         with contextlib.suppress(Unavailable):
-            yield from ((rule.code, one) for one in check(Resolution(example_spec(rule.wrong)), TARGETS))
+            yield from ((rule.code, one) for one in check(Resolution(example_spec(rule.wrong)), CONCERNED))
     for entry in file_rules():
         yield from ((entry.code, one) for one in check_settings(Settings(entry.wrong, frozenset()), entry.kind))
     for page in FILE_CODES.values():

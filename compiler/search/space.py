@@ -2,7 +2,7 @@
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp, ep (of models with experts), the micro-batch,
 recomputation and sequence parallelism; and of each layout its execution, the order of the axes and the implementation
-of cp. dp follows from the world. What the spec gives stays.
+of cp. dp follows from the world unless it is given. What the spec gives stays.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Space:
     folder: Path
     world: int
     axes: Mapping[Axis, tuple[int, ...]]
+    dp: int | None
+    """Copies of the model, None where the world decides."""
+    accumulation_steps: int | None
+    """Micro-batches of a step where they are given: the size of each then follows from the layout."""
     sequence_parallel: tuple[bool, ...]
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...]
@@ -74,15 +78,18 @@ class Space:
 
     @property
     def combinations(self) -> list[dict[str, object]]:
-        """Every setting of the axes that divides the world: the micro-batch and recomputation come on top."""
+        """Every setting of the axes that makes the world: the micro-batch and recomputation come on top."""
         found: list[dict[str, object]] = []
         for sizes in itertools.product(*self.axes.values()):
             named = dict(zip(self.axes, sizes, strict=True))
-            if self.world % (named[Axis.TP] * named[Axis.CP] * named[Axis.PP]):
+            dp, rest = divmod(self.world, named[Axis.TP] * named[Axis.CP] * named[Axis.PP])
+            if rest or self.dp not in (None, dp):
                 continue
             shares = self.sequence_parallel if named[Axis.TP] > 1 else self.sequence_parallel[:1]
             for split in shares:
                 changes: dict[str, object] = {axis.value: size for axis, size in named.items()}
+                if self.dp is not None:
+                    changes[Axis.DP.value] = self.dp
                 changes["sequence_parallel"] = split and named[Axis.TP] > 1
                 if named[Axis.PP] > 1 and self.sums_are_open:
                     # DeepSpeed pipelines bf16 only with fp32 sums of gradients.
@@ -102,7 +109,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         experts: routed experts of the model, 0 without.
 
     Raises:
-        ValueError: the batch is not given, so that layouts cannot be compared.
+        ValueError: the batch is not given, so that layouts cannot be compared, or the given axes do not make the world.
     """
     cluster, parallelism, training = (tree.get(name) or {} for name in ("cluster", "parallelism", "training"))
     batch = training.get("global_batch_size")
@@ -122,11 +129,14 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
     split = parallelism.get("sequence_parallel")
     micro = training.get("micro_batch_size")
     recompute = training.get("activation_checkpointing")
-    return Space(
+    copies = parallelism.get(Axis.DP, "auto")
+    space = Space(
         tree=tree,
         folder=folder,
         world=world,
         axes=axes,
+        dp=None if copies == "auto" else copies,
+        accumulation_steps=training.get("gradient_accumulation_steps"),
         sequence_parallel=(True, False) if split is None else (split,),
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if recompute is None else (recompute,),
@@ -138,6 +148,11 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         executable=executable,
         sums_are_open=training.get("gradient_accumulation_dtype") is None,
     )
+    if not space.combinations:
+        given = {axis: parallelism[axis] for axis in DENSE_AXES if parallelism.get(axis, "auto") != "auto"}
+        equation = " · ".join(f"{axis} {size}" for axis, size in given.items())
+        raise ValueError(f"{equation} does not divide the world {world} so that the open axes fill it: leave one open")
+    return space
 
 
 def sizes_of_levels(given: list[int] | None) -> tuple[int, int] | None:
@@ -158,11 +173,12 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
     The rules are asked once, with the smallest micro-batch; a larger one has to divide what the batch leaves to a copy
     of the model, which is arithmetic.
     """
-    smallest = {
-        **changes,
-        "micro_batch_size": space.micro_batches[0],
-        "activation_checkpointing": space.recompute[0],
-    }
+    changes = dict(changes)
+    if space.accumulation_steps is None:
+        batch: dict[str, object] = {"micro_batch_size": space.micro_batches[0]}
+    else:
+        batch = changes = {**changes, "gradient_accumulation_steps": space.accumulation_steps}
+    smallest = {**changes, **batch, "activation_checkpointing": space.recompute[0]}
     checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
     work = checked.work
     if work is None:
@@ -173,7 +189,7 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
             {**changes, "micro_batch_size": micro, "activation_checkpointing": recompute},
             replace(work, micro_batch=micro, micro_batches=share // micro, recompute=recompute),
         )
-        for micro in space.micro_batches
+        for micro in (space.micro_batches if space.accumulation_steps is None else (work.micro_batch,))
         if share % micro == 0
         for recompute in space.recompute
     ]

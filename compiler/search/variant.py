@@ -27,6 +27,7 @@ SECTIONS: Mapping[str, str] = {
     "sequence_length": "training",
     "activation_checkpointing": "training",
     "gradient_accumulation_dtype": "training",
+    "gradient_accumulation_steps": "training",
     "nodes": "cluster",
     "gpus_per_node": "cluster",
     "accelerator": "cluster",
@@ -49,7 +50,7 @@ class Variant:
 
 
 def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
-    """The spec with these values. dp follows from the world unless it is among them, and so do the accumulation steps.
+    """The spec with these values. dp and the accumulation steps follow from the others unless they are among them.
 
     Raises:
         ValueError: a name that is not in `SECTIONS`.
@@ -62,7 +63,7 @@ def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str,
     parallelism, training = found.setdefault("parallelism", {}), found.setdefault("training", {})
     if Axis.DP not in changes:
         parallelism.pop(Axis.DP, None)
-    if training.get("global_batch_size") is not None:
+    if training.get("global_batch_size") is not None and "gradient_accumulation_steps" not in changes:
         training.pop("gradient_accumulation_steps", None)
     return found
 

@@ -12,6 +12,7 @@ from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import PipelineSplit, Stage, merged, rank_stages
 from parcompile.machines.accelerator import Accelerator
+from parcompile.model.architecture import architecture
 from parcompile.model.shape import ModelShape
 
 
@@ -149,6 +150,11 @@ class Model:
     source: str
     shape: ModelShape
     hf_config: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What of the configuration decides the model: two models are the same when this is."""
+        return architecture(self.hf_config)
 
 
 class Origin(str, enum.Enum):

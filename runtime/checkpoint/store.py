@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parcompile.plan.resume import ADAPTABLE, file_layout
+from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import describe_adapters
 
@@ -89,9 +89,8 @@ def load(engine: Any, folder: str | Path) -> int:
         (which values differ is said). Every rank raises.
     """
     note = read_note(Path(folder))
-    ours = file_layout(engine.mesh.plan)
-    different = {name: (note.layout.get(name), value) for name, value in ours.items() if note.layout.get(name) != value}
-    fixed = [f"{name} {was} → {now}" for name, (was, now) in different.items() if name not in ADAPTABLE]
+    different = layout_differences(note.layout, file_layout(engine.mesh.plan))
+    fixed = [text for name, text in different.items() if name not in ADAPTABLE]
     if fixed:
         raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
     _compare_adapters(note, describe_adapters(engine.module))

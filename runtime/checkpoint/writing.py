@@ -78,8 +78,8 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         raise RunError(
             f"{saved.note.folder} has adapters, which are not converted: resume from it, which cuts them anew"
         )
-    ours, theirs = plan.spec.model.hf_config, saved.note.plan.spec.model.hf_config
-    if dict(ours) != dict(theirs):
+    ours, theirs = plan.spec.model.architecture, saved.note.plan.spec.model.architecture
+    if ours != theirs:
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
     counters = {key: saved.counters.get(key) for key in ("global_steps", "skipped_steps", "lr_scheduler")}

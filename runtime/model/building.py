@@ -76,10 +76,8 @@ def parameters_without_memory() -> Iterator[None]:
 
 def hf_config(plan: Plan, known: Any) -> Any:
     """The plan's configuration as transformers' own class."""
-    values = dict(plan.spec.model.hf_config)
+    values = plan.spec.model.architecture
     family = values.pop("model_type")
-    for key in ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"):
-        values.pop(key, None)
     if family not in known:
         raise RunError(f"transformers does not know the model type {family!r}", everywhere=True)
     # A cache of keys and values serves generation; in training it would only hold memory.

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from parcompile import schema
+from parcompile.backends.registry import TARGETS
 from parcompile.cli import main
 from parcompile.diagnostics.reporters import FORMATS
 from parcompile.rules.pages import GROUPS, pages
@@ -30,6 +31,10 @@ GOOD = """{
 """
 BAD = GOOD.replace('"tp": 2', '"tp": "2"').replace('"global_batch_size": 64,', '"global_batch_size": 100,')
 WARNED = GOOD.replace('"tp": 2, "dp": 4', '"cp": 2, "dp": 4, "cp_layout": "contiguous"')
+
+
+NEEDS_SEQUENCE_PARALLEL = GOOD.replace("llama-3-8b", "mixtral-8x7b").replace('"tp": 2', '"tp": 2, "ep": 2')
+"""Megatron-LM refuses experts under tensor parallelism without sequence parallelism; DeepSpeed does not."""
 
 
 class Outcome:
@@ -224,3 +229,41 @@ class TestSchema:
         done = run("schema", "nothing")
         assert done.code == 2
         assert "spec" in done.err
+
+
+def test_check_takes_the_targets_that_compile_takes(run: Any) -> None:
+    Path("experts.json").write_text(NEEDS_SEQUENCE_PARALLEL, encoding="utf-8")
+
+    def codes(*names: str) -> set[str]:
+        found = run("check", "experts.json", "--format", "json", *(word for name in names for word in ("-t", name)))
+        return {one["code"] for one in found.json["diagnostics"]}
+
+    assert "T009" not in codes()
+    assert "T009" in codes("megatron") & codes("all")
+    assert all(codes(name) == codes() for name in TARGETS if name != "megatron")
+
+
+def test_a_target_that_does_not_exist_is_refused_alike(run: Any) -> None:
+    said = "there is no target 'foo'; there are deepspeed, torchrun, slurm, kubernetes, megatron"
+    for command in (("check",), ("compile", "-o", "out")):
+        found = run(command[0], "good.json", *command[1:], "--target", "foo")
+        assert found.code == 2
+        assert said in found.err
+
+
+@pytest.mark.parametrize(
+    "part", ['"hf_config": "\\u0000"', '"preset": "llama-3-8b\\u0000"', '"module": "\\u0000.json"']
+)
+def test_names_with_a_nul_byte_are_findings(run: Any, part: str) -> None:
+    Path("nul.json").write_text(GOOD.replace('"preset": "llama-3-8b"', part), encoding="utf-8")
+    found = run("check", "nul.json")
+    assert found.code == 1
+    assert "Traceback" not in found.err + found.out
+
+
+def test_a_machine_named_with_a_nul_byte_cannot_be_read(run: Any) -> None:
+    text = GOOD.replace('"gpus_per_node": 8', '"gpus_per_node": 8, "accelerator": "\\u0000.json"')
+    Path("nul.json").write_text(text, encoding="utf-8")
+    found = run("check", "nul.json", "--format", "json")
+    assert found.code == 1
+    assert [one["code"] for one in found.json["diagnostics"] if one["severity"] == "error"] == ["H002"]

@@ -13,6 +13,8 @@ from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.machines.accelerator import accelerators, find_accelerator
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.parameters import parameter_table
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
 WORK = Workload(
@@ -113,6 +115,29 @@ def test_utilisation_follows_its_convention() -> None:
     rate = WORK.tokens_per_step / timed.step.seconds / 16
     assert timed.utilisation == pytest.approx(rate * per_token / find_accelerator("h100-sxm").flops_per_s)
     assert 0 < timed.utilisation < 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2_moe", "moe_intermediate_size": 96, "shared_expert_intermediate_size": 384},
+        {"model_type": "deepseek_v2", "moe_intermediate_size": 96, "n_shared_experts": 2, "kv_lora_rank": 32},
+        {"model_type": "mixtral"},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_token_passes_its_routed_experts_and_the_whole_shared_ones(config: dict[str, object]) -> None:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 640}
+    counts = {"vocab_size": 512, "max_position_embeddings": 64, "num_experts_per_tok": 2, "num_key_value_heads": 8}
+    shape = shape_from_config(sizes | counts | config)
+    assert shape.moe is not None
+    share = shape.moe.num_experts_per_token / shape.moe.num_experts
+    active = 0.0
+    for one in parameter_table(shape):
+        # Norms and biases have one dim; the embedding only looks rows up, and the gate of a shared expert has one row.
+        if len(one.shape) > 1 and "embed" not in one.name and one.shape[0] > 1:
+            active += one.numel * one.count * (share if one.expert_dim is not None else 1)
+    assert matmul_parameters(shape) == pytest.approx(active)
 
 
 def test_matmul_parameters_are_those_of_the_model_without_embedding_and_norms() -> None:

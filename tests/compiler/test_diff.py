@@ -11,7 +11,7 @@ from parcompile.backends.writing import to_text
 from parcompile.cli.diff import command
 from parcompile.plan import plan_tree
 from parcompile.plan.diff import ChangeKind, Difference, difference
-from parcompile.plan.resume import Resume
+from parcompile.plan.resume import Resume, layout_differences
 
 BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
 
@@ -40,6 +40,29 @@ def test_another_batch_or_learning_rate_is_another_training(tmp_path) -> None:
     assert named(found, ChangeKind.NUMERICS) == {"global_batch_size": (8, 16), "optimizer.lr": (3e-4, 1e-4)}
     assert named(found, ChangeKind.ROUNDING) == {"gradient_accumulation_steps": (4, 8)}
     assert found.deepspeed.resume is Resume.SAME_FILES
+
+
+@pytest.mark.parametrize(
+    "note", [{"transformers_version": "5.99.0"}, {"architectures": ["Other"]}, {"use_cache": False}]
+)
+def test_what_a_configuration_says_of_its_file_makes_no_other_model(tmp_path, note) -> None:
+    before = {"model": {"hf_config": "config.json"}}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL | {"transformers_version": "5.23.0"}))
+    (tmp_path / "other.json").write_text(json.dumps(SMALL_MODEL | {"transformers_version": "5.23.0"} | note))
+    found = compared(tmp_path, before=before, model={"hf_config": "other.json"})
+    assert found.same
+    assert found.runtime.resume is Resume.SAME_FILES
+
+
+def test_a_checkpoint_of_another_model_says_which_keys_differ(tmp_path) -> None:
+    found = compared(tmp_path, before={"model": SMALL_MODEL}, model=SMALL_MODEL | {"rms_norm_eps": 1e-6})
+    assert found.runtime.resume is Resume.NO
+    assert found.runtime.reasons == ("the models differ: rms_norm_eps None → 1e-06",)
+
+
+def test_a_checkpoint_that_keeps_the_whole_configuration_is_still_of_the_same_model() -> None:
+    old, new = {"model": {"hidden_size": 8, "dtype": "bfloat16"}, "tp": 2}, {"model": {"hidden_size": 8}, "tp": 4}
+    assert layout_differences(old, new) == {"tp": "tp 2 → 4"}
 
 
 def test_another_layout_sums_in_another_order_and_needs_a_universal_checkpoint(tmp_path) -> None:
@@ -107,7 +130,7 @@ def test_what_keeps_a_checkpoint_of_deepspeed_from_going_over(tmp_path, before, 
         ({"parallelism": {"tp": 8}}, Resume.CUT_ANEW, "tp 2 → 8"),
         ({"training": {"global_batch_size": 8, "precision": "fp16"}}, Resume.CUT_ANEW, "precision bf16 → fp16"),
         ({"training": {"global_batch_size": 8, "optimizer": {"type": "adam"}}}, Resume.NO, "optimizer adamw → adam"),
-        ({"model": {**SMALL_MODEL, "num_hidden_layers": 8}}, Resume.NO, "the models differ"),
+        ({"model": {**SMALL_MODEL, "num_hidden_layers": 8}}, Resume.NO, "the models differ: num_hidden_layers 4 → 8"),
         ({"zero": {"stage": 2}}, Resume.NO, "the runtime refuses the new plan [X003]"),
         ({"training": {"global_batch_size": 8, "seed": 5}}, Resume.SAME_FILES, None),
     ],

@@ -111,6 +111,48 @@ def test_what_cannot_be_swept_is_a_mistake_of_usage(run: Run) -> None:
     assert run("estimate", "spec.json", "--sweep", "tp")[0] == 2
 
 
+@pytest.mark.parametrize("values", ["tp=0", "tp=-1", "sequence_length=0", "micro_batch_size=0", "tp=many", "stage=9"])
+def test_a_value_that_no_spec_may_hold_is_not_swept(run: Run, values: str) -> None:
+    write(LLAMA)
+    code, out, err = run("estimate", "spec.json", "--sweep", values)
+    assert (code, out) == (2, "")
+    assert f"--sweep {values}: " in err
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--price"])
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "0", "-1", "1e999"])
+def test_budgets_and_prices_are_finite_numbers_above_zero(run: Run, option: str, number: str) -> None:
+    write(LLAMA)
+    code, out, err = run("estimate", "spec.json", option, number)
+    assert (code, out) == (2, "")
+    assert f"{number} is not a finite number above 0" in err
+
+
+def test_an_accelerator_smaller_than_what_a_run_leaves_free_is_estimated_and_nothing_fits(run: Run) -> None:
+    link = {"title": "a link", "bytes_per_s": 1e10, "latency_seconds": 1e-5, "source": "assumed"}
+    preset = {
+        "version": 1,
+        "name": "small",
+        "title": "4 GiB",
+        "source": "assumed",
+        "like": "l40s",
+        "memory_mib": 4096,
+        "bf16_flops_per_s": 1e13,
+        "fp32_flops_per_s": 1e12,
+        "attention_flops_per_s": 5e12,
+        "memory_bytes_per_s": 1e11,
+        "layer_seconds": 0.001,
+        "node_link": link,
+        "network_link": link,
+    }
+    Path("small.json").write_text(json.dumps(preset), encoding="utf-8")
+    tree = spec_tree(model={"preset": "gpt2"}, training={"sequence_length": 128, "global_batch_size": 8})
+    write({**tree, "cluster": {"gpus_per_node": 2, "accelerator": "small.json"}})
+    code, out, _ = run("estimate", "spec.json", "--format", "json")
+    assert code == 0
+    assert json.loads(out)["memory"]["probability_to_fit"] == 0.0
+
+
 def test_a_layout_that_is_too_large_is_estimated_all_the_same(run: Run) -> None:
     write(spec_tree(model={"preset": "llama-3-70b"}, training={"sequence_length": 4096, "global_batch_size": 8}))
     code, out, _ = run("estimate", "spec.json")

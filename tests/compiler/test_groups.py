@@ -114,6 +114,13 @@ class TestCommand:
         assert found["groups"]["kv-replica"] == {"ranks": [8, 9], "nodes": [1]}
         assert set(found["groups"]) == {"tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "kv-replica"}
 
+    def test_it_takes_a_spec_too_and_a_plan_of_any_name(self, plan) -> None:
+        (plan / "spec.json").write_text(json.dumps(spec_tree(2, 8, parallelism={"tp": 8, "cp": 2})), encoding="utf-8")
+        (plan / "renamed.json").write_text((plan / "plan.json").read_text(encoding="utf-8"), encoding="utf-8")
+        found = self.run(plan, "--rank", 9).output
+        assert self.run(plan / "spec.json", "--rank", 9).output == self.run(plan / "renamed.json", "--rank", 9).output
+        assert self.run(plan / "spec.json", "--rank", 9).output == found
+
     def test_it_shows_one_group_when_asked(self, plan) -> None:
         assert list(json.loads(self.run(plan, "--rank", 3, "--axis", "tp").output)["groups"]) == ["tp"]
         both = json.loads(self.run(plan, "--rank", 3, "--axis", "cp-dp", "--axis", "embedding").output)["groups"]

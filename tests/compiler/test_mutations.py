@@ -17,7 +17,7 @@ from spec_cases import Case, cases
 from parcompile.diagnostics import Diagnostic
 from parcompile.pipeline import Checked, check_read, compile_file
 from parcompile.plan import plan_tree
-from parcompile.rules import TARGETS
+from parcompile.rules import CONCERNED
 from parcompile.text import parse
 
 MARK = "\x00again"
@@ -99,7 +99,7 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 
 def check(text: str, folder: Path) -> Checked:
-    return check_read(parse(text, "spec.json", "json"), folder, TARGETS)
+    return check_read(parse(text, "spec.json", "json"), folder, CONCERNED)
 
 
 def is_placed(one: Diagnostic, checked: Checked, text: str) -> bool:

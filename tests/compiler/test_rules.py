@@ -9,7 +9,7 @@ import pytest
 
 from parcompile import schema
 from parcompile.diagnostics import Severity
-from parcompile.rules import DEFAULT_TARGETS, TARGETS, Rule, all_rules, check, registry
+from parcompile.rules import CONCERNED, DEFAULT_TARGETS, Rule, all_rules, check, registry
 from parcompile.rules.arithmetic import divisors, nearest_divisors, nearest_multiples
 from parcompile.rules.examples import BASE, example_spec
 from parcompile.rules.file_registry import file_rules
@@ -18,7 +18,7 @@ from parcompile.spec.resolve import Resolution
 RULES = all_rules()
 
 
-def codes(tree: object, targets: tuple[str, ...] = TARGETS) -> list[str]:
+def codes(tree: object, targets: tuple[str, ...] = CONCERNED) -> list[str]:
     validation = schema.validate(tree, "spec")
     assert validation.valid, validation.diagnostics
     return [one.code for one in check(Resolution(tree, validation.invalid_paths), targets)]
@@ -49,7 +49,7 @@ def test_a_page_is_complete(rule: Rule) -> None:
     assert not rule.title.endswith(".")
     assert rule.explanation.endswith(".")
     assert len(rule.explanation) > len(rule.title)
-    assert set(rule.targets) <= {"all", *TARGETS}
+    assert set(rule.targets) <= {"all", *CONCERNED}
     if rule.severity is Severity.ERROR:
         assert rule.sources or "all" in rule.targets
 

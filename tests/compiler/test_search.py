@@ -24,7 +24,7 @@ from parcompile.model.presets import presets
 from parcompile.search.executions import OpenChoices, all_executions, fastest, orders
 from parcompile.search.ranking import SearchResult, search
 from parcompile.search.space import Space, open_space
-from parcompile.search.variant import variant
+from parcompile.search.variant import changed, variant
 
 FOLDER = Path()
 
@@ -74,6 +74,30 @@ def test_what_the_spec_gives_stays() -> None:
     for one in (*outcome.fitting, *outcome.too_large):
         assert one.candidate.work.tp == 4
         assert one.candidate.work.sequence_parallel
+
+
+def test_the_number_of_copies_stays_where_it_is_given() -> None:
+    tree = llama(dp=2)
+    outcome = search(space(tree))
+    found = [one.candidate for one in (*outcome.fitting, *outcome.too_large)]
+    assert {one.work.dp for one in found} == {2}
+    assert {one.work.tp for one in found} >= {1, 2, 4}
+    assert {changed(tree, one.changes)["parallelism"]["dp"] for one in found} == {2}
+
+
+def test_the_accumulation_steps_stay_where_they_are_given() -> None:
+    tree = llama(dp=4)
+    tree["training"]["gradient_accumulation_steps"] = 4
+    outcome = search(space(tree))
+    found = [one.candidate for one in (*outcome.fitting, *outcome.too_large)]
+    assert {(one.work.micro_batch, one.work.micro_batches) for one in found} == {(4, 4)}
+    written = changed(tree, found[0].changes)["training"]
+    assert (written["gradient_accumulation_steps"], written["micro_batch_size"]) == (4, 4)
+
+
+def test_axes_that_cannot_make_the_world_are_named() -> None:
+    with pytest.raises(ValueError, match="tp 4 · dp 4 does not divide the world 8"):
+        space(llama(tp=4, dp=4))
 
 
 def test_pipelines_are_searched_only_when_every_target_is_allowed() -> None:

@@ -50,7 +50,7 @@ class ModelValues(ParallelismValues):
             config = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
         if not isinstance(config, dict):
             raise ModelConfigError(f"{path} holds no JSON object", "hf_config")

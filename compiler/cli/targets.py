@@ -1,0 +1,30 @@
+"""The option that names targets: the same in every command that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from parcompile.backends import registry
+
+
+def target_option(said: str) -> Callable[[Any], Any]:
+    """`--target`, several times; `said` is its help, before the names."""
+    names = f"{', '.join(registry.TARGETS)}, or {registry.ALL}"
+    return click.option(
+        "-t", "--target", "targets", multiple=True, help=f"{said}: {names}; can be given several times."
+    )
+
+
+def chosen_targets(names: Sequence[str]) -> tuple[str, ...]:
+    """The targets that are meant.
+
+    Raises:
+        UsageError: there is no target of a name.
+    """
+    try:
+        return registry.chosen(names)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
