@@ -47,6 +47,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p parcompile
+	$(BIN)/mypy tools
 
 # The tests of the report page need a browser. It is installed where that is possible; outside CI they are skipped without.
 browser:

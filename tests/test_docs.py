@@ -11,11 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import rules_page as rules
+import spec_page as spec
+import troubleshooting_page as troubleshooting
 
 from parcompile.cli import main
-from parcompile.rules import reference as rules
-from parcompile.rules import troubleshooting
-from parcompile.schema import reference as spec
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

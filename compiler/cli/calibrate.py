@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,9 @@ import click
 from parcompile.atomic import write_file
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import MEMORY, TIME, CoefficientSet, Fit
-from parcompile.cost.measurements import Measurement, MeasurementError, is_possible, read_measurements
+from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
-from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.shape import ModelShape
 
 FEWEST = 5
 """Runs below which a part is not fitted."""
@@ -27,14 +26,12 @@ FEWEST = 5
 @click.option("--fit-model", "fitted", multiple=True, metavar="NAME", help="Fit only runs of this model.")
 @click.option("--judge", "others", type=click.Path(dir_okay=False, path_type=Path), help="Judge on these runs.")
 @click.option("--judge-model", "judged", multiple=True, metavar="NAME", help="Judge only on runs of this model.")
-@click.option("--models", type=click.Path(dir_okay=False, path_type=Path), help="JSON: Hugging Face config by name.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the coefficients here.")
 def command(
     runs: tuple[Path, ...],
     fitted: tuple[str, ...],
     others: Path | None,
     judged: tuple[str, ...],
-    models: Path | None,
     output: Path | None,
 ) -> None:
     """Fit memory and time coefficients to RUNS, CSV files of measured layouts, within their physical bounds.
@@ -43,14 +40,15 @@ def command(
     docs/estimates.md lists the columns. The result is used by `estimate` and `search` through --coefficients.
     """
     try:
-        shapes = _shapes(models)
-        rows = _chosen(runs, fitted, shapes)
-        rest = _chosen((others,) if others else runs, judged, shapes) if others or judged else []
+        rows = _chosen(runs, fitted)
+        rest = _chosen((others,) if others else runs, judged) if others or judged else []
     except MeasurementError as error:
         raise click.ClickException(str(error)) from None
     both = {one.model for one in rows} & {one.model for one in rest} if others is None or others in runs else set()
     if both:
         raise click.UsageError(f"{', '.join(sorted(both))} would be fitted and judged: errors would say nothing")
+    if importlib.util.find_spec("scipy") is None:
+        raise click.ClickException("fitting needs scipy: pip install 'parcompile[calibrate]'")
     names = ", ".join(path.name for path in runs)
     memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
     time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
@@ -69,20 +67,8 @@ def command(
         click.echo(f"wrote {output}")
 
 
-def _shapes(path: Path | None) -> Mapping[str, ModelShape]:
-    if path is None:
-        return {}
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return {name: shape_from_config(config) for name, config in tree.items()}
-    except OSError as error:
-        raise MeasurementError(f"{path} cannot be read: {error.strerror}") from None
-    except (ModelConfigError, ValueError, AttributeError) as error:
-        raise MeasurementError(f"{path}: {error}") from None
-
-
-def _chosen(paths: Sequence[Path], models: Sequence[str], shapes: Mapping[str, ModelShape]) -> list[Measurement]:
-    rows = [one for path in paths for one in read_measurements(path, shapes) if is_possible(one)]
+def _chosen(paths: Sequence[Path], models: Sequence[str]) -> list[Measurement]:
+    rows = [one for path in paths for one in read_plain(path)]
     known = {one.model for one in rows}
     missing = [name for name in models if name not in known]
     if missing or not rows:

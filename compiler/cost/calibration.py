@@ -1,6 +1,6 @@
 """Fits coefficients to measurements, and says how far predictions err on others.
 
-What is fitted: the logarithm of measured / predicted, with the robust loss of `fitting`, within the physical bounds of
+What is fitted: the logarithm of measured / predicted, with a robust loss (soft L1), within the physical bounds of
 `coefficients`. What is judged must never have been fitted: `parcompile calibrate` takes the two from different files or
 models.
 """
@@ -16,7 +16,6 @@ from parcompile.units import GIB
 
 from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
-from .fitting import fit
 from .footprint import Footprint, applied, footprint, layout_class, memory_values, peak_bytes
 from .measurements import Measurement
 from .memory_terms import memory_terms
@@ -30,6 +29,9 @@ OTHER_WEIGHT = 0.3
 USABLE_SHARE = (0.88, 0.93, 0.97)
 """Bounds, and the usual value, of the share of a device that a run can fill: the rest is taken by the driver's context,
 communication buffers outside of the allocator, and fragments."""
+
+OUTLIER = 0.06
+"""Residuals beyond this count linearly: runs that went wrong do not pull the fit away."""
 
 PRIOR_WEIGHT = 0.6
 """Leaving the prior by the whole width of the bounds counts like one residual of this size."""
@@ -135,6 +137,9 @@ def _fitted(
     table: Mapping[str, Coefficient],
     prior: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
+    # Only here: estimates and the search do without it.
+    from scipy.optimize import least_squares
+
     start, low, high = ([getattr(one, part) for one in table.values()] for part in ("start", "low", "high"))
     if prior is not None:
         start = [prior[name] for name in table]
@@ -146,7 +151,9 @@ def _fitted(
         ]
         return [*residuals(values), *pulls]
 
-    return dict(zip(table, fit(held, start, low, high), strict=True))
+    width = [top - bottom for bottom, top in zip(low, high, strict=True)]
+    found = least_squares(held, start, bounds=(low, high), x_scale=width, loss="soft_l1", f_scale=OUTLIER)
+    return dict(zip(table, map(float, found.x), strict=True))
 
 
 def quantiles(ratios: Sequence[float]) -> tuple[float, float, float]:

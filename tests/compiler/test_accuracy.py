@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from published import gpt_step_flops
-
-from parcompile.cost.accuracy import (
+from accuracy import (
     FLOORS,
     GOALS,
     MEGATRON,
@@ -20,9 +18,12 @@ from parcompile.cost.accuracy import (
     page,
     read,
 )
+from published import gpt_step_flops
+from published_runs import gpt_shape
+
 from parcompile.cost.calibration import Judgement
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
-from parcompile.cost.measurements import Measurement, gpt_shape
+from parcompile.cost.measurements import Measurement
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 
@@ -75,7 +76,7 @@ def test_no_split_is_judged_on_what_it_was_fitted_to(runs: Mapping[str, Sequence
 
 def test_the_page_shows_these_figures(judged: dict[str, Judgement]) -> None:
     written = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
-    assert written == page(judged), "run python -m parcompile.cost.accuracy FOLDER --page docs/accuracy.md"
+    assert written == page(judged), "run python tools/accuracy.py FOLDER --page docs/accuracy.md"
 
 
 def test_every_stored_coefficient_is_within_its_physical_bounds() -> None:

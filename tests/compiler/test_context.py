@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from published_runs import llama_shape
 
 from parcompile.backends.megatron import write as megatron
 from parcompile.backends.torchtitan import write as torchtitan
 from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.context_time import candidates, cheapest, costs
-from parcompile.cost.measurements import llama_shape
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, ring_holder, ring_source

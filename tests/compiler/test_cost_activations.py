@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from published import stored_activation_bytes
+from published_runs import gpt_shape, llama_shape
 
 from parcompile.cost.activations import layer_bytes
 from parcompile.cost.footprint import fit_probability, footprint
-from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.memory_terms import LOSS_CHUNK_ELEMENTS, memory_terms
 from parcompile.cost.workload import Workload
 from parcompile.units import GIB

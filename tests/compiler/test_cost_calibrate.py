@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published_runs import balanced_stages, nanotron_models
 
 from parcompile.cli import main
 from parcompile.cost.calibration import quantiles, usable
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
 from parcompile.cost.crashes import crashed_of_memory
 from parcompile.cost.footprint import peak_bytes
-from parcompile.cost.measurements import Measurement, balanced_stages, nanotron_models, read_plain
+from parcompile.cost.measurements import Measurement, read_plain
 from parcompile.cost.memory_terms import memory_terms
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
@@ -141,3 +142,11 @@ def test_quantiles_enclose_the_middle() -> None:
     assert middle == 0.5
     assert low <= 0.05
     assert high >= 0.95
+
+
+def test_without_scipy_what_to_install_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "runs.csv")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run("calibrate", "runs.csv")
+    assert code == 2
+    assert "pip install 'parcompile[calibrate]'" in err

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from published_runs import gpt_shape, llama_shape
 
 from parcompile.cost.coefficients import TIME
 from parcompile.cost.flops import matmul_parameters, model_flops_per_token
-from parcompile.cost.measurements import gpt_shape, llama_shape
 from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload

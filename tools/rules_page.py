@@ -1,17 +1,17 @@
-"""docs/rules.md: the pages of all codes as one document. `python -m parcompile.rules.reference` writes it."""
+"""docs/rules.md: the pages of all codes as one document. `python tools/rules_page.py` writes it."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
 
-from .pages import GROUPS, Page, pages
+from parcompile.rules.pages import GROUPS, Page, pages
 
 _WIDTH = 120
 _START = """\
 # Rules
 
-Every finding of `parcompile check` has a code. This page is written by `python -m parcompile.rules.reference` from the
+Every finding of `parcompile check` has a code. This page is written by `python tools/rules_page.py` from the
 rules themselves; `parcompile explain CODE` shows the same in a terminal.
 
 An **error** stops the compiler, a **warning** names something that is probably not meant, a **remark** (info) says what

@@ -1,6 +1,6 @@
 """How far estimates err on models that were not fitted: fits every split, judges it, writes the figures.
 
-    python -m parcompile.cost.accuracy FOLDER --fit COEFFICIENTS.json --page docs/accuracy.md
+    python tools/accuracy.py FOLDER --fit compiler/cost/coefficients.json --page docs/accuracy.md
 
 FOLDER holds the two measurement files. Without `--fit` the stored coefficients are judged as they are.
 """
@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .calibration import INFINIBAND, MEGATRON_KERNELS, Judgement, fit_memory, fit_time, judge
-from .coefficients import TIME, CoefficientSet, Fit, coefficient_sets
-from .measurements import Measurement, is_possible, read_measurements
+from published_runs import is_possible, read_megatron, read_nanotron
+
+from parcompile.cost.calibration import INFINIBAND, MEGATRON_KERNELS, Judgement, fit_memory, fit_time, judge
+from parcompile.cost.coefficients import TIME, CoefficientSet, Fit, coefficient_sets
+from parcompile.cost.measurements import Measurement
 
 NANOTRON, MEGATRON = "nanotron_h100_1b_3b.csv", "megatron_a100_3.6b_18.4b.csv"
 
@@ -67,9 +69,8 @@ SPLITS = (
 
 def read(folder: Path) -> dict[str, list[Measurement]]:
     """The runs of both files; those that could not start for want of layers are left out."""
-    return {
-        name: [one for one in read_measurements(folder / name) if is_possible(one)] for name in (NANOTRON, MEGATRON)
-    }
+    found = {NANOTRON: read_nanotron(folder / NANOTRON), MEGATRON: read_megatron(folder / MEGATRON)}
+    return {name: [one for one in rows if is_possible(one)] for name, rows in found.items()}
 
 
 def fit_all(runs: Mapping[str, Sequence[Measurement]]) -> dict[str, CoefficientSet]:
@@ -143,7 +144,7 @@ def page(judged: Mapping[str, Judgement]) -> str:
     lines = [
         "# Accuracy of the estimates",
         "",
-        "Written by `python -m parcompile.cost.accuracy FOLDER --page docs/accuracy.md`; a test compares it with a new",
+        "Written by `python tools/accuracy.py FOLDER --page docs/accuracy.md`; a test compares it with a new",
         "judgement. Coefficients are fitted on one model and judged on the other, never on rows that were fitted.",
         "",
         _row(_HEAD),
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         options.page.write_text(text, encoding="utf-8")
     else:
-        print(text)  # noqa: T201 -- the command's output
+        print(text)
 
 
 if __name__ == "__main__":

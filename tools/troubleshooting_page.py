@@ -1,6 +1,6 @@
 """docs/troubleshooting.md: from what a user sees to a code and what to do.
 
-`python -m parcompile.rules.troubleshooting` writes it: each rule is run on its own wrong example, so that the messages
+`python tools/troubleshooting_page.py` writes it: each rule is run on its own wrong example, so that the messages
 are those that the checker prints.
 """
 
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.rules.examples import example_spec
+from parcompile.rules.file_registry import Settings, check_settings, file_rules
+from parcompile.rules.pages import GROUPS, Page, pages
+from parcompile.rules.registry import CONCERNED, check
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.text import parse
-
-from .examples import example_spec
-from .file_registry import Settings, check_settings, file_rules
-from .pages import GROUPS, Page, pages
-from .registry import CONCERNED, check
 
 _SHORT = 100
 """Characters up to which a right example stands in a cell."""
@@ -28,7 +27,7 @@ _START = """\
 # Troubleshooting
 
 From the message that you see, to its code, to what to do. This page is written by
-`python -m parcompile.rules.troubleshooting`: each rule is run on its wrong example, so the messages are the checker's
+`python tools/troubleshooting_page.py`: each rule is run on its wrong example, so the messages are the checker's
 own, with that example's numbers. The whole page of a code is in [rules](rules.md), and in `parcompile explain CODE`.
 
 First of all: `parcompile check SPEC` before every submission; exit code 0 means that a plan can be made.
@@ -175,7 +174,7 @@ def _messages() -> dict[str, Diagnostic | None]:
 
 
 def _all_found() -> Iterator[tuple[str, Diagnostic]]:
-    from .registry import all_rules
+    from parcompile.rules.registry import all_rules
 
     for rule in all_rules():
         with contextlib.suppress(Unavailable):
