@@ -125,24 +125,51 @@ def _accounts(
     source: Source, importer: Importer, plan: Plan | None, answers: Mapping[SpecPath, Any]
 ) -> Iterator[Account]:
     written = {} if plan is None else importer.written(plan)
+    comparison = _Comparison(importer, importer.meaning(source.given), importer.meaning(written), frozenset(written))
     for name, value in source.given.items():
-        yield _account(name, value, source, importer, written, answers)
+        yield _account(name, value, source, comparison, answers)
     for name, default in source.defaults.items():
-        if name not in source.given and name in written and not same(written[name], default):
+        if name not in source.given and name in written and not comparison.agrees(name, default):
             detail = f"{importer.tool}'s default is {_said(default)}; the plan writes {_said(written[name])}"
             yield Account(name, Outcome.LOST, detail)
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """What a file means, beside what the same tool's exporter writes for its plan."""
+
+    importer: Importer
+    given: Mapping[str, Any]
+    written: Mapping[str, Any]
+    names: frozenset[str]
+    """Options that the exporter has written."""
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """The options that decide what this one stands for."""
+        return self.importer.stands_for.get(name, (name,))
+
+    def agrees(self, name: str, value: Any = None) -> bool:
+        """Whether what an option stands for comes out as it came in; `value` stands for one that was not given."""
+        return all(
+            one in self.written and same(self.written[one], self.given.get(one, value)) for one in self.spellings(name)
+        )
+
+    def is_written(self, name: str) -> bool:
+        """Whether the exporter says anything of it."""
+        return any(one in self.names for one in self.spellings(name))
+
+    def instead(self, name: str) -> str:
+        """What the exporter writes in its place."""
+        values = {one: self.written.get(one) for one in self.spellings(name)}
+        text = ", ".join(_said(value) if one == name else f"{one} {_said(value)}" for one, value in values.items())
+        return f"the plan writes {text}"
+
+
 def _account(
-    name: str,
-    value: Any,
-    source: Source,
-    importer: Importer,
-    written: Mapping[str, Any],
-    answers: Mapping[SpecPath, Any],
+    name: str, value: Any, source: Source, comparison: _Comparison, answers: Mapping[SpecPath, Any]
 ) -> Account:
     paths = sorted(".".join(path) for path in source.used.get(name, ()))
-    where = ", ".join(paths)
+    where, importer = ", ".join(paths), comparison.importer
     if isinstance(value, Undecided):
         answered = any(path[: len(given)] == given for path in source.used.get(name, ()) for given in answers)
         if answered:
@@ -150,12 +177,15 @@ def _account(
         if paths:
             return Account(name, Outcome.OPEN, f"{value.decided_by} decides {where}")
         return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}")
-    if name in written and same(written[name], value):
-        return Account(name, Outcome.CARRIED, where or "the plan writes the same")
-    if name in source.reasons:
+    if name in source.reasons and not (comparison.is_written(name) and comparison.agrees(name)):
         return source.reasons[name]
-    if name in written:
-        return Account(name, Outcome.LOST, f"the plan writes {_said(written[name])}")
+    if comparison.names and (paths or comparison.is_written(name)):
+        # The plan was written again: that is the proof.
+        if comparison.agrees(name) or (
+            paths and not any(one in comparison.written for one in comparison.spellings(name))
+        ):
+            return Account(name, Outcome.CARRIED, where or "the plan writes the same")
+        return Account(name, Outcome.LOST, comparison.instead(name))
     if paths:
         return Account(name, Outcome.CARRIED, where)
     return importer.fate(name, value) or Account(name, Outcome.LOST, f"not known to this importer of {importer.tool}")

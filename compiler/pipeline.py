@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from . import schema
 from .backends.deepspeed.facts import refusal
@@ -14,12 +16,14 @@ from .backends.kinds import (
     GPT_NEOX,
     MEGATRON,
     SPEC,
+    UNKNOWN,
     Certainty,
     Recognition,
     recognise,
     recognise_text,
 )
-from .backends.megatron.file import from_shell, from_tree, is_shell_arguments
+from .backends.megatron.check import findings
+from .backends.megatron.file import Call, from_shell, from_tree, is_shell_arguments, sourced_text
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
 from .plan import Plan, compile_plan
@@ -78,8 +82,16 @@ def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS, *, k
     return replace(checked, certainty=recognition.certainty)
 
 
-def recognised(read: Result, kind: str | None = None) -> tuple[Result, Recognition]:
-    """What a text is, and the document to check: of Megatron-LM's arguments, that of the flags."""
+def recognised(
+    read: Result, kind: str | None = None, variables: Mapping[str, str] | None = None
+) -> tuple[Result, Recognition]:
+    """What a text is, and the document to check: of Megatron-LM's arguments, that of the flags.
+
+    Args:
+        read: the text, parsed where it is JSON or YAML.
+        kind: what it is, where that need not be found out.
+        variables: those of the environment that a script would find.
+    """
     tree = read.document.tree if read.document else None
     is_script = not isinstance(tree, dict) and Path(read.source.file).suffix not in (".json", ".yaml", ".yml")
     if kind is not None:
@@ -94,7 +106,11 @@ def recognised(read: Result, kind: str | None = None) -> tuple[Result, Recogniti
         return read, found
     if isinstance(tree, dict) and read.document is not None:
         return replace(read, document=from_tree(read.document)), found
-    return Result(read.source, from_shell(read.source)), found
+    call = from_shell(read.source, variables, functools.partial(sourced_text, Path(read.source.file)))
+    return (Result(read.source, call), found) if call is not None else (replace(read, document=None), _NOTHING)
+
+
+_NOTHING = Recognition(UNKNOWN, Certainty.UNKNOWN)
 
 
 def _folder(path: str | Path) -> Path:
@@ -173,8 +189,8 @@ def _in_settings(document: Document, kind: str) -> list[Diagnostic]:
     from .rules.f_deepspeed import autos
     from .rules.file_registry import Settings, check_settings
 
-    if kind == MEGATRON:
-        return [document.locate(one) for one in check_settings(Settings(document.tree, frozenset()), kind)]
+    if isinstance(document, Call):
+        return _in_calls(document)
     if kind == GPT_NEOX:
         return [
             *_known_values(document),
@@ -188,6 +204,19 @@ def _in_settings(document: Document, kind: str) -> list[Diagnostic]:
         *(one for one in validation.diagnostics if one.path not in unfilled),
         *(document.locate(one) for one in found),
     ]
+
+
+def _in_calls(first: Call) -> list[Diagnostic]:
+    """What is wrong with the calls of a script, each time once."""
+    from .rules.file_registry import check_settings
+    from .rules.megatron_settings import MegatronSettings
+
+    found: dict[tuple[Any, ...], Diagnostic] = {}
+    for call in (first, *first.others):
+        rules = map(call.locate, check_settings(MegatronSettings(call), MEGATRON))
+        for one in (*findings(call), *rules):
+            found.setdefault((one.code, one.position, one.message), one)
+    return list(found.values())
 
 
 def _known_values(document: Document) -> list[Diagnostic]:

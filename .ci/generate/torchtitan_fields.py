@@ -71,7 +71,7 @@ def _models() -> dict[str, int]:
                 with torch.device("meta"):
                     model = spec.model.build()
             except Exception as error:
-                print(f"{name}.{function.__name__}: {error}", file=sys.stderr)  # noqa: T201
+                print(f"{name}.{function.__name__}: {error}", file=sys.stderr)
                 continue
             found[f"{name}.{function.__name__}"] = sum(one.numel() for one in model.parameters())
     return found
@@ -90,7 +90,7 @@ def main() -> None:
     if sys.argv[1:]:
         file = Path(sys.argv[1])
         sys.path.insert(0, str(file.parent))
-        print(ConfigManager().parse_args(["--module", file.stem, "--config", "plan"]).to_dict())  # noqa: T201
+        print(ConfigManager().parse_args(["--module", file.stem, "--config", "plan"]).to_dict())
         return
     kinds = {
         "ParallelismConfig": ParallelismConfig,
@@ -103,7 +103,7 @@ def main() -> None:
         "fields": {name: _fields(kind) for name, kind in kinds.items()},
         "parameters": _models(),
     }
-    print(json.dumps(tree, indent=1))  # noqa: T201
+    print(json.dumps(tree, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
 from .importer import Importer
-from .kinds import DEEPSPEED
+from .kinds import DEEPSPEED, MEGATRON
+from .megatron.read import IMPORTER as MEGATRON_IMPORTER
 
-IMPORTERS: Mapping[str, Importer] = MappingProxyType({DEEPSPEED: DEEPSPEED_IMPORTER})
+IMPORTERS: Mapping[str, Importer] = MappingProxyType({DEEPSPEED: DEEPSPEED_IMPORTER, MEGATRON: MEGATRON_IMPORTER})

@@ -11,6 +11,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.backends import conversion
+from parcompile.backends.importer import RefusedError
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, SpecPath
@@ -43,6 +44,7 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights.")
 @click.option("--set", "settings", multiple=True, metavar="PATH=VALUE", help="Any other value of the spec, as JSON.")
+@click.option("--variable", "variables", multiple=True, metavar="NAME=VALUE", help="A variable that a script is given.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="Form of the account.")
 def command(
     file: str,
@@ -55,6 +57,7 @@ def command(
     sequence_length: int | None,
     precision: str | None,
     settings: tuple[str, ...],
+    variables: tuple[str, ...],
     form: str,
 ) -> None:
     """Turn FILE into a spec, and say what became of every option in it.
@@ -64,7 +67,7 @@ def command(
     goes to standard output or to -o, the account to standard error.
     """
     try:
-        found, recognition = recognised(read_file(file))
+        found, recognition = recognised(read_file(file), variables=dict(map(_variable, variables)))
     except SourceError as error:
         raise click.ClickException(str(error)) from None
     kind = recognition.kind
@@ -89,8 +92,9 @@ def command(
         _by_names(found.document.tree, kind, answers, output)
         return
     try:
-        result = import_tree(found.document.tree, IMPORTERS[kind], answers, folder)
-    except ImportConflictError as error:
+        importer = IMPORTERS[kind]
+        result = import_tree(importer.tree(found.document), importer, answers, folder)
+    except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)
     click.echo(_as_json(result) if form == "json" else _account(result, file), err=True)
@@ -121,6 +125,13 @@ def _model(name: str, folder: Path) -> dict[str, str]:
         file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
         return {"hf_config": os.path.relpath(file, folder)}
     return {"preset": name}
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE, as in NNODES=4", param_hint="--variable")
+    return name, value
 
 
 def _setting(text: str) -> tuple[SpecPath, Any]:

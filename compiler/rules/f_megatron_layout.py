@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Related, Severity
+from parcompile.diagnostics import Severity
+from parcompile.layout.stages import PipelineSplit
 
 from .arithmetic import divisors, listed, nearest_multiples
-from .file_registry import MEGATRON, Settings, file_rule
+from .file_registry import Settings
+from .megatron_settings import also, argument_rule, attempt, flag, is_nvidias, is_open, one_of, size
 from .registry import Finding
 
 _ARGUMENTS = ("Megatron-LM arguments.py",)
@@ -31,38 +33,22 @@ _BASE = {
 }
 
 
-def size(settings: Settings, name: str, default: int = 1) -> int:
-    """A whole number of 1 or more; the default when it is left out or cannot be read."""
-    value = settings.number(name)
-    return int(value) if value is not None and value >= 1 and value == int(value) else default
-
-
-def flag(settings: Settings, name: str) -> bool:
-    """Whether a flag is given."""
-    return settings.get(name) is True
-
-
-def also(settings: Settings, *names: str) -> tuple[Related, ...]:
-    """Where these arguments stand."""
-    return tuple(Related(f"{name} {settings.get(name)} is set here", (name,)) for name in names if settings.get(name))
-
-
 def _world(settings: Settings) -> int | None:
     """The world size when the file says it: torchrun's nodes and processes, or world_size."""
     if settings.number("world_size"):
         return size(settings, "world_size")
-    per_node = settings.number("nproc_per_node")
-    nodes = settings.get("nnodes", default=1)
-    return int(per_node) * nodes if per_node and isinstance(nodes, int) else None
+    if settings.number("nproc_per_node"):
+        nodes = settings.get("nnodes", default=1)
+        return size(settings, "nproc_per_node") * nodes if isinstance(nodes, int) else None
+    return None
 
 
 def _model_ranks(settings: Settings) -> int:
     return size(settings, _TP) * size(settings, _PP) * size(settings, _CP)
 
 
-@file_rule(
+@argument_rule(
     "F101",
-    MEGATRON,
     "the axes do not divide the world size",
     """Data parallelism gets what tp · pp · cp leave of the ranks that torchrun starts.""",
     wrong={**_BASE, "nnodes": 1, "nproc_per_node": 6},
@@ -79,9 +65,8 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, (names[0],), related=also(settings, "nnodes", "nproc_per_node", *names[1:]))
 
 
-@file_rule(
+@argument_rule(
     "F102",
-    MEGATRON,
     "the global batch does not divide",
     """global_batch_size is a multiple of micro_batch_size · dp; the ratio is the number of micro-batches.""",
     wrong={**_BASE, "nproc_per_node": 8, "global_batch_size": 63},
@@ -91,8 +76,7 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
 def batch_divides(settings: Settings) -> Iterator[Finding]:
     """Fires with dp where the world is known, else for the micro-batch alone."""
     total, micro = size(settings, "global_batch_size", 0), size(settings, "micro_batch_size", 0)
-    world, ranks = _world(settings), _model_ranks(settings)
-    dp = world // ranks if world and world % ranks == 0 else 1
+    dp = _dp(settings)
     if total and micro and total % (micro * dp):
         near = nearest_multiples(total, micro * dp)
         yield Finding(
@@ -102,33 +86,54 @@ def batch_divides(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
+def _dp(settings: Settings) -> int:
+    world, ranks = _world(settings), _model_ranks(settings)
+    return world // ranks if world and world % ranks == 0 else 1
+
+
+@argument_rule(
     "F103",
-    MEGATRON,
     "heads or widths do not divide over tp",
-    """tp cuts attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP.""",
+    """tp cuts attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
+    groups divide the heads, and heads the hidden size where kv_channels does not give their width.""",
     wrong={**_BASE, "num_attention_heads": 25},
-    right={**_BASE, "num_attention_heads": 24},
+    right={**_BASE, "num_attention_heads": 32},
     sources=("Megatron-Core transformer_config.py, attention.py",),
 )
 def tp_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     tp = size(settings, _TP)
     for name in ("num_attention_heads", "ffn_hidden_size"):
-        total = size(settings, name, 0)
-        if total % tp:
-            fits = listed(divisors(total)[:12])
-            message = f"{name} {total} / {_TP} {tp} is not whole; tp can be {fits}"
-            yield Finding(message, (_TP,), related=also(settings, name))
-    groups = size(settings, "num_query_groups", 0)
-    if groups and groups % tp and tp % groups:
-        message = f"num_query_groups {groups} on {_TP} {tp}: neither divides the other"
-        yield Finding(message, (_TP,), related=also(settings, "num_query_groups"))
+        yield from attempt(_divides_over_tp, settings, name, tp)
+    yield from attempt(_heads_divide_the_width, settings)
+    if flag(settings, "group_query_attention"):
+        heads, groups = size(settings, "num_attention_heads", 0), size(settings, "num_query_groups")
+        if heads % groups:
+            message = f"num_attention_heads {heads} / num_query_groups {groups} is not whole"
+            yield Finding(message, ("num_query_groups",), related=also(settings, "num_attention_heads"))
+        if groups % tp and tp % groups:
+            message = f"num_query_groups {groups} on {_TP} {tp}: neither divides the other"
+            yield Finding(message, (_TP,), related=also(settings, "num_query_groups"))
 
 
-@file_rule(
+def _heads_divide_the_width(settings: Settings) -> Iterator[Finding]:
+    hidden, heads = size(settings, "hidden_size", 0), size(settings, "num_attention_heads")
+    if hidden % heads and settings.left_out("kv_channels") and not is_open(settings):
+        message = f"hidden_size {hidden} / num_attention_heads {heads} is not whole, and kv_channels is left out"
+        yield Finding(message, ("num_attention_heads",), related=also(settings, "hidden_size"))
+
+
+def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding]:
+    total = size(settings, name, 0)
+    if total % tp:
+        fits = listed(divisors(total)[:12])
+        yield Finding(
+            f"{name} {total} / {_TP} {tp} is not whole; tp can be {fits}", (_TP,), related=also(settings, name)
+        )
+
+
+@argument_rule(
     "F104",
-    MEGATRON,
     "the layers do not divide into stages",
     """num_layers is a multiple of pp, unless embedding and loss are counted as layers, or the first and last stage get
     numbers of their own; then what is left divides over the other stages.""",
@@ -144,22 +149,37 @@ def tp_divides(settings: Settings) -> Iterator[Finding]:
 )
 def layers_divide(settings: Settings) -> Iterator[Finding]:
     """Fires when the layers that are left over do not divide."""
-    layers, pp = size(settings, "num_layers", 0), size(settings, _PP)
-    if not layers or settings.get("pipeline_model_parallel_layout"):
+    layers = size(settings, "num_layers", 0)
+    if not layers or settings.tree.get("pipeline_model_parallel_layout") or not _counts_layers(settings):
         return
-    counted = [name for name in ("embedding", "loss") if flag(settings, f"account_for_{name}_in_pipeline_split")]
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    given = [int(settings.number(name) or 0) for name in ends if settings.number(name) is not None]
-    total, stages = layers + len(counted) - sum(given), pp - len(given)
-    if stages < 1 or total < 0 or total % stages:
-        terms = f"num_layers {layers}" + (f" + {len(counted)}" if counted else "") + "".join(f" − {n}" for n in given)
-        message = f"({terms}) / {stages} stages is not whole: pp {pp}"
-        yield Finding(message, (_PP,), related=also(settings, "num_layers", *ends))
+    try:
+        _split(settings).counts(layers)
+    except ValueError as error:
+        yield Finding(str(error), (_PP,), related=also(settings, "num_layers", *_ENDS))
 
 
-@file_rule(
+def _counts_layers(settings: Settings) -> bool:
+    """Whether every stage gets equally many: DeepSpeed's pipeline engine in forks balances whatever there is."""
+    return is_nvidias(settings) or flag(settings, "no_pipeline_parallel")
+
+
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
+    first, last = (settings.number(name) for name in _ENDS)
+    return PipelineSplit(
+        size(settings, _PP),
+        virtual,
+        embedding=flag(settings, "account_for_embedding_in_pipeline_split"),
+        loss=flag(settings, "account_for_loss_in_pipeline_split"),
+        first=None if first is None else int(first),
+        last=None if last is None else int(last),
+    )
+
+
+@argument_rule(
     "F105",
-    MEGATRON,
     "virtual stages do not fit",
     """Interleaving needs pp > 1 (pp > 2 without overlap_p2p_communication), one of its two options, and layers of a
     stage that divide into virtual stages.""",
@@ -169,25 +189,51 @@ def layers_divide(settings: Settings) -> Iterator[Finding]:
 )
 def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the three."""
-    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    given = [name for name in names if settings.number(name)]
+    each, virtual = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+    given = [name for name in (each, virtual) if settings.number(name)]
     if not given:
         return
-    pp, layers = size(settings, _PP), size(settings, "num_layers", 0)
     if len(given) == 2:
-        yield Finding(f"{names[0]} and {names[1]} exclude each other", (names[1],), related=also(settings, names[0]))
-    least = 3 if flag(settings, "no_overlap_p2p_communication") else 2
-    if pp < least:
+        yield Finding(f"{each} and {virtual} exclude each other", (virtual,), related=also(settings, each))
+    pp = size(settings, _PP)
+    least = 3 if settings.get("no_overlap_p2p_communication") is True else 2
+    stages, problem = _virtual(settings, given[0])
+    if stages > 1 and pp < least:
         yield Finding(f"{given[0]} with {_PP} {pp}: it needs {least} or more", (given[0],), related=also(settings, _PP))
-    share = layers // pp
-    if layers and layers % pp == 0 and share % size(settings, given[0]):
-        message = f"{layers} / {pp} = {share} layers of a stage / {given[0]} {size(settings, given[0])} is not whole"
-        yield Finding(message, (given[0],), related=also(settings, "num_layers", _PP))
+    elif problem:
+        yield Finding(problem, (given[0],), related=also(settings, "num_layers", _PP, *_ENDS))
 
 
-@file_rule(
+def _virtual(settings: Settings, name: str) -> tuple[int, str]:
+    """Virtual stages of a rank, as validate_args counts them, and why the layers do not divide into them."""
+    layers, split = size(settings, "num_layers", 0), _split(settings)
+    if name == "num_virtual_stages_per_pipeline_rank":
+        virtual = size(settings, name)
+        return virtual, _indivisible(_split(settings, virtual), layers)
+    if split.first is not None or split.last is not None:
+        return 2, "layers of the first or last stage are given: that needs num_virtual_stages_per_pipeline_rank"
+    share, rest = divmod(layers + split.embedding + split.loss, split.pp)
+    if not layers or rest:
+        return 1, ""  # F104 says it
+    if share % size(settings, name):
+        return 2, f"{share} layers of a stage / {name} {size(settings, name)} is not whole"
+    return share // size(settings, name), ""
+
+
+def _indivisible(split: PipelineSplit, layers: int) -> str:
+    try:
+        PipelineSplit(split.pp, 1, split.embedding, split.loss, split.first, split.last).counts(layers)
+    except ValueError:
+        return ""  # F104 says it
+    try:
+        split.counts(layers)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@argument_rule(
     "F106",
-    MEGATRON,
     "the sequence does not divide",
     """Context parallelism cuts a sequence into 2 · cp chunks; sequence parallelism cuts each rank's share over tp.""",
     wrong={**_BASE, _CP: 4, "seq_length": 4092},
@@ -197,37 +243,38 @@ def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
 def sequence_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for the joint factor."""
     length, cp, tp = size(settings, "seq_length", 0), size(settings, _CP), size(settings, _TP)
-    local = math.lcm(2 if cp > 1 else 1, tp if flag(settings, "sequence_parallel") else 1)
+    local = math.lcm(2 if cp > 1 else 1, tp if settings.get("sequence_parallel") is True else 1)
     if length % (cp * local):
         near = listed(nearest_multiples(length, cp * local))
         message = f"seq_length {length} / (cp {cp} · {local}) is not whole; nearest: {near}"
         yield Finding(message, ("seq_length",), related=also(settings, _CP, _TP))
 
 
-@file_rule(
+@argument_rule(
     "F107",
-    MEGATRON,
     "heads do not divide over an all-to-all context parallelism",
     """With cp_comm_type a2a each rank attends over the whole sequence with heads / tp / cp heads.""",
-    wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a", "num_query_groups": 8},
-    right={**_BASE, _CP: 4, "cp_comm_type": "a2a", "num_query_groups": 8},
+    wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
+    right={**_BASE, _CP: 4, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
     sources=("TransformerEngine context_parallel.py",),
 )
 def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
     """Fires for heads and query groups."""
     cp, tp = size(settings, _CP), size(settings, _TP)
-    if settings.get("cp_comm_type") != "a2a" or cp == 1:
+    if one_of(settings.get("cp_comm_type")) != "a2a" or cp == 1:
         return
-    for name in ("num_attention_heads", "num_query_groups"):
+    names = ["num_attention_heads"]
+    if settings.get("group_query_attention") is True:
+        names.append("num_query_groups")
+    for name in names:
         heads = size(settings, name, 0)
         if heads and heads % tp == 0 and heads // tp % cp:
             message = f"{name} {heads} / tp {tp} = {heads // tp} does not divide over cp {cp} (cp_comm_type a2a)"
             yield Finding(message, (_CP,), related=also(settings, name, "cp_comm_type"))
 
 
-@file_rule(
+@argument_rule(
     "F108",
-    MEGATRON,
     "the hierarchical ring does not multiply to cp",
     """The product of hierarchical_context_parallel_sizes is cp, and cp_comm_type a2a+p2p needs them.""",
     wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a+p2p"},
@@ -235,14 +282,20 @@ def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
     sources=_ARGUMENTS,
 )
 def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
-    """Fires when a2a+p2p has no sizes."""
-    if settings.get("cp_comm_type") == "a2a+p2p" and settings.left_out("hierarchical_context_parallel_sizes"):
-        yield Finding("cp_comm_type a2a+p2p without hierarchical_context_parallel_sizes", ("cp_comm_type",))
+    """Fires when a2a+p2p has no sizes, and when sizes multiply to something else."""
+    sizes_name = "hierarchical_context_parallel_sizes"
+    kinds, sizes, cp = settings.get("cp_comm_type"), settings.get(sizes_name), size(settings, _CP)
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if isinstance(sizes, list) and sizes and all(isinstance(one, int) for one in sizes) and math.prod(sizes) != cp:
+        terms = " · ".join(map(str, sizes))
+        message = f"{sizes_name} {terms} = {math.prod(sizes)} ≠ {_CP} {cp}"
+        yield Finding(message, (sizes_name,), related=also(settings, _CP))
+    elif "a2a+p2p" in kinds and settings.left_out(sizes_name) and not is_open(settings):
+        yield Finding(f"cp_comm_type a2a+p2p without {sizes_name}", ("cp_comm_type",))
 
 
-@file_rule(
+@argument_rule(
     "F109",
-    MEGATRON,
     "experts do not divide",
     """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
     tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step.""",
@@ -252,23 +305,33 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
 )
 def experts_divide(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
-    ep, experts, tp = size(settings, _EP), size(settings, "num_experts", 0), size(settings, _TP)
-    if ep > 1 and not experts:
+    ep = size(settings, _EP)
+    if ep > 1 and settings.left_out("num_experts") and not is_open(settings):
         yield Finding(f"{_EP} {ep} without num_experts", (_EP,))
-    elif experts % ep:
+    experts = size(settings, "num_experts", 0)
+    if experts % ep:
         message = f"num_experts {experts} / {_EP} {ep} is not whole; ep can be {listed(divisors(experts))}"
         yield Finding(message, (_EP,), related=also(settings, "num_experts"))
+    if experts:
+        yield from attempt(_has_enough_experts, settings, experts)
+        yield from attempt(_experts_with_tp, settings, experts)
+
+
+def _has_enough_experts(settings: Settings, experts: int) -> Iterator[Finding]:
     chosen = size(settings, "moe_router_topk")
-    if experts and chosen > experts:
+    if chosen > experts:
         yield Finding(f"moe_router_topk {chosen} > num_experts {experts}", ("moe_router_topk",))
-    if experts and tp > 1 and not flag(settings, "sequence_parallel"):
+
+
+def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
+    tp = size(settings, _TP)
+    if tp > 1 and is_nvidias(settings) and not flag(settings, "sequence_parallel"):
         message = f"num_experts {experts} with {_TP} {tp} and no sequence_parallel"
         yield Finding(message, ("num_experts",), help="add --sequence-parallel", related=also(settings, _TP))
 
 
-@file_rule(
+@argument_rule(
     "F110",
-    MEGATRON,
     "sequence parallelism is switched off",
     """With tp 1 Megatron-LM drops sequence_parallel without a word.""",
     wrong={**_BASE, _TP: 1, "sequence_parallel": True},
@@ -278,5 +341,5 @@ def experts_divide(settings: Settings) -> Iterator[Finding]:
 )
 def sequence_parallel_has_an_effect(settings: Settings) -> Iterator[Finding]:
     """Fires for the flag at tp 1."""
-    if flag(settings, "sequence_parallel") and size(settings, _TP) == 1:
+    if settings.get("sequence_parallel") is True and size(settings, _TP) == 1:
         yield Finding(f"sequence_parallel has no effect with {_TP} 1", ("sequence_parallel",), help="remove it")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .f_megatron_layout import also, flag, size
-from .file_registry import MEGATRON, Settings, file_rule
+from parcompile.diagnostics import Severity
+
+from .file_registry import Settings
+from .megatron_settings import also, argument_rule, attempt, flag, is_nvidias, is_open, size, spelled
 from .registry import Finding
 
 _ARGUMENTS = ("Megatron-LM arguments.py",)
 _BASE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 32, "seq_length": 4096}
 
 
-@file_rule(
+@argument_rule(
     "F121",
-    MEGATRON,
     "flags that exclude each other",
     """Pairs of which Megatron-LM takes one: two precisions, iterations and samples as the length of a run, and the
     like.""",
@@ -39,13 +40,13 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
         ("cpu_offloading", "recompute_granularity"),
     )
     for first, second in pairs:
-        if settings.get(first) and settings.get(second):
+        # A value that is not known still says that the flag is given.
+        if settings.tree.get(first) and settings.tree.get(second):
             yield Finding(f"{first} and {second} exclude each other", (second,), related=also(settings, first))
 
 
-@file_rule(
+@argument_rule(
     "F122",
-    MEGATRON,
     "a flag needs another one",
     """Flags that mean something only together: overlapped gathering of parameters needs the distributed optimizer and
     overlapped reduction, overlapped tensor-parallel communication needs sequence parallelism.""",
@@ -60,22 +61,36 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
 )
 def flags_have_what_they_need(settings: Settings) -> Iterator[Finding]:
     """Fires for each flag that lacks what it needs."""
-    needs = {
-        "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
-        "tp_comm_overlap": ("sequence_parallel",),
-        "fp16_lm_cross_entropy": ("fp16",),
-        "optimizer_cpu_offload": ("use_precision_aware_optimizer",),
-    }
-    for name, needed in needs.items():
-        missing = [other for other in needed if not flag(settings, other)]
-        if flag(settings, name) and missing:
-            flags = " and ".join(f"--{other.replace('_', '-')}" for other in missing)
-            yield Finding(f"{name} needs {' and '.join(missing)}", (name,), help=f"add {flags}")
+    for name, needed in _NEEDS.items():
+        yield from attempt(_has_what_it_needs, settings, name, needed)
+    if settings.get("optimizer_cpu_offload") is True and settings.get("optimizer") in (None, "adam"):
+        yield from attempt(_has_what_it_needs, settings, "optimizer_cpu_offload", ((_PRECISION_AWARE,),))
 
 
-@file_rule(
+_SHARDED = ("use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp")
+_PRECISION_AWARE = "use_precision_aware_optimizer"
+_NEEDS = {
+    "overlap_param_gather": (_SHARDED, ("overlap_grad_reduce",)),
+    "fp8_param_gather": ((*_SHARDED, "use_torch_fsdp2"),),
+    "tp_comm_overlap": (("sequence_parallel",),),
+    "fp16_lm_cross_entropy": (("fp16",),),
+}
+"""For each flag the groups of flags of which it needs one each."""
+
+
+def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, ...], ...]) -> Iterator[Finding]:
+    if settings.get(name) is not True:
+        return
+    if name == "overlap_param_gather" and settings.get("optimizer") == "dist_muon":
+        needed = needed[1:]
+    missing = [group[0] for group in needed if not any(settings.get(other) is True for other in group)]
+    if missing and not is_open(settings):
+        flags = " and ".join(map(spelled, missing))
+        yield Finding(f"{name} needs {' and '.join(missing)}", (name,), help=f"add {flags}")
+
+
+@argument_rule(
     "F123",
-    MEGATRON,
     "recomputation is not described as it has to be",
     """Full recomputation needs recompute_method and recompute_num_layers; selective takes no method. Distributing saved
     activations needs tp > 1, full recomputation and no sequence parallelism.""",
@@ -87,22 +102,21 @@ def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     kind, path = settings.get("recompute_granularity"), ("recompute_granularity",)
     if kind == "full":
-        missing = [name for name in ("recompute_method", "recompute_num_layers") if settings.left_out(name)]
-        if missing:
-            yield Finding(f"recompute_granularity full without {' and '.join(missing)}", path)
+        # The number of layers has the default 1 and nothing to fall back on for a method.
+        if settings.left_out("recompute_method") and not is_open(settings):
+            yield Finding("recompute_granularity full without recompute_method", path)
     elif kind == "selective" and not settings.left_out("recompute_method"):
         yield Finding("recompute_granularity selective takes no recompute_method", ("recompute_method",))
     saved = "distribute_saved_activations"
-    if flag(settings, saved):
+    if settings.get(saved) is True:
         if kind != "full":
             yield Finding(f"{saved} needs recompute_granularity full", (saved,))
-        if flag(settings, "sequence_parallel") or size(settings, "tensor_model_parallel_size") == 1:
+        if settings.get("sequence_parallel") is True or size(settings, "tensor_model_parallel_size") == 1:
             yield Finding(f"{saved} needs tp > 1 and no sequence_parallel", (saved,))
 
 
-@file_rule(
+@argument_rule(
     "F124",
-    MEGATRON,
     "a limit lies on the wrong side",
     """max_position_embeddings reaches as far as seq_length, min_lr is no more than lr, and checkpoints are kept at a
     multiple of the interval at which they are saved.""",
@@ -113,18 +127,25 @@ def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
 def limits_hold(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     for low, high in (("seq_length", "max_position_embeddings"), ("min_lr", "lr")):
-        least, most = settings.number(low), settings.number(high)
-        if least is not None and most is not None and least > most:
-            yield Finding(f"{low} {least} > {high} {most}", (low,), related=also(settings, high))
+        yield from attempt(_is_no_more, settings, low, high)
+    yield from attempt(_checkpoints_are_kept, settings)
+
+
+def _is_no_more(settings: Settings, low: str, high: str) -> Iterator[Finding]:
+    least, most = settings.number(low), settings.number(high)
+    if least is not None and most is not None and least > most:
+        yield Finding(f"{low} {least} > {high} {most}", (low,), related=also(settings, high))
+
+
+def _checkpoints_are_kept(settings: Settings) -> Iterator[Finding]:
     kept, saved = size(settings, "save_retain_interval", 0), size(settings, "save_interval", 0)
     if kept and saved and kept % saved:
         message = f"save_retain_interval {kept} / save_interval {saved} is not whole"
         yield Finding(message, ("save_retain_interval",), related=also(settings, "save_interval"))
 
 
-@file_rule(
+@argument_rule(
     "F125",
-    MEGATRON,
     "FSDP2 with a layout that it does not run",
     """PyTorch's FSDP2 in Megatron-LM runs without pipeline and expert parallelism and with untied embeddings.""",
     wrong={**_BASE, "use_torch_fsdp2": True},
@@ -133,10 +154,59 @@ def limits_hold(settings: Settings) -> Iterator[Finding]:
 )
 def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
-    if not flag(settings, "use_torch_fsdp2"):
+    if settings.get("use_torch_fsdp2") is not True:
         return
     for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
         if size(settings, name) > 1:
             yield Finding(f"use_torch_fsdp2 with {name} {size(settings, name)}", (name,))
     if not flag(settings, "untie_embeddings_and_output_weights"):
         yield Finding("use_torch_fsdp2 with tied embeddings", ("use_torch_fsdp2",), help="untie them")
+
+
+@argument_rule(
+    "F126",
+    "the warm-up is longer than the schedule",
+    """The learning rate rises for lr_warmup_iters (or lr_warmup_samples) and has fallen to min_lr after lr_decay_iters,
+    which is train_iters where it is left out; the first is smaller than the second.""",
+    wrong={**_BASE, "train_iters": 1000, "lr_warmup_iters": 2000},
+    right={**_BASE, "train_iters": 1000, "lr_warmup_iters": 200},
+    sources=("Megatron-LM core/optimizer_param_scheduler.py",),
+)
+def warm_up_ends_in_time(settings: Settings) -> Iterator[Finding]:
+    """Fires where both are counted in the same unit."""
+    for unit in ("iters", "samples"):
+        warmup, end = f"lr_warmup_{unit}", f"lr_decay_{unit}"
+        if settings.left_out(end):
+            end = f"train_{unit}"
+        rises, ends = settings.number(warmup), settings.number(end)
+        if rises is not None and ends is not None and 0 < ends <= rises:
+            yield Finding(f"{warmup} {rises:g} ≥ {end} {ends:g}", (warmup,), related=also(settings, end))
+    fraction = settings.number("lr_warmup_fraction")
+    if fraction is not None and fraction >= 1:
+        yield Finding(f"lr_warmup_fraction {fraction:g} ≥ 1", ("lr_warmup_fraction",))
+
+
+_REPLACED = {
+    "batch_size": "--micro-batch-size",
+    "warmup": "--lr-warmup-fraction",
+    "model_parallel_size": "--tensor-model-parallel-size",
+    "checkpoint_activations": "--recompute-activations, or --recompute-granularity with --recompute-method",
+}
+
+
+@argument_rule(
+    "F127",
+    "an option that Megatron-LM only refuses",
+    """Megatron-LM's parser still has --batch-size, --warmup, --model-parallel-size and --checkpoint-activations, and
+    its checks stop at each of them with the name of what replaced it. The first three meant something in version 1,
+    the last one up to version 2.6.""",
+    wrong={**_BASE, "checkpoint_activations": True},
+    right={**_BASE, "recompute_activations": True},
+    severity=Severity.WARNING,
+    sources=_ARGUMENTS,
+)
+def replaced_options_are_named(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of them, where no fork reads the arguments."""
+    for name, other in _REPLACED.items():
+        if settings.tree.get(name) and is_nvidias(settings):
+            yield Finding(f"Megatron-LM refuses {spelled(name)}", (name,), help=f"use {other}")

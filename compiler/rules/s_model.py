@@ -26,25 +26,40 @@ _TINY = {
 
 _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
-    "tie_word_embeddings initializer_range hidden_act"
+    "tie_word_embeddings initializer_range"
 )
-_ROTARY = "num_key_value_heads head_dim rope_theta rms_norm_eps"
+_POSITIONS = "rope_theta rope_scaling"
+_ROTARY = f"num_key_value_heads head_dim {_POSITIONS} rms_norm_eps hidden_act attention_dropout"
+_LAYER_NORM = f"num_key_value_heads head_dim {_POSITIONS} hidden_act attention_dropout"
+_ROUTED = (
+    "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob "
+    "routed_scaling_factor n_group topk_group"
+)
+_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob mlp_only_layers"
 _KEYS = {
     "llama": f"{_ROTARY} attention_bias mlp_bias",
     "mistral": f"{_ROTARY} sliding_window",
     "qwen2": _ROTARY,
     "qwen3": f"{_ROTARY} attention_bias",
-    "qwen3_moe": f"{_ROTARY} attention_bias num_experts num_experts_per_tok moe_intermediate_size",
+    "qwen2_moe": f"{_ROTARY} {_EXPERTS} qkv_bias shared_expert_intermediate_size",
+    "qwen3_moe": f"{_ROTARY} {_EXPERTS} attention_bias",
     "gemma": f"{_ROTARY} attention_bias",
     "gemma2": f"{_ROTARY} attention_bias sliding_window",
     "mixtral": f"{_ROTARY} sliding_window num_local_experts num_experts_per_tok",
+    "arcee": f"{_ROTARY} attention_bias mlp_bias",
+    "starcoder2": f"{_LAYER_NORM} norm_epsilon use_bias residual_dropout embedding_dropout sliding_window",
+    "nemotron": f"{_LAYER_NORM} norm_eps partial_rotary_factor attention_bias mlp_bias",
+    "jais2": f"{_LAYER_NORM} layer_norm_eps attention_bias mlp_bias",
+    "glm4_moe": f"{_ROTARY} {_ROUTED} partial_rotary_factor attention_bias use_qk_norm",
     "deepseek_v3": (
-        "num_key_value_heads rope_theta rms_norm_eps attention_bias n_routed_experts n_shared_experts "
-        "num_experts_per_tok moe_intermediate_size first_k_dense_replace q_lora_rank kv_lora_rank qk_nope_head_dim "
-        "qk_rope_head_dim v_head_dim"
+        f"num_key_value_heads {_POSITIONS} rms_norm_eps hidden_act attention_dropout attention_bias {_ROUTED} "
+        "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
     ),
-    "gpt_neox": "rope_theta attention_bias",
-    "gpt2": "",
+    "gpt_neox": (
+        "rotary_emb_base rotary_pct rope_scaling layer_norm_eps hidden_act attention_bias use_parallel_residual "
+        "attention_dropout hidden_dropout"
+    ),
+    "gpt2": "layer_norm_epsilon activation_function attn_pdrop resid_pdrop embd_pdrop",
 }
 """What the configuration class of each family reads beside the keys that all read."""
 

@@ -35,11 +35,16 @@ def checked(text: str, file: Path) -> Checked:
     return check_any(file)
 
 
+LAUNCHER = ("nnodes", "nproc_per_node")
+
+
 def shell(arguments: Any) -> str:
-    flags = [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in arguments.items()
-    ]
-    return "torchrun pretrain_gpt.py \\\n  " + " \\\n  ".join(flags) + "\n"
+    flags = {
+        name: f"--{name if name in LAUNCHER else name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in arguments.items()
+    }
+    launcher = [flags.pop(name) for name in LAUNCHER if name in flags]
+    return " \\\n  ".join(["torchrun", *launcher, "pretrain_gpt.py", *flags.values()]) + "\n"
 
 
 def codes(one: Checked) -> set[str]:
@@ -57,13 +62,14 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
         "num_attention_heads": 25,
         "seq_length": 4096,
         "fp16": True,
-        "nproc_per_node": "$GPUS",
+        "nproc_per_node": "${GPUS}",
     }
+    assert done.document.tree["nproc_per_node"].names == ("GPUS",)
 
 
 def test_a_finding_stands_at_the_value_of_its_flag(tmp_path: Path) -> None:
     (found,) = checked(SCRIPT, tmp_path / "train.sh").diagnostics
-    assert (found.code, found.position.line, found.position.column) == ("F103", 6, 32)
+    assert (found.code, found.position.line, found.position.column) == ("F103", 2, 4)  # TP=2
     (other,) = found.related
     assert (other.position.line, other.position.column) == (8, 25)
 
@@ -97,3 +103,87 @@ def test_emitted_arguments_pass(name: str, tmp_path: Path) -> None:
     done = checked(f"python pretrain_gpt.py {text}\n", tmp_path / "train.sh")
     assert done.kind == MEGATRON
     assert [(one.code, one.message) for one in done.diagnostics] == []
+
+
+LAYOUT = "--tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096 --num-attention-heads 32"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--num-layer 32", "K001", "did you mean --num-layers?"),
+        ("--normalization RMSnorm", "K004", "did you mean RMSNorm?"),
+        ("--lr 0.00015x", "K003", "--lr takes a number, not '0.00015x'"),
+        ("--ffn-hidden-size 1e3", "K003", "--ffn-hidden-size takes a whole number, not '1e3'"),
+        ("--seq-length", "K007", "--seq-length has no value"),
+        ("--bf16 1", "K007", "--bf16 takes no value: '1' has no place"),
+        ("--seq-length 2048 4096", "K007", "--seq-length takes one value: '4096' has no place"),
+        ("--num-layers 48", "J009", "--num-layers is given 2 times with other values; the last one counts"),
+        ("--fp32-allreduce --muon-momentum 0.9", "K001", "no version of Megatron-LM has --fp32-allreduce"),
+        ("--fp32-allreduce", "K001", "written for Megatron-LM v"),
+        ("--checkpoint-activations", "F127", "use --recompute-activations"),
+    ],
+)
+def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str, tmp_path: Path) -> None:
+    (found,) = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
+    assert found.code == code
+    assert said in f"{found.message} {found.help}"
+
+
+def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:
+    for words in (
+        "--pipeline-model-parallel-size $PP --decoder-first-pipeline-num-layers 5",
+        "--num-experts 8 --expert-model-parallel-size $EP --sequence-parallel",
+        "--overlap-param-gather $MORE",
+    ):
+        done = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh")
+        assert [(one.code, one.message) for one in done.diagnostics] == []
+
+
+def test_branches_are_kept_apart(tmp_path: Path) -> None:
+    script = """
+        case $1 in
+          small) SIZE="--num-layers 30 --hidden-size 4096"; PP=4 ;;
+          large) SIZE="--num-layers 32 --hidden-size 4096"; PP=4 ;;
+        esac
+        torchrun pretrain_gpt.py --num-attention-heads ${HEADS:-32} $SIZE --pipeline-model-parallel-size $PP
+    """
+    (found,) = checked(script, tmp_path / "train.sh").diagnostics
+    assert (found.code, found.position.line) == ("F104", 3)
+    assert "30 / 4 is not whole" in found.message
+
+
+ACCOUNTS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+_PP, _CP = "pipeline_model_parallel_size", "context_parallel_size"
+
+
+def _ends(first: int, last: int) -> dict[str, int]:
+    return {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_layers": 62, _PP: 2, **ACCOUNTS, "num_virtual_stages_per_pipeline_rank": 2}, set()),
+        ({"num_layers": 36, _PP: 4, **_ends(6, 6), "num_virtual_stages_per_pipeline_rank": 6}, set()),
+        ({_PP: 2, **_ends(15, 17)}, set()),
+        ({_CP: 8, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": "2 2"}, {"F108"}),
+        ({_CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8}, {"F107"}),
+        ({"use_megatron_fsdp": True, "overlap_param_gather": True, "overlap_grad_reduce": True}, set()),
+        ({"fp8_param_gather": True}, {"F122"}),
+        ({"group_query_attention": True, "num_query_groups": 6}, {"F103"}),
+        ({"train_iters": 100, "lr_warmup_iters": 100}, {"F126"}),
+    ],
+)
+def test_the_layout_is_counted_as_validate_args_counts_it(options: Any, expected: set[str], tmp_path: Path) -> None:
+    base = {"tensor_model_parallel_size": 2, "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+    assert codes(checked(shell({**base, "seq_length": 4096, **options}), tmp_path / "train.sh")) == expected
+
+
+def test_embedding_stages_of_megatron_deepspeed_are_known(tmp_path: Path) -> None:
+    """BLOOM: 70 layers, the embedding and the head on 12 stages of a pipeline that DeepSpeed balances."""
+    words = (
+        "--pipeline-model-parallel-size 12 --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --deepspeed"
+    )
+    text = f"torchrun pretrain_gpt.py {words} --pp-partition-method 'type:transformer|embedding' --zero-stage 0\n"
+    assert codes(checked(text, tmp_path / "train.sh")) == set()

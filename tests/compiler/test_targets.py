@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -19,7 +18,10 @@ from layout_cases import compile_tree, spec_tree
 from spec_cases import FOLDER
 
 from parcompile import schema
-from parcompile.backends.megatron.write import arguments
+from parcompile.backends.megatron.arguments import Word, parsed
+from parcompile.backends.megatron.meaning import meaning
+from parcompile.backends.megatron.options import NVIDIA
+from parcompile.backends.megatron.write import arguments, as_list
 from parcompile.backends.registry import ALL, LOCK, TARGETS, chosen, render
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
@@ -141,71 +143,50 @@ class TestChoice:
         assert not {"accelerate.yaml", "torchtitan_config.py"} & files.keys()
 
 
-@pytest.fixture(scope="module")
-def known() -> dict[str, Any]:
-    file = Path(__file__).with_name("megatron_arguments.json")
-    return json.loads(file.read_text(encoding="utf-8"))["arguments"]
-
-
 class TestMegatron:
     @pytest.mark.parametrize("model", MODELS)
-    def test_names_types_and_choices_are_those_of_megatrons_parser(self, model, known, tmp_path) -> None:
-        python_types = {"int": int, "float": float, "str": str, "flag": bool, "moe_freq_type": str}
-        for name, value in arguments(model_plan(model, tmp_path)).items():
-            entry = known[f"--{name}"]
-            for one in value if entry["many"] else [value]:
-                assert type(one) is python_types[entry["type"]], name
-                assert entry["choices"] is None or one in entry["choices"], name
-
-    @pytest.mark.parametrize("model", MODELS)
-    def test_megatrons_own_parser_reads_the_same_values(self, model, tmp_path) -> None:
-        megatron = pytest.importorskip("megatron.training.arguments")
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        megatron.add_megatron_arguments(parser)
-        files = render(model_plan(model, tmp_path), ("megatron",))
-        parsed = parser.parse_args(json.loads(files["megatron_args.json"])["arguments"])
-        actions = {option: action for action in parser._actions for option in action.option_strings}
-        for name, value in arguments(model_plan(model, tmp_path)).items():
-            action = actions[f"--{name}"]
-            found = getattr(parsed, action.dest)
-            if name != "moe-layer-freq":
-                assert found == (action.const if value is True else value), name
+    def test_its_parser_takes_names_types_and_choices(self, model, tmp_path) -> None:
+        found = arguments(model_plan(model, tmp_path))
+        read = parsed([Word(word, word, (), None) for word in as_list(found)], NVIDIA)
+        assert read.problems == []
+        assert read.unknown == {}
+        assert meaning(read.values) == meaning(found)
 
     def test_what_matters_is_said_even_where_it_is_the_default(self, plan) -> None:
         found = arguments(plan)
-        assert found["tensor-model-parallel-size"] == found["context-parallel-size"] == 2
-        assert found["pipeline-model-parallel-size"] == 1
-        assert (found["adam-beta2"], found["clip-grad"], found["attention-dropout"]) == (0.95, 1.0, 0.0)
-        assert found["use-distributed-optimizer"] is True
-        assert (found["group-query-attention"], found["num-query-groups"]) == (True, 4)
+        assert found["tensor_model_parallel_size"] == found["context_parallel_size"] == 2
+        assert found["pipeline_model_parallel_size"] == 1
+        assert (found["adam_beta2"], found["clip_grad"], found["attention_dropout"]) == (0.95, 1.0, 0.0)
+        assert found["use_distributed_optimizer"] is True
+        assert (found["group_query_attention"], found["num_query_groups"]) == (True, 4)
 
     def test_expert_and_pipeline_layouts(self, tmp_path) -> None:
         found = arguments(model_plan("deepseek-v3", tmp_path))
-        assert found["expert-model-parallel-size"] == 8
-        assert found["moe-layer-freq"] == "([0]*3+[1]*58)"
-        assert (found["kv-lora-rank"], found["moe-shared-expert-intermediate-size"]) == (512, 2048)
-        assert found["recompute-method"] == "uniform"
+        assert found["expert_model_parallel_size"] == 8
+        assert found["moe_layer_freq"] == "([0]*3+[1]*58)"
+        assert (found["kv_lora_rank"], found["moe_shared_expert_intermediate_size"]) == (512, 2048)
+        assert found["recompute_method"] == "uniform"
         other = arguments(model_plan("qwen3-8b", tmp_path))
-        assert other["use-tp-pp-dp-mapping"] is True
-        assert other["kv-channels"] == 128
+        assert other["use_tp_pp_dp_mapping"] is True
+        assert other["kv_channels"] == 128
 
     def test_schedule_and_evaluation_batch_are_passed_on(self, tmp_path) -> None:
         found = arguments(model_plan("qwen2.5-7b", tmp_path))
-        assert (found["lr-decay-style"], found["lr-warmup-iters"], found["train-iters"]) == ("cosine", 5, 100)
-        assert found["min-lr"] == found["lr-warmup-init"] == 1e-5
-        assert found["eval-micro-batch-size"] == 2
+        assert (found["lr_decay_style"], found["lr_warmup_iters"], found["train_iters"]) == ("cosine", 5, 100)
+        assert found["min_lr"] == found["lr_warmup_init"] == 1e-5
+        assert found["eval_micro_batch_size"] == 2
         still = arguments(model_plan("llama-3-8b", tmp_path))
-        assert (still["lr-decay-style"], still["min-lr"]) == ("constant", still["lr"])
-        assert "lr-warmup-iters" not in still
+        assert (still["lr_decay_style"], still["min_lr"]) == ("constant", still["lr"])
+        assert "lr_warmup_iters" not in still
 
     def test_uneven_and_virtual_stages_are_passed_on(self, tmp_path) -> None:
         found = arguments(model_plan("llama-3.1-405b", tmp_path))
-        assert found["account-for-embedding-in-pipeline-split"] is found["account-for-loss-in-pipeline-split"] is True
-        assert found["num-virtual-stages-per-pipeline-rank"] == 4
-        assert found["microbatch-group-size-per-virtual-pipeline-stage"] == 16
+        assert found["account_for_embedding_in_pipeline_split"] is found["account_for_loss_in_pipeline_split"] is True
+        assert found["num_virtual_stages_per_pipeline_rank"] == 4
+        assert found["microbatch_group_size_per_virtual_pipeline_stage"] == 16
         ends = arguments(model_plan("llama-2-7b", tmp_path))
-        assert (ends["decoder-first-pipeline-num-layers"], ends["decoder-last-pipeline-num-layers"]) == (1, 1)
-        assert not {"num-virtual-stages-per-pipeline-rank", "account-for-loss-in-pipeline-split"} & ends.keys()
+        assert (ends["decoder_first_pipeline_num_layers"], ends["decoder_last_pipeline_num_layers"]) == (1, 1)
+        assert not {"num_virtual_stages_per_pipeline_rank", "account_for_loss_in_pipeline_split"} & ends.keys()
 
     def test_list_yaml_and_shell_say_the_same(self, tmp_path) -> None:
         files = render(model_plan("mixtral-8x7b", tmp_path), ("megatron",))

@@ -1,27 +1,29 @@
-"""Reads Megatron-LM arguments out of a shell script, or a YAML or JSON file, as a document of flags and values.
+"""Reads Megatron-LM arguments out of a shell script, or a YAML or JSON file, as documents of options and values.
 
-The document's tree is flat: `tensor_model_parallel_size` stands for `--tensor-model-parallel-size` wherever it was
-written. Its text cannot be edited through it.
+The tree of such a document is flat: `tensor_model_parallel_size` stands for `--tensor-model-parallel-size` wherever it
+was written. Its text cannot be edited through it. A script that goes several ways, or calls several programs, gives
+one document for each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from parcompile.schema.values import as_number
 from parcompile.text import Document, Place, SourceText
+from parcompile.text.shell import Invocation, Value, invocations
+from parcompile.text.shell.values import known, missing, shown, span
+
+from .arguments import Arguments, Unknown, Word, parsed
+from .options import line, spelling
 
 MEGATRON_FORMAT = "megatron"
 
-_FLAG = re.compile(r"""(?<![\w-])--([A-Za-z][A-Za-z0-9_-]*)(?:(?:=|[ \t]+|[ \t]*\\\r?\n[ \t]*)(?!--)([^\s\\#)]+))?""")
-_ASSIGNMENT = re.compile(
-    r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=["']?([^\s"'$`()]+)["']?[ \t]*;?[ \t]*(?:#.*)?$""", re.M
-)
-_COMMENT = re.compile(r"^[ \t]*#.*$", re.M)
-_VARIABLE = re.compile(r"""^["']?\$\{?([A-Za-z_]\w*)\}?["']?$""")
+_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][A-Za-z0-9_-]*)")
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_][\w.:-]*)")
 _MARKS = frozenset(
     {
         "tensor_model_parallel_size",
@@ -38,47 +40,249 @@ _MARKS = frozenset(
     }
 )
 """Arguments of which every file of this kind has several."""
+LARGEST_SOURCED_BYTES = 1 << 20
+RECIPE = "MODEL_ARGS"
+"""The key of the arguments in a recipe of Megatron-LM's functional tests."""
+_LAUNCHED = {
+    "nnodes": ("nnodes", "num_nodes"),
+    "nproc_per_node": ("nproc_per_node", "num_gpus", "gpus_per_node"),
+}
+"""What a launcher says of the machines, under its several names."""
+_MACHINES = frozenset({"world_size", *(name for names in _LAUNCHED.values() for name in names)})
+
+
+@dataclass(frozen=True)
+class Call(Document):
+    """The arguments of one call. `arguments` holds what its flat tree cannot say."""
+
+    arguments: Arguments = field(default_factory=lambda: Arguments(line().name))
+    others: tuple[Call, ...] = ()
+    """The other calls of the same script, and the other ways to it."""
+    is_command_line: bool = True
+    """Whether it is certain that Megatron-LM's own parser reads it."""
 
 
 def is_shell_arguments(text: str) -> bool:
     """Whether a text that is neither JSON nor YAML passes Megatron-LM's arguments."""
     # Megatron-LM writes its flags with hyphens; ms-swift has them with underscores.
-    return len(_MARKS & {_name(match[1]) for match in _FLAG.finditer(text) if "_" not in match[1]}) >= 2
+    return len(_MARKS & {spelling(match[1]) for match in _FLAG.finditer(text) if "_" not in match[1]}) >= 2
 
 
 def is_argument_tree(tree: object) -> bool:
     """Whether a parsed file holds Megatron-LM's arguments, at any depth; a spec or a model's configuration does not."""
-    found = {_name(key) for key, _, _ in _leaves(tree, ())}
+    found = {spelling(key) for key, _, _ in _leaves(tree, ())}
     return len(_MARKS & found) >= 2 and bool(found & {"tensor_model_parallel_size", "pipeline_model_parallel_size"})
 
 
-def from_shell(source: SourceText) -> Document:
-    """The arguments in a script. Variables that the script sets to a plain value are filled in."""
-    text = _COMMENT.sub(lambda match: " " * len(match[0]), source.text)
-    variables = {match[1]: match[2] for match in _ASSIGNMENT.finditer(text)}
-    tree: dict[str, Any] = {}
-    children: dict[str, Place] = {}
-    for match in _FLAG.finditer(text):
-        name, value = _name(match[1]), match[2]
-        start, end = match.span(2) if value is not None else match.span(1)
-        if value is not None and (variable := _VARIABLE.match(value)):
-            value = variables.get(variable[1], value)
-        tree[name] = True if value is None else _value(value.strip("\"'"))
-        children[name] = Place(start, end, match.start(), match.end(1), None)
-    return Document(source, tree, Place(0, len(source.text), -1, -1, children), MEGATRON_FORMAT)
+def from_shell(
+    source: SourceText,
+    variables: Mapping[str, str] | None = None,
+    read: Callable[[str], str | None] | None = None,
+) -> Call | None:
+    """The calls in a script, the first of them with the others in `others`; None when there is none.
+
+    Args:
+        source: the script.
+        variables: those of the environment that are known.
+        read: gives the text of files that the script sources.
+    """
+    run = invocations(source.text, dict(variables or {}), read)
+    calls = [call for one in run.invocations if (call := _call(source, one)) is not None]
+    if not calls:
+        calls = [call for state in run.states if (call := _fragment(source, state.variables, state.arrays)) is not None]
+    if not calls:
+        return None
+    unique: list[Call] = []
+    for call in calls:
+        if not any(call.tree == one.tree and call.root == one.root for one in unique):
+            unique.append(call)
+    return replace(unique[0], others=tuple(unique[1:]))
 
 
-def from_tree(document: Document) -> Document:
-    """The arguments in a YAML or JSON file."""
-    tree: dict[str, Any] = {}
-    children: dict[str, Place] = {}
-    for key, path, value in _leaves(document.tree, ()):
-        place = document.place(path)
-        if place is not None:
-            tree[_name(key)] = _value(value) if isinstance(value, str) else value
-            children[_name(key)] = place._replace(children=None)
-    root = document.root._replace(children=children)
-    return replace(document, tree=tree, root=root, format=MEGATRON_FORMAT, invalid=frozenset(), duplicates=frozenset())
+def sourced_text(script: Path, name: str) -> str | None:
+    """The text of a file that a script sources, by its path from the script's folder or from where it is started."""
+    for folder in (script.parent, Path()):
+        file = folder / name
+        try:
+            if file.is_file() and file.stat().st_size <= LARGEST_SOURCED_BYTES:
+                return file.read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def imported(document: Document) -> Mapping[str, Any]:
+    """The values of a document as an import takes them: where ways through a script differ, the script decides none."""
+    tree: Mapping[str, Any] = document.tree  # type: ignore[assignment]  # flat by construction
+    if not isinstance(document, Call) or not document.others:
+        return tree
+    found, others = dict(tree), document.others
+    every: list[Mapping[str, Any]] = [tree, *(other.tree for other in others)]  # type: ignore[list-item]
+    conditions = dict.fromkeys(text for call in (document, *others) for text, _ in call.arguments.assumptions)
+    said = f"the script goes several ways ({', '.join(conditions)})" if conditions else "the script starts several runs"
+    for name in dict.fromkeys(key for one in every for key in one):
+        values = [one.get(name) for one in every]
+        if any(value != values[0] for value in values):
+            first = next(value for value in values if value is not None)
+            found[name] = Unknown(str(first), (said,))
+    return found
+
+
+def _call(source: SourceText, one: Invocation) -> Call | None:
+    words = [_word(value) for value in one.words]
+    program = next((number for number, word in enumerate(words) if word.shown.endswith(".py")), None)
+    if program is None:
+        program = next((number for number, word in enumerate(words[:-1]) if word.shown == "-m"), None)
+    start = 0 if program is None else program + 1
+    return _document(source, words[:start], words[start:], one.assumptions)
+
+
+def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]) -> Call | None:
+    """Arguments that a script only collects, for another one to pass on."""
+    words: list[Word] = []
+    for name, value in variables.items():
+        values = value if name in arrays else tuple(_split(value))
+        found = [_word(one) for one in values]
+        if any(spelling(word.shown) in line().by_flag for word in found if word.shown.startswith("--")):
+            words += found
+    call = _document(source, [], words, ())
+    if call is not None:
+        call.arguments.is_open = True
+    return call
+
+
+def _split(value: Value) -> Iterator[Value]:
+    from parcompile.text.shell.values import fields, unquoted
+
+    return fields(unquoted(value))
+
+
+def _word(value: Value) -> Word:
+    text = known(value)
+    many = text is None and len(value) == 1 and getattr(value[0], "can_be_words", False)
+    return Word(text, shown(value), missing(value), span(value), many)
+
+
+def _document(
+    source: SourceText, launcher: list[Word], words: list[Word], assumptions: tuple[tuple[str, int], ...]
+) -> Call | None:
+    arguments = parsed(words)
+    if len(_MARKS & arguments.values.keys()) < 2:
+        return None
+    arguments.assumptions = assumptions
+    tree = {**arguments.values, **arguments.unknown}
+    spans = dict(arguments.spans)
+    for name, value, place in _launched(launcher):
+        tree[name], spans[name] = value, (place, place)
+    children = {name: _place(*both) for name, both in spans.items()}
+    root = Place(0, len(source.text), -1, -1, children)
+    return Call(source, tree, root, MEGATRON_FORMAT, arguments=arguments)
+
+
+def _launched(words: list[Word]) -> Iterator[tuple[str, Any, Any]]:
+    """Nodes and processes, as a launcher is told them."""
+    for number, word in enumerate(words):
+        flag, equals, inline = word.shown.partition("=")
+        name = next((name for name, others in _LAUNCHED.items() if spelling(flag) in others), None)
+        if name is None or not flag.startswith("--"):
+            continue
+        value = Word(None if word.text is None else inline, inline, word.names, word.span) if equals else None
+        value = value or (words[number + 1] if number + 1 < len(words) else None)
+        if value is None:
+            continue
+        if value.text is None:
+            yield name, Unknown(value.shown, value.names), value.span
+        elif value.text.isdigit():
+            yield name, int(value.text), value.span
+
+
+def _place(key: Any, value: Any) -> Place:
+    first = value or key or (0, 0)
+    other = key or (-1, -1)
+    return Place(first[0], first[1], other[0], other[1], None)
+
+
+def from_tree(document: Document) -> Call:
+    """The arguments in a YAML or JSON file: those of a recipe, or all of its values at any depth."""
+    tree: Any = document.tree
+    path: tuple[str | int, ...] = ()
+    if isinstance(tree, dict) and isinstance(tree.get(RECIPE), dict):
+        tree, path = tree[RECIPE], (RECIPE,)
+    leaves = list(_leaves(tree, path))
+    keys = [str(key) for key, _, _ in leaves]
+    strict = path != () or any(key.startswith("--") or "-" in key for key in keys) or _is_whole(leaves)
+    is_flagscale = isinstance(document.tree, dict) and {"system", "model"} <= document.tree.keys()
+    by_dest = {facts.dest: (name, facts.kind) for name, option in line().options.items() for facts in option.facts}
+    words: list[Word] = []
+    others: dict[str, Any] = {}
+    places: dict[str, Place] = {}
+    for key, where, value in leaves:
+        place = document.place(where)
+        if place is None:
+            continue
+        spelled = spelling(str(key))
+        places.setdefault(spelled, place._replace(children=None))
+        if spelled in _MACHINES:
+            others[_canonical_machine(spelled)] = value
+            places.setdefault(_canonical_machine(spelled), place._replace(children=None))
+        elif spelled in line().by_flag or strict or is_flagscale:
+            words += _words_of(key, value, place, literally=strict)
+        elif spelled in by_dest and isinstance(value, bool) and by_dest[spelled][1] == "off":
+            words += _words_of(f"--{by_dest[spelled][0]}", not value, place, literally=False)
+        else:
+            others[spelled] = value
+    arguments = parsed(words, line().name)
+    if not strict and not is_flagscale:
+        # Another program reads the file: what it does not share with Megatron-LM is no mistake.
+        arguments.problems.clear()
+    arguments.is_open = not strict
+    flat = {**others, **arguments.values, **arguments.unknown}
+    children = {name: _place(*both) for name, both in arguments.spans.items()} | {
+        name: places[name] for name in (*others, *arguments.unknown) if name in places
+    }
+    return Call(
+        document.source,
+        flat,
+        document.root._replace(children=children),
+        MEGATRON_FORMAT,
+        arguments=arguments,
+        is_command_line=strict or is_flagscale,
+    )
+
+
+def _canonical_machine(spelled: str) -> str:
+    return next((name for name, others in _LAUNCHED.items() if spelled in others), spelled)
+
+
+def _is_whole(leaves: list[tuple[str, tuple[str | int, ...], object]]) -> bool:
+    """Whether a file holds arguments of Megatron-LM alone, in one list."""
+    known = sum(spelling(key) in line().by_flag or spelling(key) in _MACHINES for key, _, _ in leaves)
+    return all(len(where) == 1 for _, where, _ in leaves) and known >= 0.9 * len(leaves)
+
+
+def _words_of(key: str, value: Any, place: Place, *, literally: bool) -> Iterator[Word]:
+    """A key and its value as words of a command line. What is false, null or empty is not given."""
+    if value is None or value is False or value == "":
+        return
+    flag = key if str(key).startswith("--") else f"--{str(key).replace('_', '-')}"
+    yield Word(flag, flag, (), (place.key_start, place.key_end))
+    if value is True or (isinstance(value, str) and value.lower() == "true" and literally):
+        return
+    at = place.start, place.end
+    for one in value if isinstance(value, list) else [value]:
+        text = str(one)
+        if isinstance(one, str) and (names := _VARIABLE.findall(one)):
+            yield Word(None, text, tuple(names), at)
+        elif isinstance(one, str) and _several(flag, one):
+            yield from (Word(part, part, (), at) for part in one.strip("[]").split())
+        else:
+            yield Word(text, text, (), at)
+
+
+def _several(flag: str, text: str) -> bool:
+    """Whether the values of a list stand in one string."""
+    known_flag = line().by_flag.get(spelling(flag))
+    return known_flag is not None and line().options[known_flag[0]].newest.kind == "list" and " " in text.strip()
 
 
 def _leaves(tree: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, tuple[str | int, ...], object]]:
@@ -87,15 +291,4 @@ def _leaves(tree: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, tu
             if isinstance(value, dict):
                 yield from _leaves(value, (*path, key))
             else:
-                yield key, (*path, key), value
-
-
-def _name(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    number = as_number(text)
-    return text if number is None else number
+                yield str(key), (*path, key), value

@@ -1,84 +1,249 @@
-"""Megatron-LM's arguments that describe a model; see `megatron`."""
+"""Megatron-LM's options of the model. What kind of layers there are decides the model type; see `architecture`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
+from parcompile.backends.losses import Loss
+from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.backends.table import Arguments, Entry, Part, Row
 from parcompile.spec import Spec
 
-Value = int | float | str | bool | list[str] | list[int]
-Arguments = dict[str, Value]
-"""Flags without their dashes; True is a flag without a value."""
+from . import activation, experts, positions
+
+_MODEL: SpecPath = ("model",)
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Sizes that every file has to say, and what Hugging Face calls them."""
+_OTHER_SIZES = ("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "vocab_size")
+_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
+_OTHERS = ("untie_embeddings_and_output_weights", "init_method_std")
+
+OPTIONS = (
+    *SIZES,
+    *_OTHER_SIZES,
+    *_LATENT,
+    *activation.OPTIONS,
+    *positions.OPTIONS,
+    *experts.OPTIONS,
+    *_DROPOUTS,
+    *_OTHERS,
+)
+
+OTHER_MODELS = {
+    "hybrid_layer_pattern": "layers of several kinds (Mamba, attention) follow each other",
+    "hybrid_override_pattern": "layers of several kinds (Mamba, attention) follow each other",
+    "is_hybrid_model": "layers of several kinds (Mamba, attention) follow each other",
+    "hybrid_attention_ratio": "layers of several kinds (Mamba, attention) follow each other",
+    "spec": "the layers come from a module of its own",
+    "decoder_num_layers": "it has an encoder and a decoder",
+    "decoder_seq_length": "it has an encoder and a decoder",
+    "bert_no_binary_head": "it is a BERT",
+    "mask_prob": "it is trained on masked tokens, as BERT is",
+    "patch_dim": "it reads images",
+    "img_h": "it reads images",
+    "language_model_type": "it reads images",
+    "vision_model_type": "it reads images",
+    "vision_backbone_type": "it reads images",
+    "experimental_attention_variant": "its attention is of a kind that a spec has no word for",
+    "linear_attention_freq": "some of its layers have linear attention",
+    "linear_attention_type": "some of its layers have linear attention",
+    "heterogeneous_layers_config_path": "its layers differ from each other",
+    "heterogeneous_layers_config_encoded_json": "its layers differ from each other",
+    "no_rope_freq": "some of its layers have no positions",
+    "window_attn_skip_freq": "some of its layers have a window",
+    "enable_mhc_connections": "its residual has several streams",
+    "enable_hyper_connections": "its residual has several streams",
+    "retro_add_retriever": "it retrieves documents",
+    "use_mup": "its scales are those of µP",
+    "attention_output_gate": "its attention has a gate",
+    "moe_latent_size": "its experts work on a compressed state",
+    "qk_l2_norm": "queries and keys are normed without weights",
+    "apply_residual_connection_post_layernorm": "the residual starts after the norm",
+}
+"""Options of models that a spec cannot express, and what those models are."""
 
 
-def model_arguments(spec: Spec) -> Arguments:
-    """Layers, experts and latent attention."""
-    return {**_model(spec), **_mixture(spec), **_latent_attention(spec)}
+def architecture(spec: Spec) -> Architecture:
+    """The switches of the plan's model.
+
+    Raises:
+        InexpressibleError: they cannot be described.
+    """
+    return architecture_of(spec.model.hf_config, spec.model.shape)
 
 
-def _model(spec: Spec) -> Arguments:
-    shape, config = spec.model.shape, spec.model.hf_config
-    found: Arguments = {
-        "num-layers": shape.num_hidden_layers,
-        "hidden-size": shape.hidden_size,
-        "ffn-hidden-size": shape.intermediate_size,
-        "num-attention-heads": shape.num_attention_heads,
-        "max-position-embeddings": max(shape.max_position_embeddings, spec.training.sequence_length),
-        "vocab-size": shape.vocab_size,
-        "make-vocab-size-divisible-by": spec.parallelism.make_vocab_size_divisible_by,
-        "normalization": "LayerNorm" if shape.norm_bias else "RMSNorm",
-        "norm-epsilon": float(
-            config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-5 if shape.norm_bias else 1e-6))
-        ),
-        "init-method-std": float(config.get("initializer_range", 0.02)),
-        "attention-dropout": float(config.get("attn_pdrop", config.get("attention_dropout", 0.0))),
-        "hidden-dropout": float(config.get("resid_pdrop", 0.0)),
+def _write(spec: Spec) -> Arguments:
+    found, shape = architecture(spec), spec.model.shape
+    if found.parallel:
+        raise InexpressibleError("use_parallel_residual", "Megatron-LM runs the MLP after the attention, not beside it")
+    options: Arguments = {
+        "num_layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "max_position_embeddings": max(shape.max_position_embeddings, spec.training.sequence_length),
+        "vocab_size": shape.vocab_size,
+        **activation.write(found),
+        **positions.write(found),
+        **experts.write(found, shape),
+        **_write_heads(spec),
+        "init_method_std": found.initializer_range,
+        "attention_dropout": found.attention_dropout,
+        "hidden_dropout": found.hidden_dropout,
     }
-    if shape.mla is None:
-        found["kv-channels"] = shape.head_dim
-        if shape.num_key_value_heads != shape.num_attention_heads:
-            found["group-query-attention"] = True
-            found["num-query-groups"] = shape.num_key_value_heads
-    if shape.rotary:
-        found["position-embedding-type"] = "rope"
-        found["rotary-base"] = int(config.get("rope_theta", 10000))
-        found["rotary-percent"] = float(config.get("partial_rotary_factor", 1.0))
-    else:
-        found["position-embedding-type"] = "learned_absolute"
-    flags = {
-        "swiglu": shape.gated_mlp,
-        "disable-bias-linear": not shape.mlp_bias,
-        "add-qkv-bias": shape.qkv_bias and not shape.attention_output_bias,
-        "qk-layernorm": shape.qk_norm,
-        "untie-embeddings-and-output-weights": not shape.tie_word_embeddings,
-    }
-    return found | {name: True for name, on in flags.items() if on}
+    if not found.tied:
+        options["untie_embeddings_and_output_weights"] = True
+    return options
 
 
-def _mixture(spec: Spec) -> Arguments:
-    moe, layers = spec.model.shape.moe, spec.model.shape.num_hidden_layers
-    if moe is None:
-        return {}
-    found: Arguments = {
-        "num-experts": moe.num_experts,
-        "moe-router-topk": moe.num_experts_per_token,
-        "moe-ffn-hidden-size": moe.intermediate_size,
-    }
-    if moe.num_shared_experts:
-        found["moe-shared-expert-intermediate-size"] = moe.num_shared_experts * moe.intermediate_size
-    if moe.first_moe_layer:
-        found["moe-layer-freq"] = f"([0]*{moe.first_moe_layer}+[1]*{layers - moe.first_moe_layer})"
-    return found
+def _write_heads(spec: Spec) -> Arguments:
+    shape, mla = spec.model.shape, spec.model.shape.mla
+    if mla is not None:
+        return {
+            "multi_latent_attention": True,
+            **({} if mla.q_lora_rank is None else {"q_lora_rank": mla.q_lora_rank}),
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_head_dim": mla.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+            "v_head_dim": mla.v_head_dim,
+        }
+    heads: Arguments = {"kv_channels": shape.head_dim}
+    if shape.num_key_value_heads != shape.num_attention_heads:
+        heads |= {"group_query_attention": True, "num_query_groups": shape.num_key_value_heads}
+    return heads
 
 
-def _latent_attention(spec: Spec) -> Arguments:
-    mla = spec.model.shape.mla
-    if mla is None:
-        return {}
-    queries: Arguments = {} if mla.q_lora_rank is None else {"q-lora-rank": mla.q_lora_rank}
-    return {
-        "multi-latent-attention": True,
-        **queries,
-        "kv-lora-rank": mla.kv_lora_rank,
-        "qk-head-dim": mla.qk_nope_head_dim,
-        "qk-pos-emb-head-dim": mla.qk_rope_head_dim,
-        "v-head-dim": mla.v_head_dim,
-    }
+def _losses(spec: Spec) -> Iterator[Loss]:
+    try:
+        found = architecture(spec)
+        _write(spec)
+    except InexpressibleError as error:
+        yield Loss(error.what, error.why, "another target", fatal=True)
+        return
+    if found.embedding_dropout != found.hidden_dropout:
+        yield Loss(
+            f"dropout {found.embedding_dropout} of the embedding",
+            f"--hidden-dropout {found.hidden_dropout} is used there too",
+            "equal dropouts",
+        )
+    if spec.model.hf_config.get("num_nextn_predict_layers"):
+        yield Loss("num_nextn_predict_layers", "the plan has no layers that predict further tokens", "none are written")
+    yield Loss(
+        "initial weights",
+        "Megatron-LM divides the deviation of output projections by √(2 · layers), and draws other random numbers",
+        "load a checkpoint to start from the same weights",
+    )
+
+
+def _read(source: Source, draft: Draft) -> None:
+    """The model, when the file describes one.
+
+    Raises:
+        InexpressibleError: a spec has no word for it.
+    """
+    refuse_other_models(source)
+    if not described(source):
+        for name in OPTIONS:
+            if name in source.given:
+                source.used.setdefault(name, set()).add(_MODEL)
+        return
+    sizes: dict[str, Any] = {}
+    for name, key in SIZES.items():
+        sizes[key] = draft.carry(source, name, (*_MODEL, key), int)
+        if sizes[key] is None:
+            draft.ask((*_MODEL, key), f"the file does not say --{name.replace('_', '-')}")
+    if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), int) is None:
+        draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
+    try:
+        _read_layers(source, draft, sizes)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _MODEL)
+    for name in OPTIONS:
+        # What is left open elsewhere in the model still counts as part of it.
+        if name in source.given and name not in source.used and name not in source.reasons:
+            source.used[name] = {_MODEL}
+
+
+def refuse_other_models(source: Source) -> None:
+    """Refuses what is no decoder of a spec.
+
+    Raises:
+        InexpressibleError: with the option that says so.
+    """
+    for name, what in OTHER_MODELS.items():
+        value = source.given.get(name)
+        if name in source.given and value not in (None, False) and not isinstance(value, Undecided):
+            raise InexpressibleError(f"--{name.replace('_', '-')}", what)
+    vocabulary = source.given.get("vocab_file")
+    if isinstance(vocabulary, (str, Undecided)) and not any(
+        source.has(name) for name in ("merge_file", "tokenizer_type", "tokenizer_model")
+    ):
+        raise InexpressibleError("--vocab-file without --merge-file", "a vocabulary of word pieces: it is a BERT")
+
+
+def described(source: Source) -> list[str]:
+    """The options that give sizes of a model."""
+    return [name for name in ("num_layers", "hidden_size", "num_attention_heads") if source.has(name)]
+
+
+def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
+    def value(name: str) -> Any:
+        return source.value(name, _MODEL)
+
+    hidden, heads, layers = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_hidden_layers"]
+    latent = value("multi_latent_attention") is True
+    switches = {**activation.read(source), **positions.read(source, latent=latent)}
+    ffn = value("ffn_hidden_size")
+    if ffn is None and hidden is not None:
+        ffn = default_ffn(hidden, swiglu=value("swiglu") is True)
+    groups = value("num_query_groups") if value("group_query_attention") is True else heads
+    if value("group_query_attention") is not True:
+        source.ignore("num_query_groups", "without --group-query-attention every head has its own")
+    width = value("kv_channels")
+    untied = value("untie_embeddings_and_output_weights") is True
+    dropouts = {name: float(value(name)) for name in _DROPOUTS}
+    deviation = float(value("init_method_std"))
+    latents = {name: value(name) for name in _LATENT if name != "multi_latent_attention"} if latent else {}
+    if None in (hidden, heads, layers, groups, ffn):
+        return  # asked for already
+    router, moe = experts.read(source, ffn=ffn, layers=layers)
+    width = hidden // heads if width is None else width
+    wanted = Architecture(
+        **switches,
+        tied=not untied,
+        grouped=groups != heads,
+        own_head_dim=width * heads != hidden,
+        attention_dropout=dropouts["attention_dropout"],
+        hidden_dropout=dropouts["hidden_dropout"],
+        embedding_dropout=dropouts["hidden_dropout"],
+        initializer_range=deviation,
+        router=router,
+        latent=latent,
+    )
+    own = {"intermediate_size": ffn, "num_key_value_heads": groups, "head_dim": width}
+    if latent:
+        names = {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim"}
+        own = {"intermediate_size": ffn, "num_key_value_heads": heads}
+        own |= {names.get(name, name): size for name, size in latents.items()}
+    for key, one in config_of(wanted, own, moe).items():
+        draft.set((*_MODEL, key), one, said=True)
+
+
+def default_ffn(hidden: int, *, swiglu: bool) -> int:
+    """The width of the MLP where a file does not say it (validate_args)."""
+    return int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden
+
+
+ROWS: tuple[Row, ...] = (
+    Entry("make_vocab_size_divisible_by", ("parallelism", "make_vocab_size_divisible_by")),
+    Part(OPTIONS, _write, _read, _losses),
+)
+"""The model, in the order in which it is written."""

@@ -11,20 +11,20 @@ MEGATRON_ARGS=(
   --expert-model-parallel-size 1
   --expert-tensor-parallel-size 1
   --use-distributed-optimizer
+  --make-vocab-size-divisible-by 128
   --num-layers 48
   --hidden-size 1600
   --ffn-hidden-size 6400
   --num-attention-heads 25
   --max-position-embeddings 1024
   --vocab-size 50257
-  --make-vocab-size-divisible-by 128
   --normalization LayerNorm
   --norm-epsilon 1e-05
+  --position-embedding-type learned_absolute
+  --kv-channels 64
   --init-method-std 0.02
   --attention-dropout 0.1
   --hidden-dropout 0.1
-  --kv-channels 64
-  --position-embedding-type learned_absolute
   --seq-length 1024
   --micro-batch-size 4
   --global-batch-size 32
@@ -32,16 +32,16 @@ MEGATRON_ARGS=(
   --eval-global-batch-size 32
   --optimizer adam
   --lr 0.0003
-  --min-lr 0.0003
-  --lr-decay-style constant
   --weight-decay 0.1
   --adam-beta1 0.9
   --adam-beta2 0.95
   --adam-eps 1e-08
+  --lr-decay-style constant
+  --min-lr 0.0003
   --clip-grad 1.0
   --seed 1234
   --bf16
-  --accumulate-allreduce-grads-in-fp32
+  --grad-reduce-in-bf16
   --recompute-granularity full
   --recompute-method uniform
   --recompute-num-layers 1

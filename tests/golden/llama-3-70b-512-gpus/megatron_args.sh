@@ -14,43 +14,43 @@ MEGATRON_ARGS=(
   --expert-tensor-parallel-size 8
   --sequence-parallel
   --use-distributed-optimizer
+  --make-vocab-size-divisible-by 128
   --num-layers 80
   --hidden-size 8192
   --ffn-hidden-size 28672
   --num-attention-heads 64
   --max-position-embeddings 8192
   --vocab-size 128256
-  --make-vocab-size-divisible-by 128
   --normalization RMSNorm
   --norm-epsilon 1e-05
-  --init-method-std 0.02
-  --attention-dropout 0.0
-  --hidden-dropout 0.0
-  --kv-channels 128
-  --group-query-attention
-  --num-query-groups 8
+  --disable-bias-linear
+  --swiglu
   --position-embedding-type rope
   --rotary-base 500000
   --rotary-percent 1.0
-  --swiglu
-  --disable-bias-linear
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --init-method-std 0.02
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
   --untie-embeddings-and-output-weights
   --seq-length 8192
   --micro-batch-size 1
   --global-batch-size 512
   --eval-micro-batch-size 1
   --eval-global-batch-size 512
+  --train-iters 100000
   --optimizer adam
   --lr 0.0003
-  --min-lr 0.0003
-  --lr-decay-style constant
   --weight-decay 0.1
   --adam-beta1 0.9
   --adam-beta2 0.95
   --adam-eps 1e-08
+  --lr-decay-style constant
+  --min-lr 0.0003
   --clip-grad 1.0
   --seed 1234
-  --train-iters 100000
   --bf16
   --accumulate-allreduce-grads-in-fp32
   --recompute-granularity selective

@@ -15,26 +15,26 @@ MEGATRON_ARGS=(
   --sequence-parallel
   --cp-comm-type p2p
   --use-distributed-optimizer
+  --make-vocab-size-divisible-by 128
   --num-layers 32
   --hidden-size 4096
   --ffn-hidden-size 14336
   --num-attention-heads 32
   --max-position-embeddings 65536
   --vocab-size 128256
-  --make-vocab-size-divisible-by 128
   --normalization RMSNorm
   --norm-epsilon 1e-05
-  --init-method-std 0.02
-  --attention-dropout 0.0
-  --hidden-dropout 0.0
-  --kv-channels 128
-  --group-query-attention
-  --num-query-groups 8
+  --disable-bias-linear
+  --swiglu
   --position-embedding-type rope
   --rotary-base 500000
   --rotary-percent 1.0
-  --swiglu
-  --disable-bias-linear
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --init-method-std 0.02
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
   --untie-embeddings-and-output-weights
   --seq-length 65536
   --micro-batch-size 1
@@ -43,15 +43,15 @@ MEGATRON_ARGS=(
   --eval-global-batch-size 64
   --optimizer adam
   --lr 0.0003
-  --min-lr 0.0003
-  --lr-decay-style constant
   --weight-decay 0.1
   --adam-beta1 0.9
   --adam-beta2 0.95
   --adam-eps 1e-08
+  --lr-decay-style constant
+  --min-lr 0.0003
   --clip-grad 1.0
   --seed 1234
   --bf16
-  --accumulate-allreduce-grads-in-fp32
+  --grad-reduce-in-bf16
   --recompute-granularity selective
 )

@@ -13,27 +13,27 @@ MEGATRON_ARGS=(
   --expert-model-parallel-size 1
   --expert-tensor-parallel-size 16
   --use-distributed-optimizer
+  --make-vocab-size-divisible-by 128
   --num-layers 36
   --hidden-size 4096
   --ffn-hidden-size 12288
   --num-attention-heads 32
   --max-position-embeddings 40960
   --vocab-size 151936
-  --make-vocab-size-divisible-by 128
   --normalization RMSNorm
   --norm-epsilon 1e-06
-  --init-method-std 0.02
-  --attention-dropout 0.0
-  --hidden-dropout 0.0
-  --kv-channels 128
-  --group-query-attention
-  --num-query-groups 8
+  --disable-bias-linear
+  --qk-layernorm
+  --swiglu
   --position-embedding-type rope
   --rotary-base 1000000
   --rotary-percent 1.0
-  --swiglu
-  --disable-bias-linear
-  --qk-layernorm
+  --kv-channels 128
+  --group-query-attention
+  --num-query-groups 8
+  --init-method-std 0.02
+  --attention-dropout 0.0
+  --hidden-dropout 0.0
   --untie-embeddings-and-output-weights
   --seq-length 32768
   --micro-batch-size 1
@@ -42,12 +42,12 @@ MEGATRON_ARGS=(
   --eval-global-batch-size 16
   --optimizer adam
   --lr 0.0003
-  --min-lr 0.0003
-  --lr-decay-style constant
   --weight-decay 0.1
   --adam-beta1 0.9
   --adam-beta2 0.95
   --adam-eps 1e-08
+  --lr-decay-style constant
+  --min-lr 0.0003
   --clip-grad 1.0
   --seed 1234
   --bf16

@@ -1,0 +1,196 @@
+"""The arguments of one call of Megatron-LM, read as its parser reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .options import Facts, Line, elsewhere, line, lines, spelling
+
+_INTEGER = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")
+_NEGATIVE = re.compile(r"-\d|-\.\d")
+
+
+class Unknown(str):
+    """A value that the file does not decide, as it is written there; `names` are the variables that would."""
+
+    __slots__ = ("names",)
+    names: tuple[str, ...]
+
+    def __new__(cls, text: str, names: tuple[str, ...]) -> Unknown:
+        """A value with its variables."""
+        made = super().__new__(cls, text)
+        made.names = names
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is copied."""
+        return Unknown, (str(self), self.names)
+
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of a command line: its text, or None with the variables that decide it; and where it stands."""
+
+    text: str | None
+    shown: str
+    names: tuple[str, ...]
+    span: Span | None
+    many: bool = False
+    """Several words, or none, may stand here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A word that the parser does not take. `kind` is "unknown", "type", "choice", "missing" or "surplus"."""
+
+    kind: str
+    name: str
+    flag: str
+    value: str
+    span: Span | None
+    facts: Facts | None = None
+
+
+@dataclass
+class Arguments:
+    """Values by the names of `options`, with everything else that a call says."""
+
+    project: str
+    values: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+    """How the flag of each is written."""
+    spans: dict[str, tuple[Span | None, Span | None]] = field(default_factory=dict)
+    """Where the flag and the value of each stand."""
+    problems: list[Problem] = field(default_factory=list)
+    repeated: dict[str, list[Span | None]] = field(default_factory=dict)
+    """Earlier places of options that are given more than once, with other values."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Options that the parser has not, by the name as it is spelled."""
+    is_open: bool = False
+    """Whether there may be further arguments, which the file does not show."""
+    assumptions: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def line(self) -> Line:
+        """The parsers that these arguments are for."""
+        return line(self.project)
+
+
+def converted(facts: Facts, text: str) -> Any:
+    """A value as the parser makes it.
+
+    Raises:
+        ValueError: the parser refuses it.
+    """
+    if facts.type == "int":
+        if not _INTEGER.fullmatch(text):
+            raise ValueError(text)
+        return int(text)
+    if facts.type == "float":
+        return float(text)
+    if facts.type == "bool":
+        return bool(text)
+    return text
+
+
+def project_of(flags: Sequence[str]) -> str:
+    """The project whose parsers know the most of these flags; NVIDIA's when several do."""
+    spelled = {spelling(flag) for flag in flags}
+    counts = {name: sum(flag in line(name).by_flag for flag in spelled) for name in lines()}
+    return max(counts, key=lambda name: counts[name])
+
+
+def parsed(words: Sequence[Word], project: str | None = None) -> Arguments:
+    """The words after the name of a program."""
+    flags = [word.text.partition("=")[0] for word in words if word.text is not None and _is_flag(word)]
+    found = Arguments(project or project_of(flags))
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not _is_flag(word):
+            if word.text is None and word.many:
+                found.is_open = True
+            continue
+        following = at
+        while following < len(words) and not _is_flag(words[following]):
+            following += 1
+        at += _take(found, word, words[at:following])
+    return found
+
+
+def _is_flag(word: Word) -> bool:
+    text = word.shown if word.text is None else word.text
+    return text.startswith("--") and len(text) > 2 and not _NEGATIVE.match(text)
+
+
+def _take(found: Arguments, word: Word, following: Sequence[Word]) -> int:
+    """Reads one flag; returns how many of the words after it are its values."""
+    text = word.shown if word.text is None else word.text
+    flag, equals, inline = text.partition("=")
+    spelled = spelling(flag)
+    span = None if word.span is None else (word.span[0], word.span[0] + len(flag))
+    values = list(following)
+    if equals:
+        begin = None if word.span is None else (word.span[0] + len(flag) + 1, word.span[1])
+        values = [Word(None if word.text is None else inline, inline, word.names, begin)]
+    if flag != f"--{spelled}" and spelled not in found.line.by_flag:
+        spelled = flag[2:]
+    if spelled not in found.line.by_flag:
+        _unknown(found, flag, spelled, values, span)
+        # What follows an unknown flag is taken for its value, which may be several words.
+        return 0 if equals else len(following)
+    name, turns_on = found.line.by_flag[spelled]
+    facts = found.line.options[name].newest
+    if facts.is_flag:
+        value: Any = turns_on
+        used: Sequence[Word] = ()
+        if values and (equals or (values[0].text is not None and not values[0].many)):
+            found.problems.append(Problem("surplus", name, flag, values[0].shown, values[0].span, facts))
+    elif facts.kind == "list":
+        used = values
+        value = [_value(found, name, flag, facts, one) for one in used if not one.many]
+        if any(one.many for one in used) or (len(value) == 1 and isinstance(value[0], Unknown)):
+            value = Unknown(" ".join(one.shown for one in used), tuple(n for one in used for n in one.names))
+    else:
+        used = values[:1]
+        value = _value(found, name, flag, facts, used[0]) if used else None
+        if not used and facts.kind == "value":
+            found.problems.append(Problem("missing", name, flag, "", span, facts))
+        if len(values) > 1 and values[1].text is not None and not equals:
+            found.problems.append(Problem("surplus", name, flag, values[1].shown, values[1].span, facts))
+    _keep(found, name, flag, value, (span, used[0].span if used else None))
+    return 0 if equals else len(used)
+
+
+def _keep(found: Arguments, name: str, flag: str, value: Any, spans: tuple[Span | None, Span | None]) -> None:
+    if name in found.values and found.values[name] != value:
+        found.repeated.setdefault(name, []).append(found.spans[name][1] or found.spans[name][0])
+    found.values[name], found.flags[name], found.spans[name] = value, flag, spans
+
+
+def _unknown(found: Arguments, flag: str, spelled: str, values: Sequence[Word], span: Span | None) -> None:
+    texts = [one.shown for one in values]
+    found.unknown[spelled] = True if not texts else texts[0] if len(texts) == 1 else texts
+    if spelled not in elsewhere():
+        found.problems.append(Problem("unknown", spelled, flag, " ".join(texts), span))
+
+
+def _value(found: Arguments, name: str, flag: str, facts: Facts, word: Word) -> Any:
+    """One value; one that the parser refuses is kept as text, with a problem."""
+    if word.text is None:
+        return Unknown(word.shown, word.names)
+    try:
+        value = converted(facts, word.text)
+    except (ValueError, OverflowError):
+        found.problems.append(Problem("type", name, flag, word.text, word.span, facts))
+        return word.text
+    if facts.choices is not None and value not in facts.choices:
+        found.problems.append(Problem("choice", name, flag, word.text, word.span, facts))
+    return value

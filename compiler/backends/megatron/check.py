@@ -1,0 +1,118 @@
+"""What Megatron-LM's parser does not take of a call's arguments: names, types, choices, words without a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parcompile.diagnostics import Diagnostic, Severity
+from parcompile.diagnostics.suggest import closest
+
+from .arguments import Arguments, Problem, Span, Unknown, converted
+from .file import Call
+from .options import Facts, Line, Option, spelling
+
+
+def findings(call: Call) -> Iterator[Diagnostic]:
+    """What is wrong with the words of one call."""
+    arguments = call.arguments
+    for problem in arguments.problems:
+        found = _found(arguments, problem)
+        if found is not None:
+            yield _placed(call, found, problem.span)
+    for name, spans in arguments.repeated.items():
+        last = arguments.values[name]
+        if not isinstance(last, Unknown):
+            message = f"{arguments.flags[name]} is given {len(spans) + 1} times with other values; the last one counts"
+            yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
+    yield from (_placed(call, one, None) for one in _versions(arguments))
+
+
+def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
+    if span is None:
+        return call.locate(found)
+    source = call.source
+    return replace(found, file=source.file, position=source.position(span[0]), end=source.position(span[1]))
+
+
+def _found(arguments: Arguments, problem: Problem) -> Diagnostic | None:
+    path = (problem.name,) if problem.name in arguments.values else ()
+    error, parsers = Severity.ERROR, arguments.line
+    if problem.kind == "unknown":
+        near = closest(problem.flag, _flags(parsers))
+        message = f"{_tool(parsers)} has no {problem.flag}"
+        # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
+        help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"
+        return Diagnostic("K001", error if near else Severity.WARNING, message, path, help=help_)
+    assert problem.facts is not None
+    if problem.kind == "type":
+        if _some_version_takes(parsers.options[problem.name], problem.value):
+            return None
+        kind = {"int": "a whole number", "float": "a number"}.get(problem.facts.type, problem.facts.type)
+        return Diagnostic("K003", error, f"{problem.flag} takes {kind}, not {problem.value!r}", path)
+    if problem.kind == "choice":
+        if _some_version_takes(parsers.options[problem.name], problem.value):
+            return None
+        choices = [str(one) for one in problem.facts.choices or ()]
+        near = closest(problem.value, choices)
+        message = f"{problem.flag} is one of {', '.join(choices)}, not {problem.value!r}"
+        return Diagnostic("K004", error, message, path, help=f"did you mean {near}?" if near else None)
+    if problem.kind == "missing":
+        return Diagnostic("K007", error, f"{problem.flag} has no value", path)
+    what = "takes no value" if problem.facts.is_flag else "takes one value"
+    return Diagnostic("K007", error, f"{problem.flag} {what}: {problem.value!r} has no place", path)
+
+
+def _some_version_takes(option: Option, text: str) -> bool:
+    """Whether any version of the parser took a value, though the newest does not."""
+    for facts in option.facts:
+        try:
+            value = converted(facts, text)
+        except (ValueError, OverflowError):
+            continue
+        if facts.choices is None or value in facts.choices:
+            return True
+    return False
+
+
+def _flags(parsers: Line) -> list[str]:
+    return [flag for option in parsers.options.values() for facts in option.facts for flag in facts.flags]
+
+
+def _tool(parsers: Line) -> str:
+    return "Megatron-LM" if parsers.name.startswith("NVIDIA/") else parsers.name
+
+
+def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
+    """Options that the newest version has no more: fine in an old checkout, wrong beside options of a newer one."""
+    parsers = arguments.line
+    spans = {name: _having(parsers.options[name].facts, spelling(arguments.flags[name])) for name in arguments.values}
+    gone = {name: versions for name, versions in spans.items() if versions and parsers.newest not in versions}
+    if not gone:
+        return
+    together = frozenset(range(len(parsers.versions))).intersection(*(found for found in spans.values() if found))
+    for name, versions in gone.items():
+        flag, last = arguments.flags[name], parsers.versions[max(versions)]
+        removed = parsers.versions[max(versions) + 1]
+        if together:
+            continue
+        later = [other for other, found in spans.items() if found and min(found) > max(versions)]
+        if later:
+            other = later[0]
+            since = parsers.versions[min(spans[other])]
+            message = (
+                f"no version of {_tool(parsers)} has {flag} (until {last}) and {arguments.flags[other]} (since {since})"
+            )
+            yield Diagnostic("K001", Severity.WARNING, message, (name,), help=f"{flag} was removed in {removed}")
+    if together:
+        newest = parsers.versions[max(together)]
+        flags = ", ".join(arguments.flags[name] for name in gone)
+        message = f"written for {_tool(parsers)} {newest} or older: later versions have no {flags}"
+        yield Diagnostic("K001", Severity.INFO, message, (next(iter(gone)),))
+
+
+def _having(facts: tuple[Facts, ...], spelled: str) -> frozenset[int]:
+    """The versions that have an option under this flag."""
+    return frozenset(
+        version for one in facts if spelled in map(spelling, one.flags) for version in range(one.since, one.until + 1)
+    )

@@ -1,0 +1,175 @@
+"""Megatron-LM's words for a mixture of experts and for its router."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from parcompile.backends.architecture import Architecture, InexpressibleError, Router
+from parcompile.backends.reading import Source
+from parcompile.backends.table import Arguments
+from parcompile.model.shape import ModelShape, MoeShape
+
+OPTIONS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+)
+GROUP_TOPK = 2
+"""Experts of a group whose scores are added to choose groups, in DeepSeek-V3's router of transformers."""
+
+
+def write(found: Architecture, shape: ModelShape) -> Arguments:
+    """The options of experts and router; none for a dense model.
+
+    Raises:
+        InexpressibleError: Megatron-LM has no option for something.
+    """
+    moe, router = shape.moe, found.router
+    if moe is None or router is None:
+        return {}
+    options: Arguments = {
+        "num_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.intermediate_size,
+        "moe_router_topk": moe.num_experts_per_token,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    if moe.shared_intermediate_size:
+        options["moe_shared_expert_intermediate_size"] = moe.shared_intermediate_size
+    if router.shared_gate:
+        options["moe_shared_expert_gate"] = True
+    if moe.first_moe_layer:
+        dense, others = moe.first_moe_layer, shape.num_hidden_layers - moe.first_moe_layer
+        options["moe_layer_freq"] = f"([0]*{dense}+[1]*{others})"
+    return options | _write_router(router, moe)
+
+
+def _write_router(router: Router, moe: MoeShape) -> Arguments:
+    options: Arguments = {"moe_router_score_function": router.score}
+    if router.score == "softmax" and not router.normalized:
+        options["moe_router_pre_softmax"] = True
+    elif router.score == "sigmoid" and not router.normalized and moe.num_experts_per_token > 1:
+        raise InexpressibleError("norm_topk_prob false", "Megatron-LM makes the weights of sigmoid scores add up to 1")
+    if router.scale != 1.0:
+        options["moe_router_topk_scaling_factor"] = router.scale
+    if router.groups > 1:
+        options["moe_router_num_groups"] = router.groups
+        options["moe_router_group_topk"] = router.groups_per_token
+        counted = moe.num_experts_per_token // router.groups_per_token
+        if counted != GROUP_TOPK:
+            raise InexpressibleError(
+                f"topk_group {router.groups_per_token} of {router.groups}",
+                f"Megatron-LM chooses groups by {moe.num_experts_per_token} / {router.groups_per_token} = {counted} "
+                f"experts of each, transformers by {GROUP_TOPK}",
+            )
+    if router.correction_bias:
+        # transformers keeps the bias as it was loaded.
+        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+    return options
+
+
+def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeShape | None]:
+    """The router and the sizes of the experts; None for a dense model.
+
+    Raises:
+        InexpressibleError: experts in a way that a spec has no word for.
+        UndecidedError: the file does not say a value.
+    """
+
+    def value(name: str) -> Any:
+        return source.value(name, ("model",))
+
+    count = value("num_experts")
+    if not count:
+        return None, None
+    width, topk = value("moe_ffn_hidden_size") or ffn, int(value("moe_router_topk"))
+    shared, first = value("moe_shared_expert_intermediate_size") or 0, _first_layer(value("moe_layer_freq"), layers)
+    balancing, coefficient = value("moe_router_load_balancing_type"), value("moe_aux_loss_coeff")
+    balancing = balancing[0] if isinstance(balancing, list) and len(balancing) == 1 else balancing
+    if balancing == "sinkhorn":
+        raise InexpressibleError("moe_router_load_balancing_type sinkhorn", "a spec's routers take the highest scores")
+    if not _is_zero(coefficient) and balancing != "none":
+        source.lose("moe_aux_loss_coeff", "a spec has no loss that balances experts")
+    source.ignore("moe_router_load_balancing_type", "a spec has no loss that balances experts")
+    score = str(value("moe_router_score_function"))
+    router = Router(
+        score=score,
+        normalized=value("moe_router_pre_softmax") is not True or score != "softmax",
+        scale=float(value("moe_router_topk_scaling_factor") or 1.0),
+        groups=int(value("moe_router_num_groups") or 1),
+        groups_per_token=int(value("moe_router_group_topk") or 1),
+        correction_bias=value("moe_router_enable_expert_bias") is True,
+        shared_gate=value("moe_shared_expert_gate") is True,
+        shared=bool(shared),
+        dense_layers=first > 0,
+    )
+    value("moe_router_bias_update_rate")
+    moe = MoeShape(int(count), topk, int(width), shared // width if width else 0, int(shared), first)
+    return router, moe
+
+
+def _is_zero(coefficient: Any) -> bool:
+    return not any(coefficient) if isinstance(coefficient, list) else not coefficient
+
+
+def _first_layer(frequency: Any, layers: int) -> int:
+    """The first layer with experts, when all after it have them.
+
+    Raises:
+        InexpressibleError: the pattern is another one.
+    """
+    pattern = layer_pattern(frequency, layers)
+    dense = pattern.index(1) if 1 in pattern else layers
+    if any(one != 1 for one in pattern[dense:]):
+        raise InexpressibleError(
+            f"moe_layer_freq {frequency}", "a spec has experts in every layer from the first with them on"
+        )
+    return dense
+
+
+def layer_pattern(frequency: Any, layers: int) -> list[int]:
+    """For each layer 1 or 0, as Megatron-LM evaluates it: every N-th from the first on, or a list expression.
+
+    Raises:
+        InexpressibleError: it cannot be evaluated.
+    """
+    text = str(frequency).strip()
+    if text.isdigit() and int(text) > 0:
+        return [int(layer % int(text) == 0) for layer in range(layers)]
+    try:
+        found = _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, int) for one in found):
+        raise InexpressibleError(f"moe_layer_freq {frequency}", "it is no number and no list expression")
+    return found
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Lists and whole numbers with + and *; nothing is executed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluated(one) for one in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        sizes = [one if isinstance(one, int) else len(one) for one in (left, right)]
+        if sizes[0] * sizes[1] > 1_000_000:
+            raise ValueError("too long")
+        return left * right
+    raise ValueError(ast.dump(node))

@@ -1,0 +1,245 @@
+"""Megatron-LM's options of the layout: axes, stages, context parallelism, the sharded optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.backends.losses import Loss, effective_order, order_loss, sequence_loss
+from parcompile.backends.reading import Draft, Source, UndecidedError
+from parcompile.backends.table import Arguments, Entry, Part, Row, flag
+from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.grid import Axis
+from parcompile.layout.sequence import CpLayout
+from parcompile.spec import Spec
+
+ORDERS = (("tp", "cp", "ep", "dp", "pp"), ("tp", "cp", "ep", "pp", "dp"))
+"""The orders of the axes that Megatron-LM knows, innermost first; the second is --use-tp-pp-dp-mapping."""
+
+COMM_TYPES = {
+    CpImplementation.RING: "p2p",
+    CpImplementation.DOUBLE_RING: "p2p",
+    CpImplementation.ALL_GATHER: "all_gather",
+    CpImplementation.ULYSSES: "a2a",
+    CpImplementation.USP: "a2a+p2p",
+}
+"""Values of --cp-comm-type."""
+_IMPLEMENTATIONS = {name: one for one, name in COMM_TYPES.items() if one is not CpImplementation.DOUBLE_RING}
+_IMPLEMENTATION, _SIZES = ("parallelism", "cp_implementation"), ("parallelism", "hierarchical_cp_sizes")
+_VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
+_GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
+_ORDER = ("parallelism", "order")
+_STAGE = ("zero", "stage")
+
+
+def _write_experts(spec: Spec) -> Arguments:
+    return {"expert_tensor_parallel_size": spec.parallelism.tp}
+
+
+def _read_experts(source: Source, _draft: Draft) -> None:
+    source.value("expert_tensor_parallel_size", ("parallelism", "tp"))
+
+
+def _write_context(spec: Spec) -> Arguments:
+    parallelism = spec.parallelism
+    if parallelism.cp == 1:
+        return {}
+    found: Arguments = {"cp_comm_type": [COMM_TYPES[parallelism.cp_implementation]]}
+    if parallelism.cp_implementation is CpImplementation.USP and parallelism.hierarchical_cp_sizes is not None:
+        found["hierarchical_context_parallel_sizes"] = list(parallelism.hierarchical_cp_sizes)
+    return found
+
+
+def _read_context(source: Source, draft: Draft) -> None:
+    """The implementation, when it is one for all layers and there is a context axis."""
+    try:
+        kinds = source.value("cp_comm_type", _IMPLEMENTATION)
+        sizes = source.value("hierarchical_context_parallel_sizes", _SIZES)
+        cp = source.value("context_parallel_size")
+    except UndecidedError as error:
+        draft.leave_open(source, error, _IMPLEMENTATION)
+        return
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not isinstance(cp, int) or cp == 1:
+        source.ignore("cp_comm_type", "one rank holds the whole sequence")
+        source.ignore("hierarchical_context_parallel_sizes", "one rank holds the whole sequence")
+        return
+    if len(set(kinds)) > 1 or kinds[0] not in _IMPLEMENTATIONS:
+        source.lose("cp_comm_type", "a spec has one implementation for all layers: p2p, all_gather, a2a or a2a+p2p")
+        return
+    draft.set(_IMPLEMENTATION, _IMPLEMENTATIONS[kinds[0]].value, said=source.has("cp_comm_type"))
+    if kinds[0] != "a2a+p2p":
+        source.ignore("hierarchical_context_parallel_sizes", f"cp_comm_type {kinds[0]} has one level")
+    elif isinstance(sizes, list) and len(sizes) == 2:
+        draft.set(_SIZES, sizes, said=True)
+    elif sizes is not None:
+        source.lose("hierarchical_context_parallel_sizes", "a spec has two levels")
+
+
+def _context_losses(spec: Spec) -> Iterator[Loss]:
+    """Where TransformerEngine's context parallelism does less than the plan's implementation."""
+    parallelism, shape = spec.parallelism, spec.model.shape
+    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
+        yield Loss(
+            f"cp_layout {parallelism.cp_layout.value}", "Megatron-LM deals sequences out in zigzag", "zigzag is used"
+        )
+    if parallelism.cp_implementation is CpImplementation.DOUBLE_RING:
+        yield Loss("cp_implementation double_ring", "Megatron-LM has one ring", "--cp-comm-type p2p")
+        return
+    ranks, kv_heads = parallelism.context.head_ranks, max(1, shape.num_key_value_heads // parallelism.tp)
+    if kv_heads % ranks:
+        name = parallelism.cp_implementation.value
+        yield Loss(
+            f"cp_implementation {name} with {kv_heads} key/value heads on a rank",
+            f"TransformerEngine does not repeat them for {ranks} ranks that exchange heads",
+            "cp_implementation ring",
+            fatal=True,
+        )
+
+
+def _write_order(spec: Spec) -> Arguments:
+    order = effective_order(spec.parallelism)
+    inverted = Axis.DP in order and Axis.PP in order and order.index(Axis.DP) > order.index(Axis.PP)
+    return {"use_tp_pp_dp_mapping": True} if inverted else {}
+
+
+def _read_order(source: Source, draft: Draft) -> None:
+    try:
+        inverted = source.value("use_tp_pp_dp_mapping", _ORDER) is True
+    except UndecidedError as error:
+        draft.leave_open(source, error, _ORDER)
+        return
+    draft.set(_ORDER, "-".join(ORDERS[inverted]), said=source.has("use_tp_pp_dp_mapping"))
+
+
+def _order_losses(spec: Spec) -> Iterator[Loss]:
+    yield from order_loss(spec.parallelism, "Megatron-LM", ORDERS)
+    yield from sequence_loss(spec, "Megatron-LM")
+
+
+def _write_stages(spec: Spec) -> Arguments:
+    parallelism = spec.parallelism
+    found: Arguments = {}
+    if parallelism.pp == 1:
+        return found
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if getattr(parallelism, name):
+            found[name] = True
+    for end in ("first", "last"):
+        layers = getattr(parallelism, f"num_layers_in_{end}_pipeline_stage")
+        if layers is not None:
+            found[f"decoder_{end}_pipeline_num_layers"] = layers
+    if parallelism.num_virtual_stages_per_pipeline_rank > 1:
+        # Megatron-LM takes this one also where the first or last stage has a number of its own.
+        found[_VIRTUAL[1]] = parallelism.num_virtual_stages_per_pipeline_rank
+        found[_GROUP[1]] = parallelism.microbatch_group_size_per_virtual_pipeline_stage
+    return found
+
+
+def _read_stages(source: Source, draft: Draft) -> None:
+    for part in ("embedding", "loss"):
+        name = f"account_for_{part}_in_pipeline_split"
+        draft.carry(source, name, ("parallelism", name))
+    for end in ("first", "last"):
+        draft.carry(
+            source,
+            f"decoder_{end}_pipeline_num_layers",
+            ("parallelism", f"num_layers_in_{end}_pipeline_stage"),
+        )
+    source.lose("pipeline_model_parallel_layout", "a spec gives layers to stages by numbers, not by a pattern")
+    draft.carry(source, _VIRTUAL[1], _VIRTUAL)
+    each = "num_layers_per_virtual_pipeline_stage"
+    try:
+        layers = source.value(each, _VIRTUAL)
+        virtual = None if layers is None else virtual_stages(source, layers)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _VIRTUAL)
+        return
+    if virtual is not None:
+        draft.set(_VIRTUAL, virtual, said=True)
+    if draft.values.get(_VIRTUAL, 1) != 1:
+        draft.carry(source, _GROUP[1], _GROUP)
+    else:
+        source.ignore(_GROUP[1], "there are no virtual stages")
+
+
+def virtual_stages(source: Source, each: int) -> int | None:
+    """Virtual stages of a rank that has `each` layers in one; None when they do not divide, which Megatron-LM refuses.
+
+    Raises:
+        UndecidedError: the file does not say the layers or the stages.
+    """
+    layers, pp = source.value("num_layers"), source.value("pipeline_model_parallel_size")
+    if not isinstance(layers, int) or not isinstance(pp, int) or each < 1:
+        return None
+    for part in ("embedding", "loss"):
+        layers += source.value(f"account_for_{part}_in_pipeline_split") is True
+    return layers // (pp * each) if layers % (pp * each) == 0 else None
+
+
+def _write_sharding(spec: Spec) -> Arguments:
+    return {"use_distributed_optimizer": True} if spec.zero_stage >= 1 else {}
+
+
+def _read_sharding(source: Source, draft: Draft) -> None:
+    """The stage of ZeRO that shards as much: the distributed optimizer is stage 1, FSDP is 3 if not told less."""
+    try:
+        distributed = source.value("use_distributed_optimizer", _STAGE) is True
+        fsdp = source.value("use_megatron_fsdp", _STAGE) is True or source.value("use_custom_fsdp", _STAGE) is True
+        strategy = source.value("data_parallel_sharding_strategy", _STAGE)
+        torch_fsdp = source.value("use_torch_fsdp2", _STAGE) is True
+    except UndecidedError as error:
+        draft.leave_open(source, error, _STAGE)
+        return
+    stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    stage = 3 if torch_fsdp else stages.get(strategy, 3) if fsdp else 1 if distributed else 0
+    if not fsdp:
+        source.ignore("data_parallel_sharding_strategy", "only --use-megatron-fsdp reads it")
+    draft.set(_STAGE, stage, said=True)
+
+
+def _sharding_losses(spec: Spec) -> Iterator[Loss]:
+    if spec.zero_stage > 1:
+        yield Loss(
+            f"zero.stage {spec.zero_stage}",
+            "the distributed optimizer is stage 1: numbers are the same, memory is not",
+            "use --use-megatron-fsdp",
+        )
+
+
+ROWS: tuple[Row, ...] = (
+    Entry("tensor_model_parallel_size", ("parallelism", "tp")),
+    Entry("context_parallel_size", ("parallelism", "cp")),
+    Entry("pipeline_model_parallel_size", ("parallelism", "pp")),
+    Entry("expert_model_parallel_size", ("parallelism", "ep")),
+    Part(("expert_tensor_parallel_size",), _write_experts, _read_experts),
+    Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
+    Part(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
+    Part(("use_tp_pp_dp_mapping",), _write_order, _read_order, _order_losses),
+    Part(
+        (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers_per_virtual_pipeline_stage",
+            "microbatch_group_size_per_virtual_pipeline_stage",
+            "pipeline_model_parallel_layout",
+        ),
+        _write_stages,
+        _read_stages,
+    ),
+    Part(
+        (
+            "use_distributed_optimizer",
+            "use_megatron_fsdp",
+            "use_custom_fsdp",
+            "use_torch_fsdp2",
+            "data_parallel_sharding_strategy",
+        ),
+        _write_sharding,
+        _read_sharding,
+        _sharding_losses,
+    ),
+)
+"""The layout, in the order in which it is written."""

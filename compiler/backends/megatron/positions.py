@@ -1,0 +1,186 @@
+"""Megatron-LM's words for positions and for what a query attends to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parcompile.backends.architecture import Architecture, InexpressibleError, Rope
+from parcompile.backends.reading import Source
+from parcompile.backends.table import Arguments
+
+OPTIONS = (
+    "position_embedding_type",
+    "use_rotary_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "no_yarn_correction_range_round_to_int",
+    "window_size",
+)
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What --use-rope-scaling computes. --rope-scaling-factor is read by nothing: the builder of the model does not pass it
+on, and the default of core/models/common/embeddings/rotary_pos_embedding.py stays."""
+LATENT_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""What latent attention computes YaRN with: these have no option (MLATransformerConfig)."""
+
+
+def write(found: Architecture) -> Arguments:
+    """The options of positions and window.
+
+    Raises:
+        InexpressibleError: Megatron-LM has no option for something.
+    """
+    window: Arguments = {}
+    if found.window is not None:
+        # Megatron-LM counts the tokens before a query, Hugging Face counts the query too.
+        window["window_size"] = f"({found.window - 1},0)"
+    rope = found.rope
+    if rope is None:
+        return {"position_embedding_type": "learned_absolute", **window}
+    if rope.theta % 1:
+        raise InexpressibleError(f"rope_theta {rope.theta}", "--rotary-base is a whole number")
+    options: Arguments = {"position_embedding_type": "rope", "rotary_base": int(rope.theta)}
+    if found.latent:
+        return {**options, **_write_latent(rope), **window}
+    options["rotary_percent"] = rope.percent
+    if rope.interleaved:
+        options["rotary_interleaved"] = True
+    return {**options, **_write_scaling(rope.scaling), **window}
+
+
+def _write_latent(rope: Rope) -> Arguments:
+    if not rope.scaling:
+        return {"rope_type": "rope", "no_rope_fusion": True}  # the fused kernel of latent attention knows YaRN alone
+    _refuse_other(rope.scaling, "yarn", LATENT_YARN, "latent attention")
+    return {"rope_type": "yarn", **_write_yarn(rope.scaling)}
+
+
+def _write_scaling(scaling: Mapping[str, Any]) -> Arguments:
+    kind = scaling.get("rope_type")
+    if not scaling:
+        return {}
+    if kind == "llama3":
+        _refuse_other(scaling, "llama3", LLAMA3, "--use-rope-scaling")
+        return {"use_rope_scaling": True}
+    if kind == "linear" and float(scaling.get("factor", 1.0)) % 1 == 0:
+        return {"rotary_seq_len_interpolation_factor": int(scaling["factor"])}
+    if kind == "yarn":
+        truncated = bool(scaling.get("truncate", True))
+        return {
+            "position_embedding_type": "yarn",
+            **_write_yarn(scaling),
+            "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+            "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
+            "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
+            ("" if truncated else "no_") + "yarn_correction_range_round_to_int": True,
+        }
+    raise InexpressibleError(f"rope_scaling {kind}", "Megatron-LM scales rotary positions as llama3, linear or yarn do")
+
+
+def _write_yarn(scaling: Mapping[str, Any]) -> Arguments:
+    """Factor and the scales of the attention; Hugging Face uses the two scales only together."""
+    factor = float(scaling["factor"])
+    first, second = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    scales = (float(first), float(second)) if first and second else (1.0, 0.0)
+    given, computed = scaling.get("attention_factor"), _magnitude(factor, scales[0]) / _magnitude(factor, scales[1])
+    if given is not None and not math.isclose(given, computed, rel_tol=1e-6):
+        raise InexpressibleError(f"rope_scaling attention_factor {given}", f"Megatron-LM computes {computed:.6g}")
+    return {"rotary_scaling_factor": factor, "mscale": scales[0], "mscale_all_dim": scales[1]}
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _refuse_other(scaling: Mapping[str, Any], kind: str, fixed: Mapping[str, Any], what: str) -> None:
+    if scaling.get("rope_type") != kind:
+        raise InexpressibleError(f"rope_scaling {scaling.get('rope_type')}", f"{what} scales as {kind} does")
+    for key, value in fixed.items():
+        if float(scaling.get(key, value)) != float(value):
+            raise InexpressibleError(f"rope_scaling {key} {scaling[key]}", f"{what} always uses {value}")
+
+
+def read(source: Source, *, latent: bool) -> dict[str, Any]:
+    """The same options as switches of an `Architecture`.
+
+    Raises:
+        InexpressibleError: positions that a spec has no word for.
+        UndecidedError: the file does not say a value.
+    """
+    kind = source.value("position_embedding_type", ("model",))
+    if source.value("use_rotary_position_embeddings", ("model",)) is True:
+        kind = "rope"
+    window = source.value("window_size", ("model",))
+    if kind not in ("rope", "yarn", "learned_absolute"):
+        raise InexpressibleError(f"position_embedding_type {kind}", "a spec has rotary and learned positions")
+    return {
+        "rope": None if kind == "learned_absolute" else _read_rope(source, kind, latent=latent),
+        **_read_window(window),
+    }
+
+
+def _read_window(window: Any) -> dict[str, Any]:
+    if window is None:
+        return {}
+    left = str(window).strip("()[] ").partition(",")[0]
+    return {"window": int(left) + 1} if left.isdigit() else {}
+
+
+def _read_rope(source: Source, kind: str, *, latent: bool) -> Rope:
+    def number(name: str, default: float) -> float:
+        value = source.value(name, ("model",))
+        return default if value is None else float(value)
+
+    scaling: dict[str, Any] = {}
+    if latent:
+        factor = number("rotary_scaling_factor", 1.0)
+        if source.value("rope_type", ("model",)) != "rope" and factor > 1:
+            scaling = {**_read_yarn(number), **LATENT_YARN}
+    elif kind == "yarn":
+        scaling = {
+            **_read_yarn(number),
+            "original_max_position_embeddings": int(number("yarn_original_max_position_embeddings", 4096)),
+            "beta_fast": number("yarn_beta_fast", LATENT_YARN["beta_fast"]),
+            "beta_slow": number("yarn_beta_slow", LATENT_YARN["beta_slow"]),
+        }
+        source.value("yarn_correction_range_round_to_int", ("model",))
+        if source.value("no_yarn_correction_range_round_to_int", ("model",)) is True:
+            scaling["truncate"] = False
+    elif source.value("use_rope_scaling", ("model",)) is True:
+        scaling = {"rope_type": "llama3", **LLAMA3}
+    elif source.value("rotary_seq_len_interpolation_factor", ("model",)) is not None:
+        scaling = {"rope_type": "linear", "factor": number("rotary_seq_len_interpolation_factor", 1.0)}
+    source.ignore("rope_scaling_factor", "Megatron-LM does not pass it on to the model: the factor is 8")
+    return Rope(
+        theta=float(source.value("rotary_base", ("model",))),
+        percent=1.0 if latent else number("rotary_percent", 1.0),
+        scaling=scaling,
+        interleaved=source.value("rotary_interleaved", ("model",)) is True,
+    )
+
+
+def _read_yarn(number: Callable[[str, float], float]) -> dict[str, Any]:
+    first, second = number("mscale", 1.0), number("mscale_all_dim", 0.0)
+    both = {"mscale": first, "mscale_all_dim": second} if second else {}
+    if not second and first != 1.0:
+        both = {"attention_factor": _magnitude(number("rotary_scaling_factor", 1.0), first)}
+    return {"rope_type": "yarn", "factor": number("rotary_scaling_factor", 1.0), **both}

@@ -1,0 +1,281 @@
+"""Megatron-LM's options of the training: batch, length, optimizer, schedule, precision, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from parcompile.backends.losses import Loss
+from parcompile.backends.reading import Draft, Source, SpecPath, UndecidedError
+from parcompile.backends.table import Arguments, Entry, Part, Row
+from parcompile.spec import Precision, Spec
+
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+_SCHEDULE: SpecPath = ("training", "lr_scheduler")
+_STEPS: SpecPath = ("training", "train_steps")
+_PRECISION: SpecPath = ("training", "precision")
+_GRADIENTS: SpecPath = ("training", "gradient_accumulation_dtype")
+_RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
+_SCALES = {"initial_loss_scale": 65536.0, "loss_scale_window": 1000.0, "hysteresis": 2, "min_loss_scale": 1.0}
+"""What DeepSpeed's dynamic loss scaling does in a plan."""
+
+
+def _write_length(spec: Spec) -> Arguments:
+    return {} if spec.training.train_steps is None else {"train_iters": spec.training.train_steps}
+
+
+def _read_length(source: Source, draft: Draft) -> None:
+    """The steps of the run; samples are steps when the batch does not grow."""
+    draft.carry(source, "train_iters", _STEPS)
+    try:
+        samples, batch = source.value("train_samples", _STEPS), source.value("global_batch_size")
+    except UndecidedError as error:
+        draft.leave_open(source, error, _STEPS)
+        return
+    if samples is None:
+        return
+    if source.has("rampup_batch_size") or source.has("step_batch_size_schedule"):
+        source.lose("train_samples", "a spec counts steps, and the batch grows")
+    elif not isinstance(batch, int) or samples % batch:
+        source.lose("train_samples", f"a spec counts steps: {samples} / global batch {batch} is not whole")
+    else:
+        draft.set(_STEPS, samples // batch, said=True)
+
+
+def _length_losses(spec: Spec) -> Iterator[Loss]:
+    if spec.training.train_steps is None:
+        yield Loss("train-iters", "the spec does not say training.train_steps", "add --train-iters")
+
+
+def _write_optimizer(spec: Spec) -> Arguments:
+    optimizer = spec.training.optimizer
+    return {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+    }
+
+
+def _read_optimizer(source: Source, draft: Draft) -> None:
+    """The "adam" of Megatron-LM decays weights as AdamW does (core/optimizer/__init__.py)."""
+    try:
+        kind = source.value("optimizer", (*_OPTIMIZER, "type"))
+        betas = [source.value(f"adam_beta{number}", (*_OPTIMIZER, "betas")) for number in (1, 2)]
+    except UndecidedError as error:
+        draft.leave_open(source, error, _OPTIMIZER)
+        return
+    if kind != "adam":
+        source.lose("optimizer", "a spec has the optimizers adam and adamw")
+        draft.ask(_OPTIMIZER, f"--optimizer {kind}: a spec has adam and adamw")
+        return
+    draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has("optimizer"))
+    draft.set((*_OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
+    for name, key in (("lr", "lr"), ("adam_eps", "eps"), ("weight_decay", "weight_decay")):
+        found = draft.carry(source, name, (*_OPTIMIZER, key), float)
+        if name == "lr" and found is None:
+            draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
+
+
+def _optimizer_losses(spec: Spec) -> Iterator[Loss]:
+    if spec.training.optimizer.type == "adam" and spec.training.optimizer.weight_decay:
+        yield Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
+
+
+def _write_schedule(spec: Spec) -> Arguments:
+    schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
+    if schedule is None:
+        return {"lr_decay_style": "constant", "min_lr": lr}
+    found: Arguments = {
+        "lr_decay_style": schedule.type,
+        "lr_warmup_iters": schedule.warmup_steps,
+        "lr_warmup_init": schedule.min_lr,
+        "min_lr": schedule.min_lr,
+    }
+    return found
+
+
+def _read_schedule(source: Source, draft: Draft) -> None:
+    """A schedule that a spec can say; a rate that never changes is none."""
+    try:
+        found = _schedule(source)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _SCHEDULE)
+        return
+    if isinstance(found, str):
+        for name in _SCHEDULE_OPTIONS:
+            source.lose(name, found)
+        return
+    for key, value in found.items():
+        draft.set((*_SCHEDULE, key), value, said=True)
+
+
+_SCHEDULE_OPTIONS = (
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "min_lr",
+)
+
+
+def _schedule(source: Source) -> dict[str, Any] | str:
+    """The schedule in a spec's terms, empty without one; or why a spec cannot say it."""
+
+    def value(name: str) -> Any:
+        return source.value(name, _SCHEDULE)
+
+    style, least, start = value("lr_decay_style"), value("min_lr"), value("lr_warmup_init")
+    total, lr = steps(source, "train"), source.value("lr")
+    end = steps(source, "decay")
+    end = total if end is None else end
+    fraction = value("lr_warmup_fraction")
+    warmup: Any = steps(source, "warmup") if fraction is None else None if end is None else fraction * end
+    if style == "constant" and not warmup:
+        source.ignore("min_lr", "the rate never changes")
+        return {}
+    if style not in ("constant", "linear", "cosine"):
+        return f"a spec has no schedule {style}: constant, linear and cosine"
+    if warmup is None or warmup < 2 or warmup % 1:
+        return f"a spec's schedule has a whole number of warm-up steps, 2 or more, not {warmup or 0:g}"
+    if start != least and not (style == "constant" and not least):
+        return f"a spec's warm-up rises from the lowest rate ({least:g}), not from --lr-warmup-init {start:g}"
+    if style != "constant" and total is None:
+        return "a spec's schedule ends with the training steps, which the file does not say"
+    if style != "constant" and end != total:
+        return f"a spec's schedule ends with the training steps ({total}), not after {end}"
+    if lr is not None and start > lr:
+        return f"the warm-up falls: {start:g} > {lr:g}"
+    return {"type": style, "warmup_steps": int(warmup), "min_lr": float(start)}
+
+
+def steps(source: Source, what: str) -> int | None:
+    """The steps of a run, its decay or its warm-up, given as such or in samples; None when they are not given.
+
+    Raises:
+        UndecidedError: the file does not say the value.
+    """
+    names = {"train": "train", "decay": "lr_decay", "warmup": "lr_warmup"}
+    iters = source.value(f"{names[what]}_iters", _SCHEDULE) if what != "train" else source.value("train_iters")
+    if iters:
+        return int(iters)
+    samples = source.value(f"{names[what]}_samples", _SCHEDULE) if what != "train" else source.value("train_samples")
+    batch = source.value("global_batch_size")
+    if samples and isinstance(batch, int) and samples % batch == 0:
+        return int(samples) // batch
+    return 0 if what == "warmup" and not samples else None
+
+
+def _schedule_losses(spec: Spec) -> Iterator[Loss]:
+    if spec.training.lr_scheduler is not None:
+        yield Loss("lr_scheduler", "Megatron-LM counts steps from 0, DeepSpeed from 1", "rates are one step earlier")
+
+
+def _write_precision(spec: Spec) -> Arguments:
+    training = spec.training
+    found: Arguments = {}
+    if training.precision is Precision.FP32:
+        return found
+    found[training.precision.value] = True
+    if training.gradient_accumulation_dtype is Precision.FP32:
+        found["accumulate_allreduce_grads_in_fp32"] = True
+    elif training.precision is Precision.BF16:
+        found["grad_reduce_in_bf16"] = True
+    if training.precision is Precision.FP16:
+        found |= {"loss_scale": training.loss_scale} if training.loss_scale else _SCALES
+    return found
+
+
+def _read_precision(source: Source, draft: Draft) -> None:
+    try:
+        on = [name for name in ("fp16", "bf16") if source.value(name, _PRECISION) is True]
+        summed = source.value("accumulate_allreduce_grads_in_fp32", _GRADIENTS) is True
+        reduced = source.value("grad_reduce_in_bf16", _GRADIENTS) is True
+    except UndecidedError as error:
+        draft.leave_open(source, error, _PRECISION)
+        return
+    precision = on[0] if on else "fp32"
+    draft.set(_PRECISION, precision, said=bool(on))
+    # Gradients of bf16 weights are summed in fp32 unless --grad-reduce-in-bf16 is given (validate_args).
+    sums = "fp32" if precision == "fp32" or summed or (precision == "bf16" and not reduced) else precision
+    draft.set(_GRADIENTS, sums, said=True)
+    if precision == "fp16":
+        draft.carry(source, "loss_scale", ("training", "loss_scale"), float)
+        for name in _SCALES:
+            source.value(name, ("training", "loss_scale"))
+    else:
+        for name in ("loss_scale", *_SCALES):
+            source.ignore(name, "fp16 is off")
+
+
+def _precision_losses(spec: Spec) -> Iterator[Loss]:
+    training = spec.training
+    if training.precision is Precision.FP32 and training.gradient_accumulation_dtype is not Precision.FP32:
+        yield Loss(
+            f"gradient_accumulation_dtype {training.gradient_accumulation_dtype.value}",
+            "fp32 gradients are summed in fp32",
+            "precision bf16, or gradient_accumulation_dtype fp32",
+        )
+
+
+def _write_recomputation(spec: Spec) -> Arguments:
+    kind = spec.training.activation_checkpointing
+    if kind == "none":
+        return {}
+    found: Arguments = {"recompute_granularity": kind}
+    return found | ({"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {})
+
+
+def _read_recomputation(source: Source, draft: Draft) -> None:
+    """How much is recomputed changes memory and time, no numbers."""
+    try:
+        kind = source.value("recompute_granularity", _RECOMPUTE)
+        if source.value("recompute_activations", _RECOMPUTE) is True:
+            kind = "selective"
+        values = [source.value(name, _RECOMPUTE) for name in ("recompute_method", "recompute_num_layers")]
+    except UndecidedError as error:
+        draft.leave_open(source, error, _RECOMPUTE)
+        return
+    draft.set(_RECOMPUTE, kind or "none", said=kind is not None)
+    if kind != "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            source.ignore(name, "only --recompute-granularity full reads it")
+    elif values != ["uniform", 1]:
+        for name in ("recompute_method", "recompute_num_layers"):
+            source.lose(name, "a plan recomputes every layer on its own: memory differs, numbers do not")
+
+
+ROWS: tuple[Row, ...] = (
+    Entry("seq_length", ("training", "sequence_length")),
+    Entry("micro_batch_size", ("training", "micro_batch_size")),
+    Entry("global_batch_size", ("training", "global_batch_size")),
+    Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
+    Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
+    Part(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
+    Part(
+        ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+        _write_optimizer,
+        _read_optimizer,
+        _optimizer_losses,
+    ),
+    Part(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule, _schedule_losses),
+    Entry("clip_grad", ("training", "gradient_clipping"), read=float),
+    Entry("seed", ("training", "seed")),
+    Part(
+        ("fp16", "bf16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale", *_SCALES),
+        _write_precision,
+        _read_precision,
+        _precision_losses,
+    ),
+    Part(
+        ("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
+        _write_recomputation,
+        _read_recomputation,
+    ),
+)
+"""The training, in the order in which it is written."""

@@ -1,0 +1,128 @@
+"""The values of a call of Megatron-LM as rules read them: what the file does not decide is unknown, and never 1."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from parcompile.backends.megatron.arguments import Unknown
+from parcompile.backends.megatron.file import Call
+from parcompile.backends.megatron.options import NVIDIA, line
+from parcompile.diagnostics import Related, Severity
+
+from .file_registry import MEGATRON, Check, Settings, file_rule
+from .registry import Finding
+
+
+class NotSaidError(Exception):
+    """A rule needs a value that the file does not decide."""
+
+
+class MegatronSettings(Settings):
+    """The values of one call.
+
+    Args:
+        call: the call; what its parser refuses counts as left out.
+    """
+
+    def __init__(self, call: Call) -> None:
+        wrong = frozenset((one.name,) for one in call.arguments.problems if one.kind in ("type", "choice", "missing"))
+        super().__init__(call.tree, wrong)
+        self.is_open = call.arguments.is_open
+        self.project = call.arguments.project
+        self.is_command_line = call.is_command_line
+
+    def get(self, *path: str, default: Any = None) -> Any:
+        """The value at a path.
+
+        Raises:
+            NotSaidError: something else decides it, a variable for instance.
+        """
+        value = super().get(*path, default=default)
+        if isinstance(value, Unknown) or (isinstance(value, list) and any(isinstance(one, Unknown) for one in value)):
+            raise NotSaidError(path[0])
+        return value
+
+
+def size(settings: Settings, name: str, default: int = 1) -> int:
+    """A whole number of 1 or more; the default when it is left out or cannot be read.
+
+    Raises:
+        NotSaidError: the file does not decide it.
+    """
+    value = settings.number(name)
+    return int(value) if value is not None and value >= 1 and value == int(value) else default
+
+
+def flag(settings: Settings, name: str) -> bool:
+    """Whether a flag is given.
+
+    Raises:
+        NotSaidError: it may stand among arguments that the file does not show.
+    """
+    value = settings.get(name)
+    if value is None and is_open(settings):
+        raise NotSaidError(name)
+    return value is True
+
+
+def is_open(settings: Settings) -> bool:
+    """Whether there may be arguments that the file does not show."""
+    return isinstance(settings, MegatronSettings) and settings.is_open
+
+
+def is_nvidias(settings: Settings) -> bool:
+    """Whether Megatron-LM itself reads the arguments, and none of its forks."""
+    return not isinstance(settings, MegatronSettings) or settings.project == NVIDIA
+
+
+def one_of(value: Any) -> Any:
+    """A list of one value as that value."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def also(settings: Settings, *names: str) -> tuple[Related, ...]:
+    """Where these arguments stand."""
+    return tuple(
+        Related(f"{name} {settings.tree[name]} is set here", (name,)) for name in names if settings.tree.get(name)
+    )
+
+
+def spelled(name: str) -> str:
+    """An argument as its flag is written: `--num-layers`."""
+    option = line().options.get(name)
+    return next((one for one in option.newest.flags if one.startswith("--")), name) if option else name
+
+
+def argument_rule(
+    code: str,
+    title: str,
+    explanation: str,
+    *,
+    wrong: Mapping[str, Any],
+    right: Mapping[str, Any],
+    severity: Severity = Severity.ERROR,
+    sources: tuple[str, ...] = (),
+) -> Callable[[Check], Check]:
+    """Registers a rule for Megatron-LM's arguments, which is quiet where it needs what the file does not decide."""
+
+    def register(check: Check) -> Check:
+        @functools.wraps(check)
+        def known(settings: Settings) -> Iterator[Finding]:
+            yield from attempt(check, settings)
+
+        file_rule(code, MEGATRON, title, explanation, wrong=wrong, right=right, severity=severity, sources=sources)(
+            known
+        )
+        return check
+
+    return register
+
+
+def attempt(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterator[Finding]:
+    """What a check finds up to the first value that it needs and that the file does not decide."""
+    try:
+        yield from check(*arguments)
+    except NotSaidError:
+        return

@@ -1,0 +1,6 @@
+"""Shell scripts, read for the commands that they would run. Nothing is executed."""
+
+from .evaluate import Invocation, invocations
+from .values import Hole, Piece, Value
+
+__all__ = ["Hole", "Invocation", "Piece", "Value", "invocations"]

@@ -1,0 +1,459 @@
+"""Follows a script from its first line to its last, and notes every command that it would run.
+
+Where a condition is not known the script goes both ways, and each way is kept apart from then on. What only the
+environment, a file or another program knows stays a hole. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from . import arithmetic
+from .conditions import UNKNOWN, Verdict, assumed, matches, test
+from .parse import parse
+from .state import State, distinct
+from .syntax import AndOr, Assignment, Block, Case, For, Function, Group, If, Literal, Node, Simple, While, Word
+from .values import Array, Hole, Piece, Value, fields, known, shown, unquoted
+
+MAX_STATES = 24
+"""Ways through a script that are kept apart."""
+MAX_INVOCATIONS = 64
+MAX_ITERATIONS = 16
+MAX_STEPS = 20_000
+MAX_CALLS = 8
+
+Read = Callable[[str], str | None]
+"""Gives the text of a file that a script sources, or None when it cannot be read."""
+
+_DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_QUIET = frozenset({"echo", "printf", "cat", "cd", "mkdir", "ls", "rm", "cp", "mv", "sleep", "wait", "trap", "module"})
+_SHELLS = re.compile(r"(?:.*/)?(?:ba|z|da)?sh$")
+_SLURM = re.compile(
+    r"^#SBATCH[ \t]+(?:--(nodes|ntasks-per-node|gpus-per-node|gpus-per-task|ntasks|gres)[= \t]+|-(N|n)[ \t]*)(\S+)",
+    re.M,
+)
+_SLURM_NAMES = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "n": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """A command with its words. `assumptions` are the conditions that were taken to hold, with where they stand."""
+
+    words: tuple[Value, ...]
+    start: int
+    assumptions: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a script would run, and its variables at the end of each way through it."""
+
+    invocations: tuple[Invocation, ...]
+    states: tuple[State, ...]
+
+
+def invocations(text: str, given: dict[str, str] | None = None, read: Read | None = None) -> Run:
+    """The commands of a script.
+
+    Args:
+        text: the script.
+        given: variables of the environment that are known.
+        read: gives the text of files that the script sources.
+    """
+    start = State()
+    for name, value in _slurm(text):
+        start.set(name, value)
+    for name, plain in (given or {}).items():
+        start.set(name, (Piece(plain, None),))
+    follower = _Follower(text, read or (lambda _name: None))
+    states = follower.block(parse(text), [start])
+    return Run(tuple(dict.fromkeys(follower.found)), tuple(states))
+
+
+def _slurm(text: str) -> Iterable[tuple[str, Value]]:
+    """What Slurm sets by the directives at the head of a script."""
+    for match in _SLURM.finditer(text):
+        value = match[3]
+        if value.isdigit():
+            for name in _SLURM_NAMES.get(match[1] or match[2], ()):
+                yield name, (Piece(value, match.start(3)),)
+
+
+@dataclass
+class _Follower:
+    text: str
+    read: Read
+    found: list[Invocation] = field(default_factory=list)
+    functions: dict[str, Block] = field(default_factory=dict)
+    sourced: int = 0
+    """Files above this one: what they hold has no place in the script."""
+    calls: int = 0
+    steps: int = 0
+
+    def block(self, nodes: Block, states: list[State]) -> list[State]:
+        """The states after statements."""
+        for node in nodes:
+            self.steps += len(states)
+            if not states or self.steps > MAX_STEPS:
+                return states
+            states = distinct(self.node(node, states), MAX_STATES)
+        return states
+
+    def node(self, node: Node, states: list[State]) -> list[State]:
+        if isinstance(node, Simple):
+            return [after for state in states for after in self.simple(node, state)]
+        if isinstance(node, If):
+            return self._if(node, states)
+        if isinstance(node, Case):
+            return self._case(node, states)
+        if isinstance(node, For):
+            return self._for(node, states)
+        if isinstance(node, While):
+            return self._while(node, states)
+        if isinstance(node, Function):
+            self.functions[node.name] = node.body
+            return states
+        if isinstance(node, AndOr):
+            return self._and_or(node, states)
+        assert isinstance(node, Group)
+        if not node.own:
+            return self.block(node.body, states)
+        self.block(node.body, [state.copy() for state in states])
+        return states
+
+    def _and_or(self, node: AndOr, states: list[State]) -> list[State]:
+        """`test && command`: the command runs where the test holds, or may hold."""
+        after = []
+        for state in states:
+            verdict = self._verdict((node.left,), state)
+            if verdict is None:
+                after += (
+                    self.node(node.right, self.node(node.left, [state]))
+                    if node.operator == "&&"
+                    else self.node(node.left, [state])
+                )
+                continue
+            runs = node.operator == "&&"
+            if verdict.holds is None:
+                other = state.copy()
+                assumed(state, verdict, holds=runs)
+                assumed(other, verdict, holds=not runs)
+                after += [*self.node(node.right, [state]), other]
+            elif verdict.holds is runs:
+                after += self.node(node.right, [state])
+            else:
+                after.append(state)
+        return after
+
+    def _verdict(self, condition: Block, state: State) -> Verdict | None:
+        """What a condition comes to; None when it is no test."""
+        if len(condition) != 1:
+            return None
+        node = condition[0]
+        if isinstance(node, Simple):
+            return test(node, state)
+        if isinstance(node, AndOr):
+            left, right = self._verdict((node.left,), state), self._verdict((node.right,), state)
+            if left is None or right is None:
+                return None
+            decisive = node.operator == "||"
+            if decisive in (left.holds, right.holds):
+                return Verdict(decisive)
+            return UNKNOWN if None in (left.holds, right.holds) else Verdict(not decisive)
+        return None
+
+    def _if(self, node: If, states: list[State]) -> list[State]:
+        after: list[State] = []
+        waiting = states
+        for branch in node.branches:
+            undecided: list[State] = []
+            for state in waiting:
+                verdict = self._verdict(branch.condition, state)
+                if verdict is None:
+                    self.block(branch.condition, [state.copy()])
+                    verdict = UNKNOWN
+                if verdict.holds is None:
+                    other = state.copy()
+                    assumed(state, verdict, holds=True)
+                    state.assumptions = (*state.assumptions, self._said(branch.condition))
+                    undecided.append(other)
+                if verdict.holds is not False:
+                    after += self.block(branch.body, [state])
+                else:
+                    undecided.append(state)
+            waiting = undecided
+            if not waiting:
+                return after
+        return [*after, *self.block(node.otherwise, waiting)]
+
+    def _said(self, condition: Block) -> tuple[str, int]:
+        """The first line of a condition, and where it stands."""
+        first = condition[0] if condition else None
+        start = first.start if isinstance(first, Simple) else 0
+        return (self.text[start:].partition("\n")[0].partition(";")[0].strip(), start) if not self.sourced else ("", 0)
+
+    def _case(self, node: Case, states: list[State]) -> list[State]:
+        after: list[State] = []
+        for state in states:
+            current: State | None = state
+            for choice in node.choices:
+                assert current is not None
+                verdict = matches(node.word, choice.patterns, current)
+                if verdict.holds is False:
+                    continue
+                if verdict.holds is True:
+                    after += self.block(choice.body, [current])
+                    current = None
+                    break
+                taken = current.copy()
+                assumed(taken, verdict, holds=True)
+                after += self.block(choice.body, [taken])
+            if current is not None:
+                after.append(current)
+        return after
+
+    def _for(self, node: For, states: list[State]) -> list[State]:
+        if node.words is None:
+            return self.block(node.body, states)
+        after = []
+        for state in states:
+            values = [one for word in node.words for one in _braces(tuple(state.expand(word)))]
+            current = [state]
+            for value in values[:MAX_ITERATIONS]:
+                for one in current:
+                    one.set(node.name, value)
+                current = self.block(node.body, current)
+            after += current
+        return after
+
+    def _while(self, node: While, states: list[State]) -> list[State]:
+        """A loop over the script's own arguments, or over lines that are read, does not run; another one runs once."""
+        said = " ".join(self._words_of(node.condition))
+        if re.search(r"\$#|\$\{#|\$\d|\$\{\d|\bread\b|\bgetopts?\b|\bshift\b", said):
+            return states
+        return self.block(node.body, states)
+
+    def _words_of(self, block: Block) -> Iterable[str]:
+        for node in block:
+            if isinstance(node, Simple):
+                end = self.text.find("\n", node.start)
+                yield self.text[node.start : end if end > 0 else len(self.text)]
+            elif isinstance(node, AndOr):
+                yield from self._words_of((node.left, node.right))
+            elif isinstance(node, Group):
+                yield from self._words_of(node.body)
+
+    def simple(self, node: Simple, state: State) -> list[State]:
+        if not node.words:
+            for one in node.assignments:
+                _assign(state, one)
+            return [state]
+        words = state.words(node.words)
+        name = known(words[0]) if words else None
+        if name in _DECLARE:
+            for word in node.words[1:]:
+                _declare(state, word)
+            return [state]
+        if name in ("exit", "return", "exec") and len(words) <= 2 and name != "exec":
+            state.ended = name == "exit" or bool(self.calls)
+            return [state]
+        if name in self.functions and self.calls < MAX_CALLS:
+            return self._call(self.functions[name], words[1:], state)
+        if name in ("source", ".") and len(words) > 1:
+            return self._source(words[1], state)
+        if name in ("read", "mapfile", "readarray", "unset", "getopts"):
+            for value in words[1:]:
+                self._forget(name, known(value) or "", state)
+            return [state]
+        if name in ("let", "(("):
+            self._let(known(words[1]) if len(words) > 1 else None, state)
+            return [state]
+        if name not in _QUIET and test(node, state) is None:
+            script = _inner_script(words)
+            if script is not None and self.calls < MAX_CALLS:
+                return self._follow(script, state)
+            self._note(node, _flattened(words), state)
+        return [state]
+
+    def _follow(self, script: Value, state: State) -> list[State]:
+        """What a shell runs that is given a script, with the variables of this one."""
+        text, start = known(script) or "", script[0].start
+        self.calls += 1
+        if start is not None and not self.sourced and self.text[start : start + len(text)] == text:
+            self.block(parse(self.text[: start + len(text)], start), [state.copy()])
+        else:
+            inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
+            inner.block(parse(text), [state.copy()])
+            self.found += inner.found
+        self.calls -= 1
+        return [state]
+
+    def _note(self, node: Simple, words: tuple[Value, ...], state: State) -> None:
+        if len(self.found) < MAX_INVOCATIONS and any(shown(one).startswith("--") for one in words):
+            self.found.append(Invocation(words, 0 if self.sourced else node.start, state.assumptions))
+
+    def _call(self, body: Block, arguments: Array, state: State) -> list[State]:
+        outer, state.arguments = state.arguments, arguments
+        self.calls += 1
+        after = self.block(body, [state])
+        self.calls -= 1
+        # A state that returned goes on after the call.
+        for one in after or [state]:
+            one.arguments = outer
+            one.ended = False
+        return after or [state]
+
+    def _source(self, file: Value, state: State) -> list[State]:
+        name = known(file)
+        text = None if name is None or self.sourced >= MAX_CALLS else self.read(name)
+        if text is None:
+            return [state]
+        inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
+        after = inner.block(parse(text), [state])
+        for one in after:
+            _without_places(one)
+        self.found += [
+            Invocation(tuple(map(_placeless, one.words)), 0, one.assumptions)
+            for one in inner.found[: MAX_INVOCATIONS - len(self.found)]
+        ]
+        return after
+
+    @staticmethod
+    def _forget(command: str, name: str, state: State) -> None:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            return
+        state.variables.pop(name, None)
+        state.arrays.discard(name)
+        if command == "unset":
+            state.set(name, ())
+
+    @staticmethod
+    def _let(expression: str | None, state: State) -> None:
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", expression or "", re.S)
+        counted = re.fullmatch(r"\s*([A-Za-z_]\w*)(\+\+|--)\s*", expression or "")
+        if counted:
+            match = re.fullmatch(r"(\w+)([-+])=(1)", f"{counted[1]}{counted[2][0]}=1")
+        if not match:
+            return
+        name, operator, rest = match[1], match[2], match[3]
+        text = f"{name} {operator} ({rest})" if operator else rest
+        try:
+            state.set(name, (Piece(str(arithmetic.evaluate(text, state.number)), None),))
+        except arithmetic.UnknownError:
+            state.set(name, (Hole(f"${name}", (name,), None, None),))
+
+
+def _assign(state: State, one: Assignment) -> None:
+    if one.is_array:
+        words: Array = tuple(value for word in one.value for value in state.expand(word))  # type: ignore[arg-type]
+        before = state.array(one.name) if one.append else ()
+        if before is None:
+            before = ((Hole(f"${one.name}", (one.name,), None, None, can_be_words=True),),)
+        state.set_array(one.name, (*before, *words))
+        return
+    value = state.value(one.value)  # type: ignore[arg-type]  # a list is told by is_array
+    if one.index is not None:
+        return
+    if one.append:
+        old = state.string(one.name)
+        value = (*(old if old is not None else (Hole(f"${one.name}", (one.name,), None, None, True),)), *value)
+    state.set(one.name, value)
+
+
+def _declare(state: State, word: Word) -> None:
+    """A word of `export` and the like: `name=value`, or a list that the parser has marked."""
+    if not word or not isinstance(word[0], Literal):
+        return
+    match = re.match(r"([A-Za-z_]\w*)(\+?)=(\(?)", word[0].text)
+    if not match:
+        return
+    if match[3] and word[0].text == match[0]:
+        parts: list[Word] = [()]
+        for part in word[1:]:
+            if isinstance(part, Literal) and part.text == "\0":
+                parts.append(())
+            else:
+                parts[-1] = (*parts[-1], part)
+        state.set_array(match[1], tuple(value for one in parts if one for value in state.expand(one)))
+        return
+    length = match.end() - len(match[3])
+    rest = Literal(word[0].text[length:], word[0].start + length, word[0].quoted)
+    _assign(state, Assignment(match[1], (rest, *word[1:]) if rest.text else word[1:], append=bool(match[2])))
+
+
+def _flattened(words: tuple[Value, ...]) -> tuple[Value, ...]:
+    """The words of a command, with those of text that a shell would read again: `eval`, `bash -c "…"`."""
+    found: list[Value] = []
+    evaluated = bool(words) and known(words[0]) == "eval"
+    follows = False
+    for number, word in enumerate(words):
+        text = shown(word)
+        is_script = follows and any(one.isspace() for one in text)
+        is_long = number > 0 and "--" in text and any(one.isspace() for one in text.strip()) and " --" in f" {text}"
+        if is_script or evaluated or (is_long and _is_command(text)):
+            found += fields(unquoted(word))
+        else:
+            found.append(word)
+        follows = text in ("-c", "-lc", "-ic") and any(_SHELLS.match(shown(one)) for one in words[:number])
+    return tuple(found)
+
+
+def _inner_script(words: tuple[Value, ...]) -> Value | None:
+    """The script of `bash -c 'script'` or `eval 'script'`, when variables in it are left for the inner shell."""
+    for number, word in enumerate(words):
+        text = known(word)
+        after_shell = number >= 2 and shown(words[number - 1]) in ("-c", "-lc", "-ic")
+        of_shell = after_shell and any(_SHELLS.match(shown(one)) for one in words[: number - 1])
+        if text is not None and "$" in text and (of_shell or (number == 1 and known(words[0]) == "eval")):
+            return word
+    return None
+
+
+def _is_command(text: str) -> bool:
+    """Whether a long word is a command of its own, as launchers take it: it names a Python program."""
+    return bool(re.search(r"\.py(\s|$)", text))
+
+
+def _braces(values: tuple[Value, ...]) -> Iterable[Value]:
+    """`{1..4}` and `{a,b}` as a whole word."""
+    for value in values:
+        text = known(value) or ""
+        numbers = re.fullmatch(r"\{(-?\d+)\.\.(-?\d+)\}", text)
+        listed = re.fullmatch(r"\{([^{}\s]+,[^{}\s]*)\}", text)
+        start = value[0].start if value else None
+        if numbers:
+            first, last = int(numbers[1]), int(numbers[2])
+            step = 1 if last >= first else -1
+            last = min(last, first + MAX_ITERATIONS) if step == 1 else max(last, first - MAX_ITERATIONS)
+            yield from ((Piece(str(one), start),) for one in range(first, last + step, step))
+        elif listed:
+            yield from ((Piece(one, start),) for one in listed[1].split(","))
+        else:
+            yield value
+
+
+def _placeless(value: Value) -> Value:
+    return tuple(
+        Hole(one.text, one.names, None, None, one.can_be_words)
+        if isinstance(one, Hole)
+        else Piece(one.text, None, one.splits, one.is_quoted)
+        for one in value
+    )
+
+
+def _without_places(state: State) -> None:
+    """Takes away the places of what stands in another file. What the script itself has said is kept by its text."""
+    for name, value in state.variables.items():
+        if name in state.arrays:
+            state.variables[name] = tuple(_placeless(one) for one in value)  # type: ignore[arg-type]
+        else:
+            state.variables[name] = _placeless(value)  # type: ignore[arg-type]

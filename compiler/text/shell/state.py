@@ -1,0 +1,232 @@
+"""The variables of a script at one place of it, and words under them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from . import arithmetic
+from .syntax import Arithmetic, Literal, Parameter, Substitution, Word
+from .values import Array, Hole, Part, Piece, Value, fields, joined, known, missing
+
+
+@dataclass
+class State:
+    """What the script has said so far.
+
+    `assumptions` are the conditions under which a script comes here, as they are written. A variable that is not set
+    has the value of the environment, which is not known.
+    """
+
+    variables: dict[str, Value | Array] = field(default_factory=dict)
+    arrays: set[str] = field(default_factory=set)
+    arguments: Array | None = None
+    """The positional parameters; None for those of the script itself."""
+    assumptions: tuple[tuple[str, int], ...] = ()
+    ended: bool = False
+
+    def copy(self) -> State:
+        """One that can go another way."""
+        return State(dict(self.variables), set(self.arrays), self.arguments, self.assumptions, self.ended)
+
+    def set(self, name: str, value: Value) -> None:
+        """Gives a variable a string."""
+        self.variables[name] = value
+        self.arrays.discard(name)
+
+    def set_array(self, name: str, values: Array) -> None:
+        """Gives a variable a list."""
+        self.variables[name] = values
+        self.arrays.add(name)
+
+    def string(self, name: str) -> Value | None:
+        """A variable's string, which is the first of a list; None when it is not set."""
+        if name.isdigit() and self.arguments is not None and int(name) > 0:
+            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else ()
+        found = self.variables.get(name)
+        if found is None or name not in self.arrays:
+            return found  # type: ignore[return-value]  # arrays are told apart by their names
+        return found[0] if found else ()  # type: ignore[return-value]
+
+    def array(self, name: str) -> Array | None:
+        """A variable's list; None when it is not set."""
+        found = self.variables.get(name)
+        if found is None:
+            return None
+        return found if name in self.arrays else (found,)  # type: ignore[return-value]
+
+    def number(self, name: str) -> int | None:
+        """A variable's whole number, when it is known and one."""
+        value = self.string(name)
+        text = None if value is None else known(value)
+        return int(text) if text is not None and re.fullmatch(r"\s*-?\d{1,18}\s*", text) else None
+
+    def words(self, words: tuple[Word, ...]) -> tuple[Value, ...]:
+        """The words of a command after expansion."""
+        return tuple(found for word in words for found in self.expand(word))
+
+    def expand(self, word: Word) -> Iterator[Value]:
+        """The words that one word becomes."""
+        yield from fields(self._parts(word, splits=True))
+
+    def value(self, word: Word) -> Value:
+        """The string that a word becomes where it is not split, as after `=`."""
+        return tuple(part for part in self._parts(word, splits=False) if part is not None and part.text)
+
+    def _parts(self, word: Word, *, splits: bool) -> Iterator[Part | None]:
+        for part in word:
+            if isinstance(part, Literal):
+                yield Piece(part.text, part.start, is_quoted=part.quoted)
+            elif isinstance(part, Arithmetic):
+                yield self._computed(part)
+            elif isinstance(part, Substitution):
+                yield Hole(part.text, (part.text,), part.start, part.end, can_be_words=not part.quoted)
+            else:
+                yield from self._parameter(part, splits=splits and not part.quoted)
+
+    def _computed(self, part: Arithmetic) -> Part:
+        text = f"$(({part.expression}))"
+        try:
+            return Piece(str(arithmetic.evaluate(part.expression, self.number)), part.start)
+        except arithmetic.UnknownError:
+            unknown = [name for name in re.findall(r"[A-Za-z_]\w*", part.expression) if self.number(name) is None]
+            return Hole(text, tuple(dict.fromkeys(unknown)) or (text,), part.start, part.end)
+
+    def _parameter(self, part: Parameter, *, splits: bool) -> Iterator[Part | None]:
+        whole = part.index in ("@", "*") or part.name in ("@", "*")
+        if whole and not part.operator:
+            yield from self._all(part, splits=splits)
+            return
+        value = self._element(part)
+        if part.operator:
+            value = self._operated(part, value)
+        if value is None:
+            yield Hole(_text(part), (part.name,), part.start, part.end, can_be_words=splits)
+            return
+        if not value and part.quoted:
+            yield Piece("", part.start, is_quoted=True)
+        for one in value:
+            if isinstance(one, Hole):
+                yield one
+            else:
+                yield Piece(one.text, one.start, splits, part.quoted)
+
+    def _all(self, part: Parameter, *, splits: bool) -> Iterator[Part | None]:
+        """Every element of a list: quoted, each is a word."""
+        if part.name in ("@", "*"):
+            found: Array | None = self.arguments or ()
+        else:
+            found = self.array(part.name)
+        if found is None:
+            yield Hole(_text(part), (part.name,), part.start, part.end, can_be_words=True)
+            return
+        if part.quoted and (part.index or part.name) == "*":
+            yield from joined(found)
+            return
+        for number, value in enumerate(found):
+            if number:
+                yield None
+            for one in value:
+                yield one if isinstance(one, Hole) else Piece(one.text, one.start, splits, is_quoted=not splits)
+
+    def _element(self, part: Parameter) -> Value | None:
+        if part.index is None:
+            return self.string(part.name)
+        values = self.array(part.name)
+        if values is None:
+            return None
+        if part.name in self.arrays:
+            try:
+                index = arithmetic.evaluate(part.index.strip("'\""), self.number)
+            except arithmetic.UnknownError:
+                return (Hole(_text(part), (part.name,), part.start, part.end),)
+            return values[index] if -len(values) <= index < len(values) else ()
+        return values[0]
+
+    def _operated(self, part: Parameter, value: Value | None) -> Value | None:
+        operator, argument = part.operator, part.argument
+        if operator in (":-", "-", ":=", "="):
+            # Where the environment could say it too, the script's own default is what the script says.
+            if value is None or (operator.startswith(":") and not value):
+                value = self.value(argument)
+                if operator.endswith("="):
+                    self.set(part.name, value)
+            return value
+        if operator in (":+", "+"):
+            if value is None:
+                return None
+            return self.value(argument) if value or operator == "+" else ()
+        if operator in (":?", "?"):
+            return value
+        text, pattern = (None if value is None else known(value)), known(self.value(argument))
+        if value is None or text is None or pattern is None:
+            names = missing(value or ()) or (part.name,)
+            return (Hole(_text(part), names, part.start, part.end),)
+        changed = _changed(text, operator, pattern)
+        if changed is None:
+            return (Hole(_text(part), (part.name,), part.start, part.end),)
+        return (Piece(changed, part.start),)
+
+
+def _text(part: Parameter) -> str:
+    return f"${{{part.name}}}" if part.operator or part.index or len(part.name) > 1 else f"${part.name}"
+
+
+def _changed(text: str, operator: str, pattern: str) -> str | None:
+    """`${name%pattern}` and its kin."""
+    if operator in ("%", "%%", "#", "##"):
+        return _trimmed(text, operator, pattern)
+    if operator in ("/", "//"):
+        old, _, new = pattern.partition("/")
+        if any(one in old for one in "*?["):
+            return None
+        return text.replace(old, new) if operator == "//" else text.replace(old, new, 1)
+    if operator in ("^^", ",,"):
+        return text.upper() if operator == "^^" else text.lower()
+    if operator == ":":
+        numbers = pattern.split(":")
+        if all(re.fullmatch(r"\s*\d+\s*", one) for one in numbers) and len(numbers) <= 2:
+            start = int(numbers[0])
+            return text[start : start + int(numbers[1])] if len(numbers) == 2 else text[start:]
+    return None
+
+
+def _trimmed(text: str, operator: str, pattern: str) -> str:
+    cuts = range(len(text) + 1)
+    if operator[0] == "%":
+        order = cuts if operator == "%%" else reversed(cuts)
+        return next((text[:at] for at in order if fnmatch.fnmatchcase(text[at:], pattern)), text)
+    order = reversed(cuts) if operator == "##" else cuts
+    return next((text[at:] for at in order if fnmatch.fnmatchcase(text[:at], pattern)), text)
+
+
+def distinct(states: list[State], limit: int) -> list[State]:
+    """The states without repetitions; beyond the limit they become one, in which what differs is unknown."""
+    found: list[State] = []
+    for state in states:
+        if state.ended:
+            continue
+        same = next(
+            (one for one in found if one.variables == state.variables and one.arguments == state.arguments), None
+        )
+        if same is None:
+            found.append(state)
+        else:
+            same.assumptions = _common(same.assumptions, state.assumptions)
+    return found if len(found) <= limit else [_joined(found)]
+
+
+def _common(left: tuple[tuple[str, int], ...], right: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    return tuple(one for one in left if one in right)
+
+
+def _joined(states: list[State]) -> State:
+    whole = states[0].copy()
+    for other in states[1:]:
+        whole.assumptions = _common(whole.assumptions, other.assumptions)
+        for name in {*whole.variables, *other.variables}:
+            if whole.variables.get(name) != other.variables.get(name):
+                whole.set(name, (Hole(f"${name}", (name,), None, None, can_be_words=True),))
+    return whole

@@ -1,0 +1,115 @@
+"""Megatron-LM arguments as specs: what is exported comes back, and Megatron-LM's own defaults are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from decoder_cases import FAMILIES, compiled, specs
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from parcompile.backends.architecture import architecture_of
+from parcompile.backends.importer import RefusedError
+from parcompile.backends.losses import effective_order
+from parcompile.backends.megatron.arguments import Word, parsed
+from parcompile.backends.megatron.read import IMPORTER
+from parcompile.backends.megatron.write import arguments, as_list, losses
+from parcompile.backends.reading import Outcome
+from parcompile.importing import Imported, import_tree
+
+MACHINES: dict[tuple[str, ...], Any] = {("cluster", "nodes"): 2, ("cluster", "gpus_per_node"): 8}
+
+
+def imported(words: list[str], **answers: Any) -> Imported:
+    """The import of a command line's words; `training_lr=1` answers for training.lr."""
+    found = parsed([Word(word, word, (), None) for word in words], "NVIDIA/Megatron-LM")
+    assert not found.problems
+    more = {tuple(name.split("_", 1)): value for name, value in answers.items()}
+    return import_tree(found.values, IMPORTER, {**MACHINES, **more})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_is_exported_comes_back(family: str, data: st.DataObject) -> None:
+    """Models of every family, experts, latent attention, stages, context parallelism, precision, schedules."""
+    tree = data.draw(specs((family,)))
+    plan = compiled(tree)
+    assume(plan is not None)
+    assert plan is not None
+    assume(not any(loss.fatal for loss in losses(plan)))
+    result = imported(as_list(arguments(plan)))
+    assert result.plan is not None, (result.questions, [one.message for one in result.diagnostics])
+    again, before = result.plan.spec, plan.spec
+    assert result.of(Outcome.LOST) == []
+    assert again.zero_stage == before.zero_stage
+    orders = [effective_order(one.parallelism) for one in (again, before)]
+    assert orders[0] == orders[1]  # an axis of one rank stands nowhere
+    assert dataclasses.replace(again.parallelism, order=before.parallelism.order) == before.parallelism
+    assert again.training == before.training
+    ways = [architecture_of(one.model.hf_config, one.model.shape) for one in (again, before)]
+    if ways[1].embedding_dropout != ways[1].hidden_dropout:
+        ways[1] = dataclasses.replace(ways[1], embedding_dropout=ways[1].hidden_dropout)  # a named loss
+    assert ways[0] == ways[1]
+    shapes = [dataclasses.replace(one.model.shape, model_type="", sliding_window=None) for one in (again, before)]
+    if before.model.shape.moe and before.model.shape.moe.first_moe_layer == 0:
+        shapes = [dataclasses.replace(one, intermediate_size=0) for one in shapes]  # no layer has it
+    assert shapes[0] == shapes[1]
+    assert arguments(result.plan) == arguments(plan)
+
+
+def carried(words: str, **answers: Any) -> Imported:
+    return imported(words.split(), **answers)
+
+
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
+    "--vocab-size 1000 --seq-length 512 --micro-batch-size 1 --global-batch-size 16"
+)
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+
+
+def test_where_megatrons_default_differs_from_ours_it_is_written_out() -> None:
+    result = carried(f"{MODEL} {LLAMA} --lr 1e-4")
+    assert result.plan is not None
+    optimizer, model = result.plan.spec.training.optimizer, result.spec["model"]
+    assert (optimizer.weight_decay, optimizer.betas, optimizer.eps) == (0.01, (0.9, 0.999), 1e-8)
+    assert (model["model_type"], model["rms_norm_eps"]) == ("llama", 1e-5)
+    assert model["attention_dropout"] == 0.1
+    assert result.plan.spec.training.precision.value == "fp32"
+
+
+def test_what_megatron_leaves_to_its_tokenizer_is_asked_for() -> None:
+    result = carried(MODEL.replace("--vocab-size 1000", "") + f" {LLAMA} --lr 1e-4")
+    assert [".".join(one.path) for one in result.questions] == ["model.vocab_size"]
+
+
+def test_every_option_is_accounted_for() -> None:
+    result = carried(
+        f"{MODEL} {LLAMA} --lr 1e-4 --save-interval 10 --rampup-batch-size 8 8 100 --attention-backend flash"
+    )
+    outcomes = {one.option: one.outcome for one in result.accounts}
+    assert outcomes["hidden_size"] is Outcome.CARRIED
+    assert outcomes["save_interval"] is outcomes["attention_backend"] is Outcome.NO_EFFECT
+    assert outcomes["rampup_batch_size"] is Outcome.LOST
+
+
+@pytest.mark.parametrize(
+    "option", ["--hybrid-override-pattern M*M*", "--bert-no-binary-head", "--decoder-seq-length 128", "--patch-dim 16"]
+)
+def test_models_that_no_spec_expresses_are_refused(option: str) -> None:
+    with pytest.raises(RefusedError, match=option.split()[0]):
+        carried(f"{MODEL} {LLAMA} {option}")
+
+
+def test_experts_come_back_as_experts() -> None:
+    result = carried(
+        f"{MODEL} {LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --attention-dropout 0 "
+        "--hidden-dropout 0 --moe-router-load-balancing-type none --lr 1e-4 --sequence-parallel"
+    )
+    assert result.plan is not None, [one.message for one in result.diagnostics]
+    moe = result.plan.spec.model.shape.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (8, 2, 512)
