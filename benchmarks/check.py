@@ -53,7 +53,7 @@ def cold_start(folder: Path, runs: int) -> dict[str, float]:
     }
 
 
-def many(folder: Path, specs: int, rounds: int = 3) -> dict[str, float]:
+def write_specs(folder: Path, specs: int) -> None:
     """Different specs: layouts, lengths and batches vary, and one in ten has a mistake."""
     for index in range(specs):
         part = {
@@ -61,7 +61,11 @@ def many(folder: Path, specs: int, rounds: int = 3) -> dict[str, float]:
             "parallelism": {"tp": (1, 2, 4, 8)[index % 4], "cp": (1, 2)[index % 2] if index % 4 < 3 else 1},
             "training": {"global_batch_size": 64 + 8 * (index % 7) + (index % 10 == 9)},
         }
-        (folder / f"{index}.json").write_text(json.dumps(example_spec(part), indent=2), encoding="utf-8")
+        (folder / f"spec-{index}.json").write_text(json.dumps(example_spec(part), indent=2), encoding="utf-8")
+
+
+def many(folder: Path, specs: int, rounds: int = 3) -> dict[str, float]:
+    write_specs(folder, specs)
     command = [sys.executable, "-m", "parcompile", "check", f"{folder}/*.json", "--format", "concise"]
     times = []
     for _ in range(rounds):
