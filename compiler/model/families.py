@@ -39,6 +39,7 @@ def _routed(
     dense_layers: int | None = None,
     shared: int = 1,
     count_key: str = "n_routed_experts",
+    count_alias: str | None = "num_local_experts",
     shared_key: str = "n_shared_experts",
 ) -> Experts:
     """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
@@ -46,6 +47,7 @@ def _routed(
         router_first=False,
         shared="shared_experts",
         count=(count_key, count),
+        count_alias=count_alias,
         per_token=("num_experts_per_tok", per_token),
         width=("moe_intermediate_size", width),
         shared_count=(shared_key, shared),
@@ -198,7 +200,9 @@ FAMILIES: Mapping[str, Family] = {
         norms=("attention_layernorm", "feedforward_layernorm"),
     ),
     "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING, defaults=_defaults(6)),
-    "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(), defaults=_defaults(8)),
+    "mixtral": Family(
+        qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts"), defaults=_defaults(8)
+    ),
     "qwen2_moe": Family(
         qkv_bias="qkv_bias",
         output_bias=False,
@@ -219,6 +223,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=Experts(
             router_first=False,
             count=("num_experts", 128),
+            count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 768),
         ),
@@ -226,7 +231,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         qk_norm=QkNorm.WHOLE,
-        experts=Experts(count=("num_experts", 64), per_token=("num_experts_per_tok", 8)),
+        experts=Experts(
+            count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
+        ),
         defaults=_defaults(16),
     ),
     "phimoe": Family(
@@ -241,13 +248,17 @@ FAMILIES: Mapping[str, Family] = {
     "flex_olmo": Family(
         qk_norm=QkNorm.WHOLE,
         norms=_POST_NORMS,
-        experts=Experts(count=("num_experts", 7), per_token=("num_experts_per_tok", 5)),
+        experts=Experts(
+            count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5)
+        ),
     ),
     "minimax_m2": Family(
         qk_norm=QkNorm.WHOLE,
         qkv_bias=False,
         output_bias=False,
-        experts=Experts(count=("num_local_experts", 256), per_token=("num_experts_per_tok", 8)),
+        experts=Experts(
+            count=("num_local_experts", 256), count_alias="num_experts", per_token=("num_experts_per_tok", 8)
+        ),
         defaults=_defaults(8, 128),
     ),
     "mellum": Family(
@@ -255,6 +266,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=Experts(
             router_first=False,
             count=("num_local_experts", 64),
+            count_alias="num_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 896),
         ),
@@ -277,11 +289,15 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=QkNorm.HEAD,
         qkv_bias=False,
         output_bias=False,
-        experts=_routed(64, 8, 1024, dense_layers=1, count_key="num_experts", shared_key="num_shared_experts"),
+        experts=_routed(
+            64, 8, 1024, dense_layers=1, count_key="num_experts", count_alias=None, shared_key="num_shared_experts"
+        ),
         defaults=_defaults(32, sliding_window=4096),
     ),
     "deepseek_v2": Family(
-        latent=Latent(), mlp_bias="mlp_bias", experts=_routed(64, None, 1407, dense_layers=0, shared=2)
+        latent=Latent(),
+        mlp_bias="mlp_bias",
+        experts=_routed(64, None, 1407, dense_layers=0, shared=2, count_alias="num_experts"),
     ),
     "deepseek_v3": Family(latent=Latent(), experts=_routed(256, 8, 2048, dense_layers=3)),
     "youtu": Family(latent=Latent(), defaults=_defaults(16, **_TIED)),

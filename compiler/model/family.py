@@ -39,6 +39,8 @@ class Experts:
     shared: str = ""
     shared_gate: str = ""
     count: tuple[str, int | None] = ("num_local_experts", 8)
+    count_alias: str | None = None
+    """Another name of that key, which transformers reads and may write too."""
     per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
     width: tuple[str, int | None] = ("intermediate_size", None)
     shared_width: tuple[str, int] | None = None

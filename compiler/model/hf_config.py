@@ -128,6 +128,14 @@ class _Reader:
             raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
         return value
 
+    def aliased(self, name: str, default: int | None, alias: str | None) -> int:
+        """The value of a key that has another name, under which it may stand instead."""
+        if alias is None or self._config.get(alias) is None:
+            return self.size(name, default)
+        if self._config.get(name) not in (None, self._config[alias]):
+            raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)
+        return self.size(alias)
+
     def has(self, name: str) -> bool:
         """Whether there is a value or the family has a default."""
         return self._config.get(name) is not None or name in self._family.defaults
@@ -171,7 +179,7 @@ def _moe(read: _Reader, experts: Experts) -> MoeShape:
     shared = read.number(*experts.shared_count) if experts.shared_count else 0
     shared_width = read.size(*experts.shared_width) if experts.shared_width else shared * width
     return MoeShape(
-        num_experts=read.size(*experts.count),
+        num_experts=read.aliased(*experts.count, alias=experts.count_alias),
         num_experts_per_token=read.size(*experts.per_token),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.configuration import saved_config
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, merged, saved_name
 
@@ -51,7 +50,7 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
     if note.plan.spec.model.shape.user_module is not None:
         return files  # no configuration of transformers describes it
     config = output / "config.json"
-    config.write_text(json.dumps(_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
+    config.write_text(json.dumps(saved_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
     return [config, *files]
 
 
@@ -96,12 +95,6 @@ def _merged(saved: SavedRun, name: str, weight: Tensor) -> Tensor:
     assert down is not None
     assert up is not None
     return merged(weight, down, up, adapter["scaling"])
-
-
-def _config(plan: Plan, dtype: torch.dtype) -> dict[str, object]:
-    values = dict(plan.spec.model.hf_config)
-    values.pop("torch_dtype", None)
-    return {**values, "dtype": str(dtype).removeprefix("torch.")}
 
 
 class _Writer:

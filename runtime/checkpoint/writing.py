@@ -22,6 +22,7 @@ from parcompile.plan import Plan
 from parcompile.plan.resume import file_layout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.building import persistent_buffers
+from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
@@ -99,7 +100,9 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     Raises:
         RunError: the folder does not hold the plan's model, or as for `convert`.
     """
-    source, buffers = PretrainedFolder(folder), persistent_buffers(plan)
+    source = PretrainedFolder(folder)
+    check_folder(folder, plan)
+    buffers = persistent_buffers(plan)
     source.check(plan, buffers)
     buffers.update({name: source.whole(name) for name in buffers if name in source})
     counters = {"global_steps": 0, "skipped_steps": 0, "lr_scheduler": None, "global_samples": 0}

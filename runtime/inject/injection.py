@@ -14,6 +14,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss
+from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
@@ -38,7 +39,8 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     the layout. A model on the meta device gets its slices later (`load_pretrained`).
 
     Raises:
-        RunError: the model is not the plan's, or has something that cannot be injected; the message names the module.
+        RunError: the model is not the plan's, or has something that cannot be injected; the message names the keys of
+            the configuration or the module.
     """
     if getattr(model, "parcompile_mesh", None) is not None:
         raise RunError("the model was injected already: inject a fresh one", everywhere=True)
@@ -48,6 +50,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         inject_user_module(model, mesh)
         register_gradient_sums(model, mesh)
     else:
+        check_model(without_peft(model), mesh)
         _Injection(without_peft(model), mesh).run()
     model.parcompile_mesh = mesh  # type: ignore[assignment]
     return model

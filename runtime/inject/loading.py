@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.model.building import instantiate, parameters_without_memory, persistent_of
+from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import plain_name
 from parcompile.runtime.model.pretrained import PretrainedFolder
@@ -35,9 +36,11 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
         adapter: a `LoraConfig` of peft for adapters that are drawn from the plan's seed, or the folder of saved ones.
 
     Raises:
-        RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named.
+        RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named, and every
+            key of config.json that would change numbers.
     """
     mesh, source = join(plan), PretrainedFolder(folder)
+    check_folder(folder, plan)
     dtype = TORCH_DTYPES[plan.spec.training.precision]
     with parameters_without_memory():
         model = instantiate(plan, dtype)

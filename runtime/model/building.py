@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+
+from .configuration import planned_config
 
 
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
@@ -49,11 +50,12 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
             "the plan is for a module of your own, which only you can build: give it to initialize as model=",
             everywhere=True,
         )
-    try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-    except ImportError:
-        raise RunError("building the model needs transformers: pip install 'parcompile[hf]'", everywhere=True) from None
-    model: nn.Module = AutoModelForCausalLM.from_config(hf_config(plan, CONFIG_MAPPING), dtype=dtype)
+    config = planned_config(plan)
+    from transformers import AutoModelForCausalLM
+
+    # A cache of keys and values serves generation; in training it would only hold memory.
+    config.use_cache = False
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
 
@@ -72,13 +74,3 @@ def parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def hf_config(plan: Plan, known: Any) -> Any:
-    """The plan's configuration as transformers' own class."""
-    values = plan.spec.model.architecture
-    family = values.pop("model_type")
-    if family not in known:
-        raise RunError(f"transformers does not know the model type {family!r}", everywhere=True)
-    # A cache of keys and values serves generation; in training it would only hold memory.
-    return known[family](**{**values, "use_cache": False})

@@ -72,7 +72,10 @@ class PretrainedFolder:
             used |= entry[1]
         # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
         tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
-        extra = self._places.keys() - used - tied - set(buffers)
+        for name in buffers:
+            entry = stored_as(name, self._places.keys(), self._open)
+            used |= set() if entry is None else entry[1]
+        extra = self._places.keys() - used - tied
         extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
         if extra:
             raise RunError(f"{self.folder} has {min(extra)}, which the plan does not know", everywhere=True)
@@ -100,8 +103,8 @@ class PretrainedFolder:
         return taken
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        return name in self._places
+        """Whether there is such a tensor, under this name or the one that files use."""
+        return stored_as(name, self._places.keys(), self._open) is not None
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor."""

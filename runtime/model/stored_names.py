@@ -18,6 +18,8 @@ Opener = Callable[[str], Any]
 _RENAMED = (
     (r"^lm_head\.weight$", "embed_out.weight"),
     (r"\.mlp\.(gate|router)\.weight$", ".block_sparse_moe.gate.weight"),
+    (r"\.mlp\.e_score_correction_bias$", ".block_sparse_moe.e_score_correction_bias"),
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
     (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
     (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
     (r"\.experts\.down_proj$", ".output_linear.weight"),

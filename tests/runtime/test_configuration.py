@@ -1,0 +1,213 @@
+"""What a configuration says is the plan's, or refused: weights go on with the numbers that they were made with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny_config
+from family_runs import drawn_model, family_plan
+from ranks import run_ranks
+from training_runs import make_plan
+
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.parameters import parameter_table
+from parcompile.plan import Plan
+from parcompile.runtime import RunError
+from parcompile.runtime.checkpoint import export
+from parcompile.runtime.checkpoint.writing import import_pretrained
+from parcompile.runtime.model.configuration import check_folder, difference, folder_config, planned_config, saved_config
+
+RUN = tuple(family for family in FAMILIES if family != "gpt2")
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def odd_values(family: str) -> dict[str, Any]:
+    """Legal values that are no class's default, of keys that change numbers."""
+    from transformers import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[family]().to_dict()
+    epsilons = {
+        key: 3e-3 for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps") if key in known
+    }
+    rope = known.get("rope_parameters")
+    flat = isinstance(rope, dict) and "rope_theta" in rope
+    return epsilons | ({"rope_parameters": {**rope, "rope_type": "default", "rope_theta": 777.0}} if flat else {})
+
+
+def stored(plan: Plan, folder: Path) -> Any:
+    """The plan's model and its folder."""
+    model: Any = drawn_model(plan).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_what_is_exported_is_the_configuration_and_the_model_that_came_in(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plan = family_plan(family, 1, {}, **odd_values(family))
+    model = stored(plan, tmp_path / "hf")
+    import_pretrained(tmp_path / "hf", plan, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    notes = {"architectures", "dtype", "_name_or_path", "transformers_version", "use_cache"}
+    before, after = (
+        {key: value for key, value in one.config.to_dict().items() if key not in notes} for one in (model, back)
+    )
+    assert after == before
+    ids = torch.randint(0, 61, (1, 16), generator=torch.Generator().manual_seed(1))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, back.get_buffer(name)), name
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, back.get_parameter(name)), name
+    logits = (one(input_ids=ids, use_cache=False).logits for one in (model, back))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_a_saved_configuration_gives_the_plan_of_the_live_model(family: str, tmp_path: Path) -> None:
+    plan = family_plan(family, 1, {})
+    planned_config(plan).save_pretrained(tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))
+    for values in (written, saved_config(plan, torch.float32)):
+        assert shape_from_config(values) == plan.spec.model.shape
+        assert parameter_table(shape_from_config(values)) == plan.parameters
+    check_folder(tmp_path / "saved", plan)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_every_odd_value_is_named_with_both_values(family: str) -> None:
+    plan, odd = family_plan(family, 1, {}), odd_values(family)
+    assert odd or family in ("olmo", "nanochat")
+    found = planned_config(family_plan(family, 1, {}, **odd))
+    sentence = difference(found, plan, "the model")
+    for key, value in odd.items():
+        assert sentence is not None
+        expected = f"rope_parameters.rope_theta is {777.0!r}" if key == "rope_parameters" else f"{key} is {value!r}"
+        assert f"{expected} in the model and " in sentence
+
+
+def test_what_changes_no_number_is_no_difference() -> None:
+    plan = make_plan(1, {})
+    config = planned_config(plan)
+    config.use_cache, config.bos_token_id, config.initializer_range, config.dtype = True, 3, 0.5, torch.bfloat16
+    assert difference(config, plan, "the model") is None
+
+
+def test_a_key_that_only_the_model_code_reads_counts(tmp_path: Path) -> None:
+    """Qwen3's mixture of experts reads head_dim, which its configuration class does not declare."""
+    plan = family_plan("qwen3_moe", 1, {})
+    config = planned_config(plan)
+    assert "head_dim" not in type(config).__dataclass_fields__
+    config.head_dim = 16
+    assert "head_dim is 16 in the model and 8 in the plan" in str(difference(config, plan, "the model"))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"config\.json cannot be read: No such file"):
+        folder_config(tmp_path)
+    for text, reason in (("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"model_type": "x"}', "'x'")):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(RunError, match=reason):
+            folder_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}', encoding="utf-8")
+    with pytest.raises(RunError, match=r"transformers does not take the configuration of .*hidden_size"):
+        folder_config(tmp_path)
+
+
+def test_another_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("mistral")), encoding="utf-8")
+    with pytest.raises(RunError, match=r"model_type is 'mistral' in .* and 'llama' in the plan"):
+        check_folder(tmp_path, make_plan(1, {}))
+
+
+def load_and_initialize(rank: int, plan: Plan, folder: str, changed_on: tuple[int, ...]) -> list[str]:
+    """What loading a folder says, and initializing with a model whose epsilon differs on some ranks."""
+    from transformers import AutoModelForCausalLM
+
+    from parcompile.runtime import initialize, load_pretrained
+
+    said = []
+    try:
+        load_pretrained(folder, plan)
+    except RunError as error:
+        said.append(f"{error.everywhere} {error}")
+    model = AutoModelForCausalLM.from_config(planned_config(plan))
+    if rank in changed_on:
+        model.config.rms_norm_eps = 1e-4
+    try:
+        initialize(plan=plan, model=model, measurements=False)
+    except RunError as error:
+        said.append(f"{error.everywhere} {error}")
+    return said
+
+
+@pytest.mark.ranks
+def test_ranks_refuse_other_numbers_with_one_message(tmp_path: Path) -> None:
+    plan = make_plan(2, {"tp": 2})
+    published = replace_config(plan, rms_norm_eps=1e-5, rope_parameters=SCALED)
+    stored(published, tmp_path / "hf")
+    first, second = run_ranks(2, load_and_initialize, plan, str(tmp_path / "hf"), (1,))
+    assert first == second
+    loading, initializing = first
+    file = tmp_path / "hf" / "config.json"
+    assert loading.startswith("True the model would compute other numbers than the plan's: ")
+    assert f"rms_norm_eps is 1e-05 in {file} and 1e-06 in the plan (transformers' default)" in loading
+    assert f"rope_parameters.rope_type is 'llama3' in {file} and 'default' in the plan" in loading
+    assert f'write "hf_config": "{file}" under model in the spec' in loading
+    assert initializing.startswith("True on rank 1: the model would compute other numbers than the plan's: ")
+    assert "rms_norm_eps is 0.0001 in the model and 1e-06 in the plan" in initializing
+
+
+def loss_of_folder(rank: int, plan: Plan, folder: str) -> float:
+    from parcompile.runtime import initialize, load_pretrained, reduce_loss, split_batch
+
+    engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), measurements=False)
+    return reduce_loss(engine(**split_batch(batch_of_ids(), engine.mesh)).loss, engine.mesh)
+
+
+def batch_of_ids() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 61, (4, 16), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.ranks
+def test_a_plan_of_the_published_configuration_gives_its_loss(tmp_path: Path) -> None:
+    sizes = {"rms_norm_eps": 1e-5, "rope_scaling": SCALED, "rope_theta": 500000.0}
+    plan = replace_config(make_plan(2, {"tp": 2}), **sizes)
+    model = stored(plan, tmp_path / "hf")
+    expected = model(**batch_of_ids()).loss.item()
+    for found in run_ranks(2, loss_of_folder, plan, str(tmp_path / "hf")):
+        assert abs(found - expected) < 1e-5 * expected
+    plain = drawn_model(make_plan(2, {"tp": 2})).eval()
+    plain.load_state_dict(model.state_dict())
+    assert abs(plain(**batch_of_ids()).loss.item() - expected) > 1e-3 * expected
+
+
+def test_importing_other_numbers_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    plan = make_plan(1, {})
+    stored(replace_config(plan, rms_norm_eps=1e-5), tmp_path / "hf")
+    with pytest.raises(RunError, match="rms_norm_eps is 1e-05 in"):
+        import_pretrained(tmp_path / "hf", plan, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def replace_config(plan: Plan, **changes: Any) -> Plan:
+    """The plan with further keys in its model's configuration."""
+    model = replace(plan.spec.model, hf_config={**plan.spec.model.hf_config, **changes})
+    return replace(plan, spec=replace(plan.spec, model=model))
