@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from . import schema
+from .backends.deepspeed import configuration
 from .backends.deepspeed.facts import refusal
+from .backends.deepspeed.fillers import LIGHTNING
+from .backends.deepspeed.reading import judged
+from .backends.deepspeed.surroundings import Asked, Surroundings, surroundings
+from .backends.deepspeed.versions import newest
 from .backends.kinds import (
     CHECKED,
     DEEPSPEED,
@@ -29,10 +34,11 @@ from .diagnostics import Path as DiagnosticPath
 from .plan import Plan, compile_plan
 from .rules import DEFAULT_TARGETS, check
 from .spec.resolve import Resolution
-from .text import Document, Result, SourceText, read_file
+from .text import STDIN, Document, Result, SourceText, read_file
 
 _FURTHER = "deepspeed"
 """The section of a spec that holds further DeepSpeed keys."""
+_NOTHING_ASKED = Asked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,16 @@ def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> 
     return check_read(read_file(path), _folder(path), targets, kind=SPEC)
 
 
-def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str | None = None) -> Checked:
+def check_any(
+    path: str | Path,
+    targets: Collection[str] = DEFAULT_TARGETS,
+    *,
+    kind: str | None = None,
+    asked: Asked = _NOTHING_ASKED,
+) -> Checked:
     """The same for a spec or another tool's configuration, told apart by their keys, or of a `kind` that is given.
+
+    `asked` says for which DeepSpeed, and whose "auto", a DeepSpeed configuration is meant.
 
     Raises:
         SourceError: the file cannot be read.
@@ -78,7 +92,7 @@ def check_any(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS, *, k
     found, recognition = recognised(read_file(path), kind)
     if not recognition.is_checked:
         return Checked(found.source, found.document, (), None, recognition.kind, recognition.certainty)
-    checked = check_read(found, _folder(path), targets, kind=recognition.kind)
+    checked = check_read(found, _folder(path), targets, kind=recognition.kind, asked=asked)
     return replace(checked, certainty=recognition.certainty)
 
 
@@ -117,14 +131,26 @@ def _folder(path: str | Path) -> Path:
     return Path() if str(path) == "-" else Path(path).resolve().parent
 
 
-def check_read(read: Result, folder: Path, targets: Collection[str] = DEFAULT_TARGETS, *, kind: str = SPEC) -> Checked:
+def check_read(
+    read: Result,
+    folder: Path,
+    targets: Collection[str] = DEFAULT_TARGETS,
+    *,
+    kind: str = SPEC,
+    asked: Asked = _NOTHING_ASKED,
+) -> Checked:
     """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
+    around: Surroundings | None = None
+    if kind == DEEPSPEED:
+        file = None if read.source.file == STDIN else folder / Path(read.source.file).name
+        around = surroundings(document.tree if document else None, file, asked)
+        read = replace(read, diagnostics=judged(read.diagnostics, around))
     if document is None:
         return Checked(read.source, None, read.diagnostics, None, kind)
 
     def find(text: Document) -> list[Diagnostic]:
-        return _in_spec(text, folder, targets)[0] if kind == SPEC else _in_settings(text, kind)
+        return _in_spec(text, folder, targets)[0] if kind == SPEC else _in_settings(text, kind, around)
 
     resolution: Resolution | None = None
     if kind == SPEC:
@@ -152,9 +178,7 @@ def _in_spec(document: Document, folder: Path, targets: Collection[str]) -> tupl
 
 
 def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
-    """What DeepSpeed's own schema finds wrong in a spec's further DeepSpeed keys, with paths from the spec's root."""
-    from .rules.f_deepspeed import autos
-
+    """What DeepSpeed would not take of a spec's further DeepSpeed keys, with paths from the spec's root."""
     prefix = (_FURTHER,)
     place = document.place(prefix)
     assert place is not None
@@ -165,15 +189,14 @@ def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[Diagnos
         invalid=frozenset(path[1:] for path in document.invalid if path[:1] == prefix),
         duplicates=frozenset(path[1:] for path in document.duplicates if path[:1] == prefix),
     )
-    validation = schema.validate(part, DEEPSPEED)
-    # What is "auto", and what the plan decides, has rules of its own; the plan adds the keys that must be there.
-    unfilled = set(autos(part.tree))
+    found = configuration.check(part, newest(), needs_batch=False)
 
     def counts(path: DiagnosticPath) -> bool:
-        return bool(path) and path not in unfilled and refusal(path) is None
+        # What the plan decides has rules of its own.
+        return bool(path) and refusal(path) is None
 
-    found = [_under(prefix, one) for one in validation.diagnostics if counts(one.path)]
-    return found, frozenset((*prefix, *path) for path in validation.invalid_paths if counts(path))
+    diagnostics = [_under(prefix, one) for one in found.diagnostics if counts(one.path)]
+    return diagnostics, frozenset((*prefix, *path) for path in found.invalid_paths if counts(path))
 
 
 def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
@@ -185,25 +208,20 @@ def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
     return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)
 
 
-def _in_settings(document: Document, kind: str) -> list[Diagnostic]:
-    from .rules.f_deepspeed import autos
+def _in_settings(document: Document, kind: str, around: Surroundings | None = None) -> list[Diagnostic]:
     from .rules.file_registry import Settings, check_settings
 
-    if isinstance(document, Call):
-        return _in_calls(document)
+    if kind == MEGATRON:
+        return _in_calls(document if isinstance(document, Call) else from_tree(document))
     if kind == GPT_NEOX:
         return [
             *_known_values(document),
             *map(document.locate, check_settings(Settings(document.tree, frozenset()), kind)),
         ]
-    validation = schema.validate(document, kind)
-    # What is "auto" has rules of its own, which know who replaces it.
-    unfilled = set(autos(document.tree))
-    found = check_settings(Settings(document.tree, validation.invalid_paths), kind)
-    return [
-        *(one for one in validation.diagnostics if one.path not in unfilled),
-        *(document.locate(one) for one in found),
-    ]
+    assert around is not None
+    keys = configuration.check(document, around.version, needs_batch=around.filler != LIGHTNING)
+    found = check_settings(Settings(document.tree, keys.invalid_paths, around), kind)
+    return [*keys.diagnostics, *(document.locate(one) for one in found)]
 
 
 def _in_calls(first: Call) -> list[Diagnostic]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parcompile.backends.deepspeed.surroundings import surroundings
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.rules.examples import example_spec
@@ -180,7 +181,9 @@ def _all_found() -> Iterator[tuple[str, Diagnostic]]:
         with contextlib.suppress(Unavailable):
             yield from ((rule.code, one) for one in check(Resolution(example_spec(rule.wrong)), CONCERNED))
     for entry in file_rules():
-        yield from ((entry.code, one) for one in check_settings(Settings(entry.wrong, frozenset()), entry.kind))
+        around = surroundings(entry.wrong, None, entry.asked)
+        settings = Settings(entry.wrong, frozenset(), around)
+        yield from ((entry.code, one) for one in check_settings(settings, entry.kind))
     for page in FILE_CODES.values():
         if page.code.startswith("J"):
             read = parse(page.wrong, f"example.{page.format}")

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import click
 
+from parcompile.backends.deepspeed.fillers import NAMES as FILLERS
+from parcompile.backends.deepspeed.surroundings import Asked
+from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
 from parcompile.backends.following import named_files
 from parcompile.backends.kinds import CHECKED, UNKNOWN, Certainty
 from parcompile.diagnostics import Diagnostic, Severity, has_errors
@@ -59,6 +62,8 @@ class _Run:
 @click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
 @target_option("Whose rules to ask besides those of every plan")
+@click.option("--deepspeed-version", metavar="X.Y.Z", help="Check DeepSpeed files for this version.")
+@click.option("--used-with", type=click.Choice(FILLERS), help='Who reads DeepSpeed files and replaces "auto" in them.')
 @click.option("--warnings-as-errors", is_flag=True, help="Fail on warnings.")
 @click.option("--fix", is_flag=True, help="Apply the fixes that are safe, keeping the file's formatting.")
 @click.option("--unsafe-fixes", is_flag=True, help="Apply also those that change numerics or cost.")
@@ -70,6 +75,8 @@ def command(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     targets: tuple[str, ...],
+    deepspeed_version: str | None,
+    used_with: str | None,
     *,
     skip_unrecognised: bool,
     warnings_as_errors: bool,
@@ -86,7 +93,8 @@ def command(
         raise click.UsageError("--show-values goes with --format text or json")
     chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
     mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
-    run = _checked(_expanded(specs), rule_targets(chosen_targets(targets)), kind, mending)
+    asked = _asked(deepspeed_version, used_with)
+    run = _checked(_expanded(specs), rule_targets(chosen_targets(targets)), kind, mending, asked)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
@@ -95,6 +103,16 @@ def command(
         raise click.exceptions.Exit(USAGE)
     if has_errors(found):
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+def _asked(version: str | None, used_with: str | None) -> Asked:
+    """For which DeepSpeed the files are meant; a version that there is not is a mistake of usage."""
+    if version is not None:
+        try:
+            nearest(version)
+        except UnknownVersionError as error:
+            raise click.UsageError(str(error)) from None
+    return Asked(version, used_with)
 
 
 def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
@@ -166,10 +184,12 @@ def _expanded(specs: Sequence[str]) -> list[str]:
     return list(files)
 
 
-def _checked(files: list[str], targets: tuple[str, ...], kind: str | None, mending: _Mending | None) -> _Run:
+def _checked(
+    files: list[str], targets: tuple[str, ...], kind: str | None, mending: _Mending | None, asked: Asked
+) -> _Run:
     run, waiting = _Run(), list(files)
     for file in waiting:
-        checked = _check_one(run, file, targets, kind, None if file == "-" else mending)
+        checked = _check_one(run, file, targets, kind, None if file == "-" else mending, asked)
         if checked is not None and checked.document is not None and file != "-":
             followed = named_files(checked.kind, checked.document.tree, Path(file))
             waiting += [name for name in followed if name not in waiting]
@@ -177,17 +197,17 @@ def _checked(files: list[str], targets: tuple[str, ...], kind: str | None, mendi
 
 
 def _check_one(
-    run: _Run, file: str, targets: tuple[str, ...], kind: str | None, mending: _Mending | None
+    run: _Run, file: str, targets: tuple[str, ...], kind: str | None, mending: _Mending | None, asked: Asked
 ) -> Checked | None:
     try:
-        checked = check_any(file, targets, kind=kind)
+        checked = check_any(file, targets, kind=kind, asked=asked)
         if checked.is_skipped:
             run.skipped[file] = checked.kind
             return checked
         if mending and checked.certainty is not Certainty.CERTAIN:
             run.untouched[file] = checked.kind
         elif mending:
-            checked, count = _fixed(checked, targets, mending)
+            checked, count = _fixed(checked, targets, mending, asked)
             run.fixed += count
     except SourceError as error:
         run.unreadable.append(str(error))
@@ -200,7 +220,7 @@ def _check_one(
     return None
 
 
-def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending) -> tuple[Checked, int]:
+def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending, asked: Asked) -> tuple[Checked, int]:
     """The file after its fixes, one at a time, each tried on what the one before has left."""
     from parcompile.text.fixes import apply_fixes, chosen_fix, save
 
@@ -221,7 +241,7 @@ def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending) -> tup
         # Read again as a whole: what is wrong with the text itself is still wrong.
         again = done.document
         read = parse(again.text, again.file, again.format, bom=again.source.bom)
-        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind)
+        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind, asked=asked)
     if count and checked.document:
         save(checked.document)
     return checked, count

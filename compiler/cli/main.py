@@ -14,6 +14,7 @@ from parcompile.diagnostics.reporters.style import printable
 from parcompile.version import __version__
 
 _COMMANDS = (
+    "advisories",
     "compile",
     "calibrate",
     "check",

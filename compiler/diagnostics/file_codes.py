@@ -129,6 +129,14 @@ _PAGES = (
         '{"sequence_parallel": True}',
         '{"sequence_parallel": true}',
     ),
+    _page(
+        "J017",
+        "a template that is not filled in",
+        """Words such as GLOBAL_BATCH_SIZE, <lr> or ${STAGE} stand where values are to be: the file is a template, and
+        a script replaces them. All of them are one finding, and their keys are not looked at.""",
+        '{"train_batch_size": GLOBAL_BATCH_SIZE}',
+        '{"train_batch_size": 64}',
+    ),
     _page("J018", "key is not text", "A key is text in quotes.", '{1: "a"}', '{"1": "a"}'),
     _page(
         "J020",
@@ -211,6 +219,15 @@ _PAGES = (
         "One key has a meaning only beside another one, which is missing.",
         '{"warmup": 100}',
         '{"warmup": 100, "schedule": "cosine"}',
+    ),
+    _page(
+        "K010",
+        "a key of another version",
+        """The key is read by other versions of the tool than the one that the file is checked for: it was removed
+        before, or came later. The version is that of --deepspeed-version, else of a requirement or lock file near by,
+        else the newest known one.""",
+        '{"train_micro_batch_size_per_gpu": 1, "sparse_attention": {"mode": "fixed"}}',
+        '{"train_micro_batch_size_per_gpu": 1}',
     ),
 )
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.backends.deepspeed.surroundings import Asked, Surroundings
+from parcompile.backends.deepspeed.versions import newest
 from parcompile.diagnostics import Diagnostic, Path, Severity
 
 from .registry import Finding, import_modules
@@ -15,13 +17,17 @@ DEEPSPEED, MEGATRON, GPT_NEOX = "ds_config", "megatron", "gpt_neox"
 
 
 class Settings:
-    """The values of such a file. What the schema refused is named in `invalid` and reads as left out."""
+    """The values of such a file. What the schema refused is named in `invalid` and reads as left out.
 
-    def __init__(self, tree: object, invalid: frozenset[Path]) -> None:
+    `around` says where a DeepSpeed configuration is used; without it, by the newest DeepSpeed and by nobody known.
+    """
+
+    def __init__(self, tree: object, invalid: frozenset[Path], around: Surroundings | None = None) -> None:
         self.tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
         self._invalid = invalid
+        self.around = around or Surroundings(newest())
 
-    def get(self, *path: str, default: Any = None) -> Any:
+    def get(self, *path: str | int, default: Any = None) -> Any:
         """The value at a path; the default when there is none, or none that can be used."""
         node: Any = self.tree
         for length, step in enumerate(path, 1):
@@ -30,7 +36,7 @@ class Settings:
             node = node[step]
         return default if node == "auto" else node
 
-    def left_out(self, *path: str) -> bool:
+    def left_out(self, *path: str | int) -> bool:
         """Whether a key is not there, under no misspelt name either."""
         node: Any = self.tree
         for length, step in enumerate(path, 1):
@@ -41,23 +47,28 @@ class Settings:
             node = node[step]
         return False
 
-    def number(self, *path: str) -> float | None:
+    def number(self, *path: str | int) -> float | None:
         """The same when it is a number."""
         value = self.get(*path)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
-    def section(self, *path: str) -> Mapping[str, Any]:
+    def section(self, *path: str | int) -> Mapping[str, Any]:
         """The same when it is an object, else an empty one."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}
 
+
+_NOTHING_ASKED = Asked()
 
 Check = Callable[[Settings], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class FileRule:
-    """A rule for one kind of file, with its page; `wrong` and `right` are whole files."""
+    """A rule for one kind of file, with its page.
+
+    `wrong` and `right` are whole files, to be checked with what `asked` says of their use.
+    """
 
     code: str
     kind: str
@@ -68,6 +79,7 @@ class FileRule:
     right: Mapping[str, Any]
     sources: tuple[str, ...]
     check: Check
+    asked: Asked = _NOTHING_ASKED
 
 
 _RULES: dict[str, FileRule] = {}
@@ -83,13 +95,14 @@ def file_rule(
     right: Mapping[str, Any],
     severity: Severity = Severity.ERROR,
     sources: tuple[str, ...] = (),
+    asked: Asked = _NOTHING_ASKED,
 ) -> Callable[[Check], Check]:
     """Registers the decorated function as the rule `code` for files of `kind`."""
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
         text = " ".join(explanation.split())
-        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check)
+        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check, asked)
         return check
 
     return register
@@ -107,7 +120,7 @@ def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
     return [
         Diagnostic(
             code=entry.code,
-            severity=entry.severity,
+            severity=finding.severity or entry.severity,
             message=finding.message,
             path=finding.path,
             help=finding.help,

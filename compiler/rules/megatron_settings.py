@@ -33,7 +33,7 @@ class MegatronSettings(Settings):
         self.project = call.arguments.project
         self.is_command_line = call.is_command_line
 
-    def get(self, *path: str, default: Any = None) -> Any:
+    def get(self, *path: str | int, default: Any = None) -> Any:
         """The value at a path.
 
         Raises:
@@ -41,7 +41,7 @@ class MegatronSettings(Settings):
         """
         value = super().get(*path, default=default)
         if isinstance(value, Unknown) or (isinstance(value, list) and any(isinstance(one, Unknown) for one in value)):
-            raise NotSaidError(path[0])
+            raise NotSaidError(str(path[0]))
         return value
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from parcompile.diagnostics import Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
 
-from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, file_rules
+from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, FileRule, file_rules
 from .registry import Example, Rule, all_rules
 
 GROUPS = {
+    "A": "Numerics advisories: versions that compute something else",
     "B": "Batch sizes and micro-batches",
     "C": "Context parallelism",
     "D": "Further DeepSpeed keys",
@@ -68,7 +69,7 @@ def pages() -> Mapping[str, Page]:
             one.code,
             one.severity,
             one.title,
-            one.explanation,
+            _with_use(one),
             json.dumps(one.wrong, indent=2),
             json.dumps(one.right, indent=2),
             "json",
@@ -82,6 +83,14 @@ def pages() -> Mapping[str, Page]:
         for one in FILE_CODES.values()
     ]
     return {page.code: page for page in sorted(found, key=lambda page: page.code)}
+
+
+def _with_use(rule: FileRule) -> str:
+    """The explanation, with the options under which the examples are checked."""
+    version, used_with = rule.asked.version, rule.asked.used_with
+    options = [f"--deepspeed-version {version}"] if version else []
+    options += [f"--used-with {used_with}"] if used_with else []
+    return f"{rule.explanation} The examples are meant for {' '.join(options)}." if options else rule.explanation
 
 
 def titles() -> Mapping[str, str]:

@@ -26,13 +26,17 @@ def rule_targets(targets: Collection[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found: the equation with the user's numbers, where, and what to write instead."""
+    """What a rule found: the equation with the user's numbers, where, and what to write instead.
+
+    `severity` is that of the rule unless the finding has another one.
+    """
 
     message: str
     path: Path
     help: str | None = None
     fixes: tuple[Fix, ...] = ()
     related: tuple[Related, ...] = ()
+    severity: Severity | None = None
 
 
 Check = Callable[[Resolution], Iterator[Finding]]
@@ -117,7 +121,7 @@ def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) ->
 def _diagnostic(entry: Rule, finding: Finding) -> Diagnostic:
     return Diagnostic(
         code=entry.code,
-        severity=entry.severity,
+        severity=finding.severity or entry.severity,
         message=finding.message,
         path=finding.path,
         help=finding.help,

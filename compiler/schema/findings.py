@@ -35,15 +35,20 @@ class Findings:
         at_key: bool = False,
         fixes: tuple[Fix, ...] = (),
         related: tuple[Related, ...] = (),
+        severity: Severity = Severity.ERROR,
     ) -> None:
-        """An error about the value (or with `at_key` the key) at `path`; the first of a code and a path counts."""
+        """Something about the value (or with `at_key` the key) at `path`; the first of a code and a path counts.
+
+        Only a value that an error is about must not be used.
+        """
         if any(path[:length] in self._skipped for length in range(len(path) + 1)):
             return
         if at_key:
             self.at_key.add((code, path))
-        found = Diagnostic(code, Severity.ERROR, message, path=path, help=advice, fixes=fixes, related=related)
+        found = Diagnostic(code, severity, message, path=path, help=advice, fixes=fixes, related=related)
         self._said.setdefault((code, path), found)
-        self.unusable.add(path)
+        if severity is Severity.ERROR:
+            self.unusable.add(path)
 
     def diagnostics(self) -> list[Diagnostic]:
         """All that was said, without the consequences: a misspelt key is missing too, a text is no number in range."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, format_path
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
 from parcompile.diagnostics.suggest import closest
 
 from .findings import NOTHING, Findings
@@ -14,6 +14,19 @@ from .synonyms import bare, known_key, near_key
 from .values import listed, quoted
 from .view import SchemaView, about, example
 from .violation import Violation
+
+
+class Places(Protocol):
+    """Where the keys of a kind of file stand, for guesses at misspelt ones."""
+
+    @property
+    def name(self) -> str:
+        """The kind."""
+
+    @property
+    def places(self) -> Sequence[tuple[str, ...]]:
+        """The paths of its keys."""
+
 
 FEW = 12
 """So many names are still worth listing."""
@@ -40,15 +53,21 @@ def unknown_key(
     known: Collection[str],
     instance: Mapping[str, Any],
     findings: Findings,
-    view: SchemaView,
+    view: Places,
     starts: Sequence[str] = (),
+    *,
+    consequence: str = "",
+    unguessed: Severity = Severity.ERROR,
 ) -> None:
-    """The key at `path` is none of the `known` ones; `starts` are those of which one is needed."""
+    """The key at `path` is none of the `known` ones; `starts` are those of which one is needed.
+
+    `consequence` says what the tool does with it, `unguessed` how bad that is when it is near to none of them.
+    """
     key, parent = str(path[-1]), path[:-1]
-    message = f"unknown key {quoted(key)}" + (f" in {format_path(parent)}" if parent else "")
+    message = f"unknown key {quoted(key)}" + (f" in {format_path(parent)}" if parent else "") + consequence
     target = _target(key, parent, known, instance, view)
     if target is None:
-        findings.say("K001", path, message, _without_guess(known, starts), at_key=True)
+        findings.say("K001", path, message, _without_guess(known, starts), at_key=True, severity=unguessed)
         return
     findings.meant.add(target)
     findings.unusable.add(target)
@@ -76,9 +95,7 @@ def _without_guess(known: Collection[str], starts: Sequence[str]) -> str:
     return f"known keys are {listed(dict.fromkeys(known))}" if len(known) <= FEW else "remove it"
 
 
-def _target(
-    key: str, parent: Path, known: Collection[str], instance: Mapping[str, Any], view: SchemaView
-) -> Path | None:
+def _target(key: str, parent: Path, known: Collection[str], instance: Mapping[str, Any], view: Places) -> Path | None:
     """The path that the unknown `key` under `parent` was meant to be."""
     for name in known:
         if bare(name) == bare(key):

@@ -27,7 +27,7 @@ _RANGES = {
 _UNITS = {"Length": ("character", "characters"), "Items": ("entry", "entries"), "Properties": ("key", "keys")}
 
 
-def wrong_type(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def wrong_type(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K003 of one schema."""
     mismatch(violation.path, violation.instance, [violation.schema], findings)
 
@@ -79,7 +79,7 @@ def _meant(value: object) -> list[object]:
     return [str(value), *([bool(value)] if value in (0, 1) else [])]
 
 
-def not_allowed(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def not_allowed(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K004 of one schema."""
     allowed = violation.limit if violation.keyword == "enum" else [violation.limit]
     choice(violation.path, violation.instance, allowed, [violation.schema], findings)
@@ -121,7 +121,7 @@ def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:
     return closest(value, allowed), Safety.CHANGES_NUMERICS
 
 
-def out_of_range(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def out_of_range(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K005."""
     problem, advice = _RANGES[violation.keyword]
     limit = quoted(violation.limit)
@@ -129,7 +129,7 @@ def out_of_range(violation: Violation, findings: Findings, view: SchemaView) -> 
     findings.say("K005", violation.path, message, advice.format(limit))
 
 
-def wrong_form(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def wrong_form(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K006."""
     message = f"{named(violation.path)}: {quoted(violation.instance)} is not of the expected form"
     findings.say("K006", violation.path, message, form(violation.schema))
@@ -143,7 +143,7 @@ def form(schema: dict[str, Any]) -> str | None:
     return text or (f"it must match {schema['pattern']}" if "pattern" in schema else None)
 
 
-def wrong_count(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def wrong_count(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: too few or too many characters, entries or keys."""
     side, unit = violation.keyword[:3], violation.keyword[3:]
     count, limit, schema = len(violation.instance), violation.limit, violation.schema
@@ -157,7 +157,7 @@ def wrong_count(violation: Violation, findings: Findings, view: SchemaView) -> N
     )
 
 
-def repeated(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
+def repeated(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: an entry is listed twice; the place is that of the second."""
     entries = violation.instance
     for index, entry in enumerate(entries):

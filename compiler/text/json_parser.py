@@ -239,6 +239,7 @@ def parse_json(source: SourceText) -> Result:
     parser = _Parser(source)
     try:
         tree, root = parser.parse()
+        parser.scanner.finish()
     except Fatal as fatal:
         return Result(source, None, (*parser.scanner.problems, fatal.diagnostic))
     document = Document(source, tree, root, "json", frozenset(parser.invalid), frozenset(parser.duplicates))

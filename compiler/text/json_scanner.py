@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parcompile.diagnostics import Diagnostic
 
-from .literals import MAX_DIGITS, read_number, shown
+from .literals import MAX_DIGITS, read_number, shown, template
 from .source_text import SourceText
 
 PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
@@ -40,7 +40,9 @@ _NUMBER_LIKE = re.compile(r"[+-]?\.?[0-9]")
 _PYTHON_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][+-]?[0-9_]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONSTANTS: dict[str, object] = {"true": True, "false": False, "null": None}
+_SPOKEN = {"true", "false", "none", "null", "nan", "inf", "infinity"}
 _NOT_A_NUMBER = {"nan", "inf", "infinity", ".nan", ".inf"}
+_PLACEHOLDER = re.compile(r"<[\w ./|:-]+>|\$\{[^}\n]*\}|\$[A-Za-z_]\w*|[A-Z][A-Z0-9_]+\w*(?![.])|[A-Z]\w*_[A-Z]\w*")
 _QUOTES = {"'": "'", "\u2018": "\u2019", "\u2019": "\u2019", "\u201c": "\u201d", "\u201d": "\u201d", "`": "`"}
 
 MAX_PROBLEMS = 50
@@ -73,6 +75,9 @@ class Scanner:
         self.text = source.text
         self.offset = 0
         self.problems: list[Diagnostic] = []
+        self.placeholders: list[tuple[str, int]] = []
+        """Words of a template that stand for values, with their offsets: they are one thing to do, not thirty
+        mistakes."""
         self._said: set[str] = set()
 
     def next(self, *, as_key: bool = False) -> Token:
@@ -109,6 +114,11 @@ class Scanner:
         if diagnostic.code not in self._said:
             self._said.add(diagnostic.code)
             self.report(diagnostic)
+
+    def finish(self) -> None:
+        """Reports what is said once, at the end."""
+        if self.placeholders:
+            self.report(template(self.source, self.placeholders))
 
     def _number(self, literal: str, start: int, fraction: str | None, exponent: str | None) -> Token:
         value, reason = read_number(literal, is_integer=fraction is None and exponent is None)
@@ -216,6 +226,11 @@ class Scanner:
         return Token(STRING, value, start, end + 1)
 
     def _bare(self, start: int, *, as_key: bool) -> Token:
+        placeholder = _PLACEHOLDER.match(self.text, start)
+        if not as_key and placeholder is not None and placeholder[0].lower() not in _SPOKEN:
+            self.placeholders.append((placeholder[0], start))
+            self.offset = placeholder.end()
+            return Token(STRING, placeholder[0], start, placeholder.end(), valid=False)
         bare = _BARE.match(self.text, start)
         if bare is None or not re.match(r"[\w.+\-$]", bare[0]):
             advice = {"=": "write : between a key and its value", ";": "write , between two entries"}.get(

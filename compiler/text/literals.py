@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Sequence
 
 from parcompile.diagnostics import Diagnostic, Path
 
@@ -62,4 +63,18 @@ def duplicate_key(source: SourceText, key: str, path: Path, first: int, second: 
         path=path,
         advice="keep one of the two; most readers silently take the last",
         related=(("the first", path, first),),
+    )
+
+
+def template(source: SourceText, placeholders: Sequence[tuple[str, int]]) -> Diagnostic:
+    """Words that stand for values, with their offsets: all of them in one finding."""
+    names = list(dict.fromkeys(word for word, _ in placeholders))
+    listed = ", ".join(shown(name) for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    stand = "stands for a value" if len(names) == 1 else "stand for values"
+    return source.problem(
+        "J017",
+        f"a template: {listed} {stand}",
+        placeholders[0][1],
+        advice="fill in the values, then check the result",
+        related=tuple((f"{shown(word)} here", (), offset) for word, offset in placeholders[1:20]),
     )

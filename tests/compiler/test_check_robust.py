@@ -61,8 +61,8 @@ def test_odd_values_give_placed_findings(rule: Any) -> None:
     ],
 )
 def test_odd_scripts_are_read(text: str) -> None:
-    document = from_shell(SourceText("a.sh", text))
-    checked = check_read(Result(document.source, document), Path(), kind=MEGATRON)
+    source = SourceText("a.sh", text)
+    checked = check_read(Result(source, from_shell(source)), Path(), kind=MEGATRON)
     assert all(one.position is not None for one in checked.diagnostics)
 
 

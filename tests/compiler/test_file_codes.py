@@ -22,7 +22,11 @@ def test_the_wrong_example_gives_the_code_and_the_right_one_does_not(page):
 
 def test_every_code_that_is_said_has_a_page():
     said: set[str] = set()
-    for file in [*(FOLDER / "schema").glob("*.py"), *(FOLDER / "text").glob("*.py")]:
+    for file in [
+        *(FOLDER / "schema").glob("*.py"),
+        *(FOLDER / "text").glob("*.py"),
+        *(FOLDER / "backends").rglob("*.py"),
+    ]:
         constants = [
             node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
         ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.pipeline import Checked, check_any
 from parcompile.rules.file_registry import FileRule, file_rules
@@ -21,17 +22,18 @@ BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
 }
 
+NOTHING = Asked()
 RULES = [rule for rule in file_rules() if rule.kind == DEEPSPEED]
 
 
-def checked(tree: object, folder: Path) -> Checked:
+def checked(tree: object, folder: Path, asked: Asked = NOTHING) -> Checked:
     file = folder / "ds_config.json"
     file.write_text(json.dumps(tree, indent=2), encoding="utf-8")
-    return check_any(file)
+    return check_any(file, kind=DEEPSPEED, asked=asked)
 
 
-def found(tree: object, folder: Path) -> list[tuple[str, str]]:
-    return [(one.code, ".".join(map(str, one.path))) for one in checked(tree, folder).diagnostics]
+def found(tree: object, folder: Path, asked: Asked = NOTHING) -> list[tuple[str, str]]:
+    return [(one.code, ".".join(map(str, one.path))) for one in checked(tree, folder, asked).diagnostics]
 
 
 def test_a_deepspeed_config_is_recognised(tmp_path: Path) -> None:
@@ -47,7 +49,6 @@ def without(key: str) -> dict[str, Any]:
     ("tree", "code", "path"),
     [
         ({**without("zero_optimization"), "zero_optimisation": {"stage": 1}}, "K001", "zero_optimisation"),
-        ({**BASE, "zero_optimization": {"stage": "auto"}}, "F001", "zero_optimization.stage"),
         ({**without("gradient_clipping"), "gradient_cliping": 1.0}, "K001", "gradient_cliping"),
         ({**BASE, "optimizer": {"type": "AdamWW"}}, "K004", "optimizer.type"),
         (
@@ -55,11 +56,10 @@ def without(key: str) -> dict[str, Any]:
             "F005",
             "zero_optimization.offload_param",
         ),
-        (without("gradient_clipping"), "F006", "gradient_clipping"),
+        (without("gradient_clipping"), "A001", "gradient_clipping"),
     ],
     ids=[
         "typo-of-zero",
-        "auto-stage",
         "typo-of-clipping",
         "unknown-optimizer",
         "offload-at-stage-1",
@@ -78,14 +78,20 @@ def test_auto_is_left_to_transformers_where_it_fills_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_wrong_example_breaks_the_rule_and_right_one_nothing(rule: FileRule, tmp_path: Path) -> None:
-    wrong = found(dict(rule.wrong), tmp_path)
-    assert {code for code, _ in wrong} == {rule.code}
-    assert found(dict(rule.right), tmp_path) == []
+    wrong, right = ({code for code, _ in found(dict(tree), tmp_path, rule.asked)} for tree in (rule.wrong, rule.right))
+    assert rule.code in wrong
+    assert rule.code not in right
+    # What an old version computes wrongly is often several things.
+    allowed = {one.code for one in RULES if one.code[0] == "A"} if rule.code[0] == "A" else {rule.code}
+    assert wrong <= allowed
+    assert right <= allowed
 
 
 def test_every_fix_of_a_file_rule_works(tmp_path: Path) -> None:
-    fixed = {rule.code for rule in RULES if any(one.fixes for one in checked(rule.wrong, tmp_path).diagnostics)}
-    assert fixed >= {"F003", "F004", "F005", "F006", "F007", "F008", "F009"}
+    fixed = {
+        rule.code for rule in RULES if any(one.fixes for one in checked(rule.wrong, tmp_path, rule.asked).diagnostics)
+    }
+    assert fixed >= {"A001", "F003", "F004", "F005", "F007", "F008", "F009", "F010"}
 
 
 def test_emitted_configurations_pass(tmp_path: Path) -> None:

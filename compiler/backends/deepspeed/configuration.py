@@ -1,0 +1,278 @@
+"""What one version of DeepSpeed would not take in a configuration, or would take without using it.
+
+A pydantic section refuses an unknown key and a value that it cannot convert. From plain dictionaries DeepSpeed takes
+the keys that it knows and whatever stands there: a misspelt one is never looked at, and a value of a wrong type fails
+later or means its opposite ("false" is true).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Related, Safety, Severity
+from parcompile.schema.findings import Findings, named
+from parcompile.schema.keys import unknown_key
+from parcompile.schema.mismatch import choice, mismatch, out_of_range, wrong_count
+from parcompile.schema.values import quoted
+from parcompile.schema.violation import Violation
+from parcompile.text import Document
+
+from . import words
+from .constructors import wrong_parameters, wrong_type
+from .json_schema import as_schema
+from .lax import How, Read, as_written, read
+from .table import ANY, ENTRY, Key, find, table
+from .versions import at, ended, facts, order, since
+
+AUTO = "auto"
+_REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})
+_FOREIGN = {"msamp": "MS-AMP reads it"}
+_PLACEHOLDER = re.compile(r"<[\w ./|:-]+>|\$?\{\{?[^}]*\}\}?|\$[A-Za-z_]\w*|[A-Z][A-Z0-9]*_\w*")
+"""What templates write for a value."""
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_CONSTRUCTED = ("optimizer", "params"), ("scheduler", "params")
+_TYPED: dict[Path, str] = {("optimizer",): "AdamW", ("scheduler",): "WarmupLR"}
+_VALUES_ARE_READ_BY_TRAINERS = frozenset(
+    {"zero_optimization.stage", "bf16.enabled", "fp16.enabled", "zero_optimization.offload_param.device"}
+)
+"""Keys whose values transformers and accelerate compare themselves, without DeepSpeed's conversion of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What is wrong, located, and the paths whose values no rule should build on."""
+
+    diagnostics: tuple[Diagnostic, ...]
+    invalid_paths: frozenset[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where keys stand, for guesses at misspelt ones."""
+
+    name: str
+    places: tuple[tuple[str, ...], ...]
+
+
+@functools.cache
+def _places(version: str) -> _Places:
+    found = (tuple(key.path.split(".")) for key in table(version).walk() if not key.refused and not key.deprecated)
+    return _Places("ds_config", tuple(path for path in found if len(path) < 4 and path[-1] not in (ANY, ENTRY)))
+
+
+def check(document: Document, version: str, *, needs_batch: bool = True) -> Configuration:
+    """Everything in a configuration that a known version of DeepSpeed refuses or does not use.
+
+    `needs_batch` says that nobody adds a batch size before DeepSpeed starts.
+    """
+    tree = document.tree
+    findings = Findings(tree, document.invalid)
+    walk = _Walk(findings, version)
+    if isinstance(tree, dict):
+        walk.section(tree, table(version), ())
+        walk.template()
+        if needs_batch and not any(name in tree for name in _BATCH):
+            walk.missing_batch()
+    elif () not in document.invalid:
+        findings.say("K003", (), f"a configuration is an object, found {quoted(tree)}", "start with {")
+    found = [document.locate(one, key=(one.code, one.path) in findings.at_key) for one in findings.diagnostics()]
+    wrong = document.invalid | document.duplicates | findings.unusable
+    return Configuration(tuple(found), wrong)
+
+
+class _Walk:
+    """Goes through a configuration beside the keys of a version."""
+
+    def __init__(self, findings: Findings, version: str) -> None:
+        self.findings = findings
+        self.version = version
+        self.pydantic = at(facts()["pydantic"], version)
+        self.placeholders: list[Path] = []
+
+    # -- sections -----------------------------------------------------------------------------------------------------
+
+    def section(self, value: Mapping[str, Any], section: Key, path: Path) -> None:
+        """Every key of an object."""
+        for name, inner in value.items():
+            key = section.keys.get(name) or section.keys.get(ANY)
+            if key is None:
+                self._unknown((*path, name), value, section)
+            elif key.refused:
+                self._removed((*path, name), key)
+            else:
+                self._twice((*path, name), key, value)
+                self.value(inner, key, (*path, name))
+        if path in _CONSTRUCTED:
+            wrong_parameters(self.findings, self.version, path, _places(self.version))
+        elif path in _TYPED:
+            self._constructed(value, path)
+
+    def _constructed(self, value: Mapping[str, Any], path: Path) -> None:
+        """The section of an optimizer or a schedule: without a type nothing is made of it."""
+        kind = value.get("type")
+        if kind is None:
+            message = f"{path[0]} has no type: DeepSpeed makes nothing of the section"
+            self.findings.say("K002", (*path, "type"), message, f'add "type": "{_TYPED[path]}", say')
+        elif isinstance(kind, str) and kind != AUTO:
+            wrong_type(self.findings, self.version, (*path, "type"), kind)
+            if path[0] == "scheduler" and "params" not in value:
+                message = f"scheduler has no params: DeepSpeed {self.version} cannot construct {kind} without"
+                self.findings.say("K002", (*path, "params"), message, 'add "params": {}')
+
+    def _unknown(self, path: Path, holder: Mapping[str, Any], section: Key) -> None:
+        name = str(path[-1])
+        dotted = f"{section.path}.{name}" if section.path else name
+        entry = facts()["keys"].get(dotted)
+        if entry is not None:
+            self._of_another_version(path, dotted, entry, strict=section.strict)
+        elif (advice := words.instead(dotted)) is not None and section.strict:
+            message = f"unknown key {quoted(name)} in {section.path}: DeepSpeed {self.version} refuses it"
+            fix = Fix(f"remove {name}", Safety.SAFE, (Edit(path, remove=True),))
+            self.findings.say("K001", path, message, advice, at_key=True, fixes=(fix,))
+        elif section.strict:
+            consequence = f": DeepSpeed {self.version} refuses it"
+            unknown_key(path, section.known, holder, self.findings, _places(self.version), consequence=consequence)
+        elif tuple(section.path.split(".")) not in _CONSTRUCTED and not self._is_open(section):
+            self._ignored(path, holder, section)
+
+    def _ignored(self, path: Path, holder: Mapping[str, Any], section: Key) -> None:
+        name = str(path[-1])
+        if name.lower() in _REMARKS or not name[:1].isalpha():
+            return  # a remark to the reader
+        if name in _FOREIGN:
+            message = f"{quoted(name)} is no key of DeepSpeed: {_FOREIGN[name]}"
+            self.findings.say("K001", path, message, at_key=True, severity=Severity.INFO)
+            return
+        unknown_key(
+            path,
+            section.known,
+            holder,
+            self.findings,
+            _places(self.version),
+            consequence=": DeepSpeed ignores it without a word",
+            unguessed=Severity.WARNING,
+        )
+
+    def _is_open(self, section: Key) -> bool:
+        """Whether a section takes keys that only its user knows, or is one whose keys nobody wrote down."""
+        return section.path in words.OPEN or (bool(section.path) and not section.is_section)
+
+    def _twice(self, path: Path, key: Key, holder: Mapping[str, Any]) -> None:
+        """Alias and field name side by side: pydantic takes the alias, and the other one is unknown then."""
+        first = next((name for name in key.names if name in holder), None)
+        if len(key.names) > 1 and first != path[-1]:
+            message = (
+                f"{quoted(path[-1])} is another name of {quoted(first)}, which is given too: DeepSpeed refuses both"
+            )
+            self.findings.say("K008", path, message, "keep one of the two", at_key=True)
+
+    def _removed(self, path: Path, key: Key) -> None:
+        gone = ended(facts()["keys"][key.path])
+        message = f"{quoted(path[-1])} was removed in DeepSpeed {gone}, which refuses the file"
+        fix = Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+        self.findings.say("K010", path, message, words.instead(key.path), at_key=True, fixes=(fix,))
+
+    def _of_another_version(self, path: Path, dotted: str, entry: Any, *, strict: bool) -> None:
+        first, last = since(entry), ended(entry)
+        does = "refuses it" if strict else "ignores it without a word"
+        if first is not None and order(self.version) < order(first):
+            message = f"{quoted(path[-1])} is read since DeepSpeed {first}: {self.version} {does}"
+            advice = f"use DeepSpeed {first} or newer, or remove the key"
+        else:
+            message = f"{quoted(path[-1])} was removed in DeepSpeed {last}: {self.version} {does}"
+            advice = words.instead(dotted) or "remove it"
+        fix = Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),))
+        self.findings.say("K010", path, message, advice, at_key=True, fixes=(fix,))
+
+    def template(self) -> None:
+        """Text that stands for values, all in one finding."""
+        if not self.placeholders:
+            return
+        names = list(dict.fromkeys(str(self.findings.value(path)) for path in self.placeholders))
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        stand = "stands for a value" if len(names) == 1 else "stand for values"
+        related = tuple(Related("and here", path) for path in self.placeholders[1:20])
+        advice = "fill in the values, then check the result"
+        self.findings.say("J017", self.placeholders[0], f"a template: {listed} {stand}", advice, related=related)
+        self.findings.unusable.update(self.placeholders)
+
+    def missing_batch(self) -> None:
+        """Neither of the batch sizes from which DeepSpeed derives the others."""
+        message = 'neither "train_batch_size" nor "train_micro_batch_size_per_gpu" is given: DeepSpeed refuses the file'
+        self.findings.say("K002", (), message, 'add "train_micro_batch_size_per_gpu": 1, say')
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def value(self, value: Any, key: Key, path: Path) -> None:
+        """One value; what is "auto", and the old way to switch ZeRO on, have rules of their own."""
+        if value == AUTO or (path == ("zero_optimization",) and isinstance(value, bool)):
+            return
+        loose = key.loose or (key.facts.get("type") == "section" and not key.strict)
+        found = as_written(value, key.facts) if loose else read(value, key.facts, self.pydantic)
+        if found.how is How.REFUSED:
+            self._refused(value, key, path, found)
+        elif isinstance(value, dict) and key.is_section:
+            self.section(value, key, path)
+        elif isinstance(value, list) and ENTRY in key.keys:
+            for index, entry in enumerate(value):
+                self.value(entry, key.keys[ENTRY], (*path, index))
+        elif found.how is How.CONVERTED:
+            self._converted(value, key, path, found)
+
+    def _refused(self, value: Any, key: Key, path: Path, found: Read) -> None:
+        if isinstance(value, str) and _PLACEHOLDER.fullmatch(value.strip()):
+            self.placeholders.append(path)
+            return
+        schema = {**as_schema(key.facts), **words.example(key.path)}
+        if "default" in key.facts and key.facts["default"] is not None:
+            schema["default"] = key.facts["default"]
+        if key.facts.get("type") == "class":
+            message = f"{named(path)} cannot be written in a file: DeepSpeed wants a {key.facts['class']}"
+            self.findings.say("K003", path, message, "remove it")
+        elif found.why == "choice":
+            choice(path, value, key.facts["in"], [schema], self.findings)
+        elif found.why == "bound":
+            keyword = next(name for name in _KEYWORDS if name in schema and _KEYWORDS[name](value, schema[name]))
+            out_of_range(_violation(keyword, path, value, schema), self.findings)
+        elif found.why == "length":
+            wrong_count(_violation("minItems", path, value, schema), self.findings)
+        elif found.why == "entry":
+            part = {"type": "any", **key.facts["of"]}
+            for index, entry in enumerate(value):
+                self.value(entry, Key(f"{key.path}.{ENTRY}", {**part, "loose": key.loose}), (*path, index))
+        else:
+            parts = schema.get("anyOf", [schema])
+            mismatch(path, value, parts, self.findings)
+
+    def _converted(self, value: Any, key: Key, path: Path, found: Read) -> None:
+        """A value that DeepSpeed reads as another one: right for DeepSpeed, a trap for whoever compares it."""
+        if not isinstance(value, str) and isinstance(found.value, type(value)):
+            return
+        trainers = key.path in _VALUES_ARE_READ_BY_TRAINERS
+        message = f"{named(path)}: DeepSpeed reads {quoted(value)} as {quoted(found.value)}"
+        if trainers:
+            message += "; transformers and accelerate compare it as it stands"
+        fix = Fix(f"write {quoted(found.value)}", Safety.SAFE, (Edit(path, found.value),))
+        severity = Severity.WARNING if trainers or key.loose else Severity.INFO
+        self.findings.say("K003", path, message, f"write {quoted(found.value)}", fixes=(fix,), severity=severity)
+
+
+_KEYWORDS = {
+    "minimum": lambda value, limit: not float(value) >= limit,
+    "exclusiveMinimum": lambda value, limit: not float(value) > limit,
+    "maximum": lambda value, limit: not float(value) <= limit,
+    "exclusiveMaximum": lambda value, limit: not float(value) < limit,
+}
+
+
+def _violation(keyword: str, path: Path, value: Any, schema: dict[str, Any]) -> Violation:
+    return Violation(keyword, schema.get(keyword), path, value, schema, 0, 0, is_key=False, context=())
+
+
+def knows(version: str, path: Sequence[str | int]) -> bool:
+    """Whether a version has a key at a path of a file."""
+    return find(version, *path) is not None

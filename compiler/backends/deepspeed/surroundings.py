@@ -1,0 +1,185 @@
+"""Where a configuration will be used: the version of DeepSpeed, and who fills "auto" before DeepSpeed sees it.
+
+Both can be given. What is not given is looked for near the file: requirements and lock files name versions, and a
+script or a configuration that names the file shows by which flag it is handed on.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import fillers
+from .versions import UnknownVersionError, known, nearest, newest, order
+
+GUESSED = '"auto" in it'
+"""Who names the filler where only the file itself speaks for it."""
+_LEVELS = 6
+"""Folders upwards that are searched for a requirement, at most to the top of the repository."""
+_LARGEST = 400_000
+_FILES = 60
+_REQUIREMENTS = (
+    "uv.lock",
+    "poetry.lock",
+    "pdm.lock",
+    "Pipfile.lock",
+    "requirements.lock",
+    "requirements*.txt",
+    "requirements/*.txt",
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+    "environment*.y*ml",
+    "constraints*.txt",
+)
+_LOCKED = re.compile(
+    r'(?:name\s*=\s*"deepspeed"\s*\n\s*version\s*=\s*"|"deepspeed"\s*:\s*\{[^}]*?"version"\s*:\s*"==)([0-9.]+)"'
+)
+_NAMED = re.compile(r"""^[\s"'-]*deepspeed(?:\[[^\]]*\])?\s*((?:[=<>!~]=?=?\s*[\w.*+]+\s*,?\s*)*)""", re.M | re.I)
+_BOUND = re.compile(r"([=<>!~]=?)=?\s*([0-9][\w.*]*)")
+_HANDED_ON = (
+    (fillers.ACCELERATE, re.compile(r"deepspeed_config_file\s*[:=]\s*\S*NAME")),
+    (fillers.BARE, re.compile(r"--deepspeed_config[\s=\"',\\]*\S*NAME")),
+    (fillers.TRANSFORMERS, re.compile(r"--deepspeed[\s=\"',\\]+\S*NAME")),
+    (fillers.TRANSFORMERS, re.compile(r"^\s*deepspeed\s*[:=]\s*\S*NAME", re.M)),
+    (fillers.LIGHTNING, re.compile(r"DeepSpeedStrategy\([^)]*NAME")),
+    (fillers.BARE, re.compile(r"deepspeed\.initialize\([^)]*NAME")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """A known version and a filler of "auto"; `…_from` says who named it, None when nobody did."""
+
+    version: str
+    version_from: str | None = None
+    filler: str | None = None
+    filler_from: str | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether somebody chose the version."""
+        return self.version_from is not None
+
+    @property
+    def strict_json(self) -> str | None:
+        """Who reads the file as plain JSON before DeepSpeed, if anybody does."""
+        return None if self.filler in (None, fillers.BARE) else self.filler
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user says of the surroundings of all files."""
+
+    version: str | None = None
+    used_with: str | None = None
+
+
+def surroundings(tree: object, file: Path | None, asked: Asked) -> Surroundings:
+    """Where the configuration `tree` in `file` (None for standard input) will be used.
+
+    Raises:
+        UnknownVersionError: the version that was asked for is none.
+    """
+    version, version_from = newest(), None
+    if asked.version is not None:
+        version, version_from = nearest(asked.version), "--deepspeed-version"
+    elif file is not None and (found := required(file.parent)) is not None:
+        version, version_from = found
+    filler, filler_from = asked.used_with, "--used-with" if asked.used_with else None
+    if filler is None and file is not None:
+        filler, filler_from = handed_on(file)
+    if filler is None and any(True for _ in fillers.autos(tree)):
+        filler, filler_from = fillers.TRANSFORMERS, GUESSED
+    return Surroundings(version, version_from, filler, filler_from)
+
+
+@functools.lru_cache(maxsize=4096)
+def required(folder: Path) -> tuple[str, str] | None:
+    """The version that the nearest requirement allows at most, and the file that says so."""
+    for holder in _upwards(folder):
+        for pattern in _REQUIREMENTS:
+            for file in sorted(holder.glob(pattern)):
+                found = _in_requirements(_text(file))
+                if found is not None:
+                    return found, file.name
+    return None
+
+
+def _upwards(folder: Path) -> Iterator[Path]:
+    for level, holder in enumerate((folder, *folder.parents)):
+        if level == _LEVELS:
+            return
+        yield holder
+        if (holder / ".git").exists():
+            return
+
+
+@functools.lru_cache(maxsize=256)
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")[:_LARGEST] if file.is_file() else ""
+    except OSError:
+        return ""
+
+
+def _in_requirements(text: str) -> str | None:
+    locked = _LOCKED.search(text)
+    if locked is not None:
+        return _nearest(locked[1])
+    for named in _NAMED.finditer(text):
+        bounds = _BOUND.findall(named[1])
+        allowed = [version for version in known() if all(_allows(version, *bound) for bound in bounds)]
+        if bounds and allowed:
+            return allowed[-1]
+    return None
+
+
+def _nearest(version: str) -> str | None:
+    try:
+        return nearest(version)
+    except UnknownVersionError:
+        return None
+
+
+def _allows(version: str, sign: str, bound: str) -> bool:
+    given, limit = order(version), order(bound.replace(".*", ""))
+    parts = bound.replace(".*", "").split(".")[:3]
+    same = given[: len(parts)] == limit[: len(parts)]
+    if sign in ("==", "="):
+        return same
+    if sign == "~=":
+        return given >= limit and given[: len(parts) - 1] == limit[: len(parts) - 1]
+    return {"!=": not same, "<": given < limit, "<=": given <= limit, ">": given > limit, ">=": given >= limit}.get(
+        sign, True
+    )
+
+
+def handed_on(file: Path) -> tuple[str | None, str | None]:
+    """Who is given the file, by a script or a configuration beside or above it that names it."""
+    for holder in (file.parent, file.parent.parent):
+        for name, text in _neighbours(holder):
+            if file.name not in text:
+                continue
+            for filler, pattern in _HANDED_ON:
+                if re.search(pattern.pattern.replace("NAME", re.escape(file.name)), text, pattern.flags):
+                    return filler, name
+    return None, None
+
+
+@functools.lru_cache(maxsize=256)
+def _neighbours(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Scripts and configurations in a folder that speak of DeepSpeed, with their text."""
+    found = []
+    try:
+        files = [file for file in sorted(folder.iterdir()) if file.suffix in (".sh", ".py", ".yaml", ".yml", ".bash")]
+    except OSError:
+        return ()
+    for file in files[:_FILES]:
+        text = _text(file)
+        if "deepspeed" in text.lower():
+            found.append((file.name, text))
+    return tuple(found)

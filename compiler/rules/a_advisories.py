@@ -1,0 +1,89 @@
+"""Versions that compute something else: one rule for each advisory, for the files of its tool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.advisories import Advisory, advisories
+from parcompile.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
+from parcompile.backends.deepspeed.fillers import LIGHTNING
+from parcompile.backends.deepspeed.surroundings import Asked
+from parcompile.backends.deepspeed.versions import known
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+
+from .file_registry import DEEPSPEED, MEGATRON, Check, Settings, file_rule
+from .registry import Finding
+
+_CLIPPING: Path = ("gradient_clipping",)
+_KINDS = {DEEPSPEED_TOOL: DEEPSPEED, "megatron": MEGATRON}
+
+
+def _rule(one: Advisory) -> Check:
+    def affected(settings: Settings) -> Iterator[Finding]:
+        """Fires when the version is affected and the configuration is one of those."""
+        around = settings.around
+        if one.tool == DEEPSPEED_TOOL and not one.affects(around.version):
+            return
+        if one.matches(settings.tree) and not _is_misspelt(one, settings):
+            yield _finding(one, settings)
+
+    return affected
+
+
+def _is_misspelt(one: Advisory, settings: Settings) -> bool:
+    """Whether a key that must be absent is there under a misspelt name, or added by the one who reads the file."""
+    if one.id != "A001":
+        return False
+    return not settings.left_out(*map(str, _CLIPPING)) or settings.around.filler == LIGHTNING
+
+
+def _finding(one: Advisory, settings: Settings) -> Finding:
+    around = settings.around
+    severity = Severity(one.severity)
+    message = f"{one.title}: {one.effect}"
+    fixes: tuple[Fix, ...] = ()
+    if one.id == "A001":
+        does = "clips at 1.0 since 0.19.3, older versions do not clip"
+        message = f"gradient_clipping is not given: DeepSpeed {does}"
+        fixes = (Fix("set gradient_clipping to 1.0", Safety.CHANGES_NUMERICS, (Edit(_CLIPPING, 1.0),)),)
+        if around.pinned:
+            severity = Severity.INFO
+    elif one.tool == DEEPSPEED_TOOL:
+        message = f"DeepSpeed {around.version}: {message}"
+    return Finding(message, _place(one, settings), help=one.avoid, fixes=fixes, severity=severity)
+
+
+def _place(one: Advisory, settings: Settings) -> Path:
+    """The place that an advisory speaks of, or what there is of it."""
+    if one.place is None:
+        return ()
+    steps = one.place.split(".")
+    if one.id == "A001":
+        return tuple(steps)
+    for length in range(len(steps), 0, -1):
+        if settings.get(*steps[:length]) is not None:
+            return tuple(steps[:length])
+    return ()
+
+
+def _asked(one: Advisory) -> Asked:
+    """The newest version that is affected; the advisory on a changed default is about a file without a version."""
+    if one.tool != DEEPSPEED_TOOL or one.id == "A001":
+        return Asked()
+    return Asked(version=next((version for version in reversed(known()) if one.affects(version)), None))
+
+
+for _one in advisories():
+    if _one.tool in _KINDS and _one.condition:
+        _said = f"{_one.effect} Affected: {_one.versions}." + (f" Only when {_one.when}." if _one.when else "")
+        file_rule(
+            _one.id,
+            _KINDS[_one.tool],
+            _one.title,
+            f"{_said} To avoid it: {_one.avoid}.",
+            wrong=_one.wrong,
+            right=_one.right,
+            severity=Severity(_one.severity),
+            sources=_one.sources,
+            asked=_asked(_one),
+        )(_rule(_one))

@@ -1,0 +1,242 @@
+"""A DeepSpeed configuration on its own: AutoEP, DeepSpeed's expert parallelism for models that were written without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from parcompile.backends.deepspeed.table import find
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
+from parcompile.diagnostics.suggest import closest
+
+from .arithmetic import divisors, listed
+from .f_deepspeed_batch import ranks
+from .f_deepspeed_stages import BATCH, ZERO, stage_of
+from .f_deepspeed_tensor import autotp_size
+from .file_registry import DEEPSPEED, Settings, file_rule
+from .registry import Finding
+
+_SECTION = "expert_parallel"
+_ATTRIBUTES = (
+    "expert_w1",
+    "expert_w2",
+    "expert_w3",
+    "num_experts_attr",
+    "top_k_attr",
+    "router_pattern",
+    "expert_pattern",
+    "shared_experts_pattern",
+    "shared_experts_gate_pattern",
+)
+_EXPERTS = {"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}
+
+
+def _at(key: str) -> Path:
+    return (_SECTION, key)
+
+
+def _value(settings: Settings, key: str, default: Any = None) -> Any:
+    return settings.get(_SECTION, key, default=default)
+
+
+def _enabled(settings: Settings) -> bool:
+    return _value(settings, "enabled") is True
+
+
+def _size(settings: Settings) -> int:
+    size = settings.number(_SECTION, "autoep_size")
+    return int(size) if size else 1
+
+
+@file_rule(
+    "F033",
+    DEEPSPEED,
+    "a value that AutoEP refuses",
+    """DeepSpeed checks the section expert_parallel when it starts: presets and activations by name, as many groups for
+    a token as there are, attributes of the model without dots.""",
+    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {**_EXPERTS, "preset_model": "mixtrall"}},
+    right={**BATCH, ZERO: {"stage": 1}, _SECTION: _EXPERTS},
+    sources=("DeepSpeed module_inject/auto_ep_config.py",),
+)
+def autoep_takes_the_values(settings: Settings) -> Iterator[Finding]:
+    """Fires for each value that is none of those; with AutoEP switched off it is a warning."""
+    severity = None if _enabled(settings) else Severity.WARNING
+    for found in (*_names(settings), *_groups(settings), *_attributes(settings)):
+        yield replace(found, severity=severity)
+
+
+def _names(settings: Settings) -> Iterator[Finding]:
+    for name in ("preset_model", "expert_activation"):
+        value = _value(settings, name)
+        key = find(settings.around.version, *map(str, _at(name)))
+        names = list(key.facts.get("names", ())) if key is not None else []
+        if isinstance(value, str) and names and value not in names:
+            near = closest(value, names)
+            advice = f'did you mean "{near}"?' if near else f"write one of {', '.join(names)}"
+            fixes = (Fix(f"write {near}", Safety.CHANGES_NUMERICS, (Edit(_at(name), near),)),) if near else ()
+            yield Finding(f'AutoEP has no {name.replace("_", " ")} "{value}"', _at(name), help=advice, fixes=fixes)
+
+
+def _groups(settings: Settings) -> Iterator[Finding]:
+    groups, limited = _value(settings, "num_expert_groups"), _value(settings, "num_limited_groups")
+    if isinstance(groups, int) and isinstance(limited, int) and limited > groups:
+        message = f"num_limited_groups {limited} > num_expert_groups {groups}"
+        related = (Related("the groups", _at("num_expert_groups")),)
+        yield Finding(message, _at("num_limited_groups"), help=f"write {groups} or less", related=related)
+
+
+def _attributes(settings: Settings) -> Iterator[Finding]:
+    for name in _ATTRIBUTES:
+        value = _value(settings, name)
+        if value is not None and (not isinstance(value, str) or not value or "." in value):
+            message = f"{name} {value!r}: AutoEP wants the name of an attribute, without dots"
+            yield Finding(message, _at(name), help='write it like "experts"')
+
+
+@file_rule(
+    "F034",
+    DEEPSPEED,
+    "ways of computing experts that exclude each other",
+    """Fused implementations of AutoEP run on one route only: the fused sum without tensor parallelism and without
+    DeepEP, fused row weights with DeepEP on more than one rank, a fused gate and up projection with the grouped matrix
+    product. DeepEP has to be told how many tokens a rank can route.""",
+    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {**_EXPERTS, "comm_backend": "deepep"}},
+    right={
+        **BATCH,
+        ZERO: {"stage": 1},
+        _SECTION: {**_EXPERTS, "comm_backend": "deepep", "comm_max_tokens_per_rank": 8192},
+    },
+    sources=("DeepSpeed module_inject/auto_ep_config.py",),
+)
+def autoep_routes_agree(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of the combinations."""
+    if not _enabled(settings):
+        return
+    backend, size, tp = _value(settings, "comm_backend", "comm"), _size(settings), autotp_size(settings)
+    if _value(settings, "combine_impl") == "fused_weighted_sum":
+        etp = _value(settings, "expert_tensor_parallel_size", 1)
+        reasons = {
+            f"tensor_parallel.autotp_size {tp}": tp > 1,
+            f"expert_tensor_parallel_size {etp}": etp not in (1, None),
+            'comm_backend "deepep"': backend == "deepep" and size > 1,
+        }
+        for reason in (text for text, holds in reasons.items() if holds):
+            yield Finding(f'combine_impl "fused_weighted_sum" does not go with {reason}', _at("combine_impl"))
+    if _value(settings, "gate_up_impl") == "fused" and _value(settings, "use_grouped_mm", True) is False:
+        yield Finding(
+            'gate_up_impl "fused" needs use_grouped_mm true', _at("gate_up_impl"), help="remove one of the two"
+        )
+    if _value(settings, "row_weighting_impl") == "fused":
+        if backend != "deepep":
+            yield Finding('row_weighting_impl "fused" needs comm_backend "deepep"', _at("row_weighting_impl"))
+        if size == 1:
+            yield Finding('row_weighting_impl "fused" needs autoep_size > 1', _at("row_weighting_impl"))
+    if backend == "deepep" and not _value(settings, "comm_max_tokens_per_rank", 0):
+        advice = "write micro-batch · longest sequence"
+        yield Finding('comm_backend "deepep" needs comm_max_tokens_per_rank', _at("comm_backend"), help=advice)
+    if _value(settings, "async_split_plan") is True and size > 1 and tp > 1:
+        message = f"async_split_plan does not go with tensor_parallel.autotp_size {tp}"
+        yield Finding(message, _at("async_split_plan"), help="remove one of the two")
+
+
+@file_rule(
+    "F035",
+    DEEPSPEED,
+    "AutoEP with a layout or a stage that it does not have",
+    """AutoEP spreads experts over ranks of its own. Together with AutoTP it needs autoep_size > 1, the same preset, no
+    sequence parallelism, no offload and no DeepCompile. At ZeRO stage 3 it has neither sequence parallelism nor
+    ZeRO++. Experts themselves are not split (expert_tensor_parallel_size 1). autoep_size divides the ranks of the
+    job.""",
+    wrong={**BATCH, ZERO: {"stage": 3, "zero_quantized_gradients": True}, _SECTION: _EXPERTS},
+    right={**BATCH, ZERO: {"stage": 3}, _SECTION: _EXPERTS},
+    sources=("DeepSpeed module_inject/auto_ep_folding.py, runtime/engine.py",),
+)
+def autoep_has_the_layout(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of these conditions that does not hold."""
+    if not _enabled(settings):
+        return
+    size, tp, stage = _size(settings), autotp_size(settings), stage_of(settings)
+    etp = _value(settings, "expert_tensor_parallel_size", 1)
+    if isinstance(etp, int) and etp > 1:
+        message = f"expert_tensor_parallel_size {etp}: AutoEP does not split experts"
+        yield Finding(message, _at("expert_tensor_parallel_size"), help="write 1")
+    world = ranks(settings)
+    if world is not None and world * tp % size:
+        near = listed(divisors(world * tp))
+        message = f"autoep_size {size} does not divide the {world * tp} ranks that the batch sizes leave"
+        yield Finding(message, _at("autoep_size"), help=f"write one of {near}")
+    sequence = settings.number("sequence_parallel_size")
+    sequence = sequence if sequence and sequence > 1 else None
+    if stage == 3:
+        yield from _at_stage_3(settings, sequence)
+    if tp > 1:
+        yield from _with_autotp(settings, tp, size, sequence)
+
+
+def _at_stage_3(settings: Settings, sequence: float | None) -> Iterator[Finding]:
+    related = (Related("AutoEP is enabled here", _at("enabled")),)
+    if sequence is not None:
+        message = f"sequence_parallel_size {sequence:g} with AutoEP at stage 3: DeepSpeed refuses both"
+        yield Finding(message, ("sequence_parallel_size",), help="use stage 1 or 2, or remove it", related=related)
+    if settings.get(ZERO, "zero_quantized_gradients") is True:
+        message = "zero_quantized_gradients with AutoEP at stage 3: DeepSpeed refuses both"
+        yield Finding(message, (ZERO, "zero_quantized_gradients"), help="remove it", related=related)
+    shards = settings.number(ZERO, "zero_hpz_partition_size")
+    if shards is not None and shards > 1:
+        message = f"zero_hpz_partition_size {shards:g} with AutoEP at stage 3: DeepSpeed refuses both"
+        yield Finding(message, (ZERO, "zero_hpz_partition_size"), help="remove it", related=related)
+
+
+def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None) -> Iterator[Finding]:
+    size_path: Path = ("tensor_parallel", "autotp_size")
+    related = (Related("AutoTP is enabled here", size_path),)
+    if size == 1:
+        yield Finding(
+            f"autotp_size {tp} with autoep_size 1: AutoEP beside AutoTP needs more ranks",
+            _at("enabled"),
+            related=related,
+        )
+    if sequence is not None:
+        message = f"sequence_parallel_size {sequence:g} with autotp_size {tp} and AutoEP: DeepSpeed refuses all three"
+        yield Finding(message, size_path, help="remove one of them")
+    presets = [settings.get(section, "preset_model") for section in ("tensor_parallel", _SECTION)]
+    if all(isinstance(one, str) for one in presets) and presets[0] != presets[1]:
+        message = f'preset_model "{presets[1]}" of AutoEP with "{presets[0]}" of AutoTP: they must be the same'
+        yield Finding(message, _at("preset_model"), related=(Related("AutoTP's", ("tensor_parallel", "preset_model")),))
+    if settings.get("use_data_before_expert_parallelism") is True:
+        message = "use_data_before_expert_parallelism does not go with AutoEP and AutoTP together"
+        yield Finding(message, ("use_data_before_expert_parallelism",), help="remove it")
+    for part in ("offload_param", "offload_optimizer"):
+        if isinstance(settings.get(ZERO, part), dict):
+            message = f"{part} does not go with AutoEP and AutoTP together"
+            yield Finding(message, (ZERO, part), help="remove it", related=related)
+    if settings.get("compile", "deepcompile") is True:
+        message = "deepcompile does not go with AutoEP and AutoTP together"
+        yield Finding(message, ("compile", "deepcompile"), help="remove it", related=related)
+
+
+@file_rule(
+    "F036",
+    DEEPSPEED,
+    "expert parallelism that is not switched on",
+    """The section expert_parallel does nothing without "enabled": true. With autoep_size 1 AutoEP replaces the layers,
+    and every rank keeps all experts.""",
+    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {"autoep_size": 4, "preset_model": "mixtral"}},
+    right={**BATCH, ZERO: {"stage": 1}, _SECTION: _EXPERTS},
+    severity=Severity.WARNING,
+    sources=("DeepSpeed module_inject/auto_ep_config.py",),
+)
+def autoep_is_on(settings: Settings) -> Iterator[Finding]:
+    """Fires for a section without the switch, and for a size of 1 beside it."""
+    section = settings.section(_SECTION)
+    if section and settings.left_out(_SECTION, "enabled") and len(section) > 0:
+        fix = Fix("switch it on", Safety.CHANGES_COST, (Edit(_at("enabled"), value=True),))
+        message = "expert_parallel has no effect: it is off without enabled"
+        yield Finding(message, (_SECTION,), help='add "enabled": true', fixes=(fix,))
+    elif _enabled(settings) and _size(settings) == 1 and autotp_size(settings) == 1:
+        message = "autoep_size 1: every rank keeps all experts"
+        yield Finding(message, _at("enabled"), help="set autoep_size", severity=Severity.INFO)
+    if _value(settings, "shared_experts_pattern") and _value(settings, "has_shared_experts") is not True:
+        message = "shared_experts_pattern has no effect without has_shared_experts true"
+        yield Finding(message, _at("shared_experts_pattern"), help="set has_shared_experts, or remove it")

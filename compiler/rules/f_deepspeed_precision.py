@@ -1,0 +1,174 @@
+"""A DeepSpeed configuration on its own: types of weights, gradients and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompile.backends.deepspeed.constructors import on_host
+from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
+
+from .f_deepspeed_stages import BATCH, ZERO, stage_of
+from .file_registry import DEEPSPEED, Settings, file_rule
+from .registry import Finding
+
+_NAMES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+_MASTERS = {"fp16": "fp16_master_weights_and_grads", "bf16": "bf16_master_weights_and_grads"}
+
+
+def bf16_name(settings: Settings) -> str:
+    """The section of bf16 that DeepSpeed reads: the old name only counts without the new one."""
+    return "bfloat16" if settings.left_out("bf16") and not settings.left_out("bfloat16") else "bf16"
+
+
+def model_dtype(settings: Settings) -> str | None:
+    """The type of the weights, None where "auto" leaves it open."""
+    for name, kind in (("fp16", "fp16"), (bf16_name(settings), "bf16")):
+        enabled = settings.tree.get(name, {}).get("enabled") if isinstance(settings.tree.get(name), dict) else None
+        if enabled == "auto":
+            return None
+        if settings.get(name, "enabled") is True:
+            return kind
+    return "fp32"
+
+
+@file_rule(
+    "F004",
+    DEEPSPEED,
+    "two precisions at once",
+    """fp16 and bf16 exclude each other.""",
+    wrong={**BATCH, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
+    right={**BATCH, "bf16": {"enabled": True}, "fp16": {"enabled": False}},
+    sources=("DeepSpeed runtime/config.py",),
+)
+def one_precision(settings: Settings) -> Iterator[Finding]:
+    """Fires when both are enabled."""
+    on = [name for name in (bf16_name(settings), "fp16") if settings.get(name, "enabled") is True]
+    if len(on) > 1:
+        yield Finding(
+            f"{' and '.join(on)} are enabled",
+            (on[1], "enabled"),
+            help="enable one of them",
+            fixes=tuple(
+                Fix(f"disable {name}", Safety.CHANGES_NUMERICS, (Edit((name, "enabled"), value=False),))
+                for name in reversed(on)
+            ),
+            related=(Related(f"{on[0]} is enabled here", (on[0], "enabled")),),
+        )
+
+
+@file_rule(
+    "F013",
+    DEEPSPEED,
+    "master weights in half precision need ZeRO and an optimizer on the host",
+    """fp16_master_weights_and_grads and bf16_master_weights_and_grads work at ZeRO stages 1 to 3 and with DeepSpeed's
+    Adam on the host (offload_optimizer). bf16_optimizer_states needs bf16_master_weights_and_grads, and then the host
+    is not needed.""",
+    wrong={**BATCH, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, ZERO: {"stage": 2}},
+    right={
+        **BATCH,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        ZERO: {"stage": 2},
+    },
+    sources=("DeepSpeed runtime/config.py, runtime/base_optimizer.py",),
+)
+def half_master_weights_have_their_place(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of the three keys whose conditions do not hold."""
+    stage = stage_of(settings)
+    sections = {"fp16": "fp16", "bf16": bf16_name(settings)}
+    states = settings.get(sections["bf16"], "bf16_optimizer_states") is True
+    for kind, key in _MASTERS.items():
+        path = (sections[kind], key)
+        if settings.get(*path) is not True or stage is None:
+            continue
+        if stage == 0:
+            yield Finding(
+                f"{key} at stage 0: it is for ZeRO stages 1, 2 and 3", path, help="set zero_optimization.stage"
+            )
+        elif not on_host(settings.tree) and not (kind == "bf16" and states):
+            more = " or bf16_optimizer_states" if kind == "bf16" else ""
+            message = f"{key} needs offload_optimizer to cpu{more}: DeepSpeed's Adam on the host keeps such weights"
+            yield Finding(message, path, help='add "offload_optimizer": {"device": "cpu"}')
+    path = (sections["bf16"], "bf16_optimizer_states")
+    if states and settings.get(sections["bf16"], _MASTERS["bf16"]) is not True:
+        yield Finding("bf16_optimizer_states needs bf16_master_weights_and_grads", path, help="set both, or none")
+    if all(settings.get(sections[kind], key) is True for kind, key in _MASTERS.items()):
+        yield Finding("fp16 and bf16 master weights exclude each other", (sections["bf16"], _MASTERS["bf16"]))
+
+
+@file_rule(
+    "F014",
+    DEEPSPEED,
+    "a type that does not go with the weights",
+    """data_types.param_dtype must name the type that fp16 or bf16 switches on, fp32 without them. Without ZeRO
+    data_types.grad_accum_dtype must be that type too: sums in another type need stage 1 or more.""",
+    wrong={**BATCH, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    right={**BATCH, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, ZERO: {"stage": 1}},
+    sources=("DeepSpeed runtime/engine.py",),
+)
+def types_agree(settings: Settings) -> Iterator[Finding]:
+    """Fires for another type of parameters, and for one of sums at stage 0."""
+    weights, stage = model_dtype(settings), stage_of(settings)
+    if weights is None:
+        return
+    param, total = (_NAMES.get(str(settings.get("data_types", key))) for key in ("param_dtype", "grad_accum_dtype"))
+    if param is not None and param != weights:
+        message = f"param_dtype {param} with weights in {weights}: fp16 and bf16 decide that"
+        yield Finding(message, ("data_types", "param_dtype"), help=f"write {weights}, or remove it")
+    if total is not None and total != weights and stage == 0:
+        message = f"grad_accum_dtype {total} with weights in {weights} at stage 0: DeepSpeed has no optimizer for that"
+        yield Finding(
+            message, ("data_types", "grad_accum_dtype"), help="set zero_optimization.stage to 1, or remove it"
+        )
+
+
+@file_rule(
+    "F015",
+    DEEPSPEED,
+    "a loss scale that cannot work",
+    """With fp16 and loss_scale 0 DeepSpeed adapts the scale: it looks every loss_scale_window steps and never goes
+    below min_loss_scale, which must both be above 0. Lamb works with the adapted scale only.""",
+    wrong={**BATCH, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 0}},
+    right={**BATCH, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000}},
+    sources=("DeepSpeed runtime/precision_config.py; DeepSpeed#8050, #7889",),
+)
+def loss_scale_works(settings: Settings) -> Iterator[Finding]:
+    """Fires for a negative scale, and for a window or a floor of 0 under the adapted one."""
+    scale = settings.number("fp16", "loss_scale")
+    if scale is not None and scale < 0:
+        yield Finding(f"fp16.loss_scale {scale:g} is below 0", ("fp16", "loss_scale"), help="write 0 to adapt it")
+    if settings.get("fp16", "enabled") is True and not scale:
+        for key in ("loss_scale_window", "min_loss_scale"):
+            value = settings.number("fp16", key)
+            if value is not None and value <= 0:
+                message = f"fp16.{key} {value:g} with an adapted loss scale: it must be above 0"
+                yield Finding(message, ("fp16", key), help="write 1 or more")
+    kind = settings.get("optimizer", "type")
+    if isinstance(kind, str) and kind.lower() == "lamb" and scale:
+        message = f"Lamb with fp16.loss_scale {scale:g}: DeepSpeed's Lamb needs the adapted scale"
+        yield Finding(message, ("fp16", "loss_scale"), help="write 0")
+
+
+@file_rule(
+    "F016",
+    DEEPSPEED,
+    "bf16 under two names",
+    """bfloat16 is the old name of bf16. DeepSpeed reads it only where bf16 is not given.""",
+    wrong={**BATCH, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
+    right={**BATCH, "bf16": {"enabled": True}},
+    severity=Severity.WARNING,
+    sources=("DeepSpeed runtime/precision_config.py",),
+)
+def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
+    """Fires when both stand in the file."""
+    if "bf16" in settings.tree and "bfloat16" in settings.tree:
+        yield Finding(
+            "bfloat16 has no effect beside bf16, whose old name it is",
+            ("bfloat16",),
+            help="remove it",
+            fixes=(Fix("remove bfloat16", Safety.SAFE, (Edit(("bfloat16",), remove=True),)),),
+            related=(Related("bf16 is given here", ("bf16",)),),
+        )
