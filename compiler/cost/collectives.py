@@ -127,7 +127,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
 
 
 def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:
-    """What column-parallel linears in a layer of a module of one's own send beyond one exchange for each block.
+    """What column-parallel linears in a layer of a user module send beyond one exchange for each block.
 
     Each further one sums its input's gradient by itself. With sequence parallelism attention gathers its input once,
     while those outside it gather theirs again in backward.

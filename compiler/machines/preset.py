@@ -1,4 +1,4 @@
-"""A preset of one's own: what `parcompile profile` measured, as a file that a spec names at cluster.accelerator."""
+"""An accelerator in a file: what `parcompile profile` measured, which a spec names at cluster.accelerator."""
 
 from __future__ import annotations
 

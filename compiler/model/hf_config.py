@@ -12,7 +12,7 @@ from typing import Any
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .shape import MlaShape, ModelShape, MoeShape
-from .user_module import Problem, UserModule
+from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
 
@@ -28,9 +28,9 @@ class ModelConfigError(ValueError):
 
 
 class InjectionError(ModelConfigError):
-    """Rules for a module of one's own that do not fit its parameters."""
+    """Rules for a user module that do not fit its parameters."""
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, problems: tuple[InjectionProblem, ...]) -> None:
         super().__init__("; ".join(problem.message for problem in problems), "injection")
         self.problems = problems
 
@@ -48,7 +48,7 @@ def shape_from_config(config: Config) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
 
     Raises:
-        InjectionError: the rules of a module of one's own do not fit it.
+        InjectionError: the rules of a user module do not fit it.
         ModelConfigError: an unknown model type, a missing key, or a value that is not a positive whole number.
     """
     if "injection" in config:

@@ -1,4 +1,4 @@
-"""A module of one's own: its parameters as the spec lists them, and the rules by which they are cut.
+"""A user module (no Hugging Face model): its parameters as the spec lists them, and the rules by which they are cut.
 
 The compiler sees names and shapes. What the module computes with them it cannot know: that a column is followed by a
 row, or that heads lie one after the other, is what the rules claim and what the runtime's self-check tries.
@@ -18,7 +18,7 @@ ATTENTION = "attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class InjectionRule:
     """What happens to a module or a parameter: "column", "row", "vocab", "partial" or "attention".
 
     `units` are the heads of each part of a fused weight, from which the sizes of the parts follow; empty when nothing
@@ -30,7 +30,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class InjectionProblem:
     """A rule or a row that does not fit, with the key under `model` at which it stands."""
 
     message: str
@@ -45,7 +45,7 @@ class UserModule:
     """`parameters` in the order in which the module registers them; `injection` by module or parameter name."""
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    injection: tuple[tuple[str, Rule], ...]
+    injection: tuple[tuple[str, InjectionRule], ...]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> UserModule:
@@ -54,7 +54,7 @@ class UserModule:
         for name, given in config["injection"].items():
             entry: Mapping[str, Any] = {"rule": given} if isinstance(given, str) else given
             units = entry.get("units", ())
-            rules.append((name, Rule(entry["rule"], (units,) if isinstance(units, int) else tuple(units))))
+            rules.append((name, InjectionRule(entry["rule"], (units,) if isinstance(units, int) else tuple(units))))
         rows = tuple((name, tuple(shape)) for name, shape in config["parameters"].items())
         return cls(rows, tuple(rules))
 
@@ -68,19 +68,19 @@ class UserModule:
         """Names of the modules that attend."""
         return tuple(name for name, rule in self.injection if rule.kind == ATTENTION)
 
-    def rule_of(self, parameter: str) -> Rule | None:
+    def rule_of(self, parameter: str) -> InjectionRule | None:
         """The rule of a row: its own, or that of the module that it belongs to."""
         rules = dict(self.injection)
         found = rules.get(parameter) or rules.get(parameter.rpartition(".")[0])
         return None if found is None or found.kind == ATTENTION else found
 
-    def problems(self, vocab_size: int) -> Iterator[Problem]:
+    def problems(self, vocab_size: int) -> Iterator[InjectionProblem]:
         """Everything that does not fit, whatever tp is."""
         yield from self._rows()
         names = [name for name, _ in self.parameters]
         modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
         if not self.attentions:
-            yield Problem(
+            yield InjectionProblem(
                 "no rule says which modules attend",
                 ("injection",),
                 'add "layers.*.attention": "attention" with the name that the module has there',
@@ -97,17 +97,17 @@ class UserModule:
                 yield self._unknown(name, sorted({*modules, *names}), path)
             for row, shape in owned:
                 if (sentence := _misfit(row, shape, rule, vocab_size)) is not None:
-                    yield Problem(sentence, path)
+                    yield InjectionProblem(sentence, path)
 
-    def _rows(self) -> Iterator[Problem]:
+    def _rows(self) -> Iterator[InjectionProblem]:
         repeated = [name.count(LAYER) for name, _ in self.parameters]
         for (name, _), count in zip(self.parameters, repeated, strict=True):
             if count and (count > 1 or f".{LAYER}." not in name):
-                yield Problem(
+                yield InjectionProblem(
                     f"{name}: one {LAYER}, between two dots, stands for the number of the layer", ("parameters", name)
                 )
         if not any(repeated):
-            yield Problem(
+            yield InjectionProblem(
                 f"no parameter has a {LAYER}: those of the layers are listed once, as in layers.{LAYER}.wq.weight",
                 ("parameters",),
             )
@@ -116,20 +116,20 @@ class UserModule:
         prefix = self.parameters[first][0].partition(LAYER)[0]
         for name, _ in self.parameters[first : last + 1]:
             if not name.startswith(f"{prefix}{LAYER}"):
-                yield Problem(
+                yield InjectionProblem(
                     f"{name} stands between parameters of {prefix}{LAYER}: a module has one stack of layers, and its "
                     "rows stand together, in the order in which they are registered",
                     ("parameters", name),
                 )
 
     @staticmethod
-    def _unknown(name: str, known: list[str], path: tuple[str, ...]) -> Problem:
+    def _unknown(name: str, known: list[str], path: tuple[str, ...]) -> InjectionProblem:
         near = closest(name, known)
         hint = f"did you mean {near}?" if near else "rules name a module or a parameter of the table"
-        return Problem(f"{name} is in no row of model.parameters", path, hint, near)
+        return InjectionProblem(f"{name} is in no row of model.parameters", path, hint, near)
 
 
-def _misfit(name: str, shape: tuple[int, ...], rule: Rule, vocab_size: int) -> str | None:
+def _misfit(name: str, shape: tuple[int, ...], rule: InjectionRule, vocab_size: int) -> str | None:
     """Why a rule does not fit a row; None when it does."""
     bias = name.endswith(".bias")
     if rule.kind == "partial":

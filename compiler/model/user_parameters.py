@@ -1,10 +1,10 @@
-"""The parameter table of a module of one's own: its rows as the spec lists them, cut by the rules of the spec."""
+"""The parameter table of a user module: its rows as the spec lists them, cut by the rules of the spec."""
 
 from __future__ import annotations
 
 from .shape import ModelShape
 from .table import Parameter, ParameterTable, Part, Split, vocabulary
-from .user_module import LAYER, Rule, UserModule
+from .user_module import LAYER, InjectionRule, UserModule
 
 
 def user_module_table(shape: ModelShape, module: UserModule) -> ParameterTable:
@@ -34,7 +34,7 @@ def _row(shape: ModelShape, module: UserModule, name: str, size: tuple[int, ...]
     )
 
 
-def _parts(shape: ModelShape, module: UserModule, name: str, size: int, rule: Rule) -> tuple[Part, ...]:
+def _parts(shape: ModelShape, module: UserModule, name: str, size: int, rule: InjectionRule) -> tuple[Part, ...]:
     """A linear of an attention module that is as wide as the heads is cut by heads; others are by elements."""
     if rule.units:
         return tuple(Part(size // sum(rule.units) * units, units) for units in rule.units)

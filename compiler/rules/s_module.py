@@ -1,4 +1,4 @@
-"""A module of one's own: its rules fit its parameters, and tp divides what they cut."""
+"""A user module: its rules fit its parameters, and tp divides what they cut."""
 
 from __future__ import annotations
 

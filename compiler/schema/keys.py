@@ -35,7 +35,7 @@ FEW = 12
 def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key of an object that its schema does not know."""
     parts = view.parts(violation.schema) if violation.keyword == "unevaluatedProperties" else [violation.schema]
-    known = [key for part in parts for key in usable(part.get("properties", {}))]
+    known = [key for part in parts for key in not_removed(part.get("properties", {}))]
     named = {key for part in parts for key in part.get("properties", {})}
     patterns = [pattern for part in parts for pattern in part.get("patternProperties", {})]
     for key in violation.instance:
@@ -43,7 +43,7 @@ def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> 
             unknown_key((*violation.path, key), known, violation.instance, findings, view)
 
 
-def usable(properties: Mapping[str, Any]) -> list[str]:
+def not_removed(properties: Mapping[str, Any]) -> list[str]:
     """The keys worth suggesting: a schema also names removed ones, to say what replaced them."""
     return [key for key, entry in properties.items() if not (isinstance(entry, dict) and entry.get("not") == {})]
 

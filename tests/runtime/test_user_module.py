@@ -1,4 +1,4 @@
-"""Contract: a module of one's own, injected by the rules of the spec, trains as it does in one process.
+"""Contract: a user module, injected by the rules of the spec, trains as it does in one process.
 
 Two AdamW steps in fp32 under the engine: losses, gradient norms and gathered parameters within 1e-5 relative.
 """

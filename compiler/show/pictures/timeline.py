@@ -33,7 +33,7 @@ def draw(subject: Subject, width: float) -> Picture:
     sketch = Sketch(width)
     _parts(sketch, subject)
     _overlap(sketch, subject)
-    laid = timetable(subject)
+    laid = _timetable(subject)
     _lanes(sketch, subject, laid)
     low, high = map(format_seconds, found.time.interval_seconds)
     subtitle = (
@@ -44,7 +44,7 @@ def draw(subject: Subject, width: float) -> Picture:
     return sketch.picture("One step", subtitle, f"A step takes {format_seconds(step.seconds)}: {parts}")
 
 
-def timetable(subject: Subject) -> Timetable:
+def _timetable(subject: Subject) -> Timetable:
     """The passes of the step."""
     group = subject.plan.spec.parallelism.microbatch_group_size_per_virtual_pipeline_stage
     return pipeline.timetable(subject.estimate.work, subject.estimate.time.step, group)
