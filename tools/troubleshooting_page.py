@@ -56,6 +56,16 @@ RUN: tuple[Trouble, ...] = (
         "`parcompile explain CODE`; or launch the plan's files for another backend (`--target`).",
     ),
     Trouble(
+        "the model would compute other numbers than the plan's",
+        "Keys of the model's configuration differ from the plan's; the message has both values of each.",
+        "Name the model's own `config.json` as `hf_config` under `model` in the spec, and compile it again.",
+    ),
+    Trouble(
+        "otherwise than its attention is told",
+        "transformers has the sliding window in its mask or in its attention only, or masks in chunks.",
+        "Take the window out of the configuration, or train sequences that it covers.",
+    ),
+    Trouble(
         "the plan was changed after it was compiled",
         "plan.json does not hash to what it says.",
         "Change the spec, not the plan, and compile it again.",

@@ -207,6 +207,7 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias="qkv_bias",
         output_bias=False,
         window_key="use_sliding_window",
+        window_only_in="mask",
         experts=Experts(
             shared="shared_expert",
             shared_gate="shared_expert_gate",
@@ -231,6 +232,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         qk_norm=QkNorm.WHOLE,
+        window_only_in="attention",
         experts=Experts(
             count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
         ),
@@ -239,6 +241,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": Family(
         norm=Norm.WEIGHT_AND_BIAS,
         head_bias="lm_head_bias",
+        window_only_in="mask",
         experts=Experts(router="router", count=("num_local_experts", 16)),
         defaults=_defaults(8),
     ),

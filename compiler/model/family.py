@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class Norm(enum.Enum):
@@ -104,6 +104,8 @@ class Family:
     """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
     window_key: str | None = None
     """The key without which a sliding window is not used."""
+    window_only_in: Literal["", "mask", "attention"] = ""
+    """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
     def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
         """What a configuration makes of a trait."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
 
 from .places import model_path
@@ -64,14 +65,16 @@ def runtime_needs_zero_1(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "X004",
     "the runtime cannot inject this model",
-    """The runtime replaces the linears, the attention and the loss of a model; it knows how for some families.""",
+    """The runtime replaces the linears, the attention and the loss of a model; it knows how for some families. It
+    does not replace an attention whose sliding window stands in transformers' mask alone (qwen2_moe, phimoe) or is
+    missing there (olmoe): which numbers are meant depends on the kernel that transformers chooses.""",
     wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
     right={"model": {"preset": "llama-2-7b"}, "training": {"sequence_length": 4096}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
-    """Fires for families that are not injected yet."""
+    """Fires for families that are not injected yet, and for windows that transformers applies in one place only."""
     family = spec.shape.model_type
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         yield Finding(
@@ -79,3 +82,23 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
             model_path(spec, "model_type"),
             help=f"it injects {', '.join(RUNTIME_FAMILIES)}",
         )
+        return
+    yield from _window_on_one_side(spec)
+
+
+def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
+    """A sliding window that transformers' mask has and its attention has not, or the other way round."""
+    shape = spec.shape
+    family, window = FAMILIES.get(shape.model_type, Family()), shape.sliding_window
+    kinds = spec.model_config.get("layer_types")
+    unused = isinstance(kinds, list) and "sliding_attention" not in kinds
+    if not family.window_only_in or window is None or window >= spec.sequence_length or unused:
+        return
+    without = "attention" if family.window_only_in == "mask" else "mask"
+    yield Finding(
+        f"sliding_window {window} < sequence_length {spec.sequence_length}: transformers' {shape.model_type} has the "
+        f"window in its {family.window_only_in} and not in its {without}, so that its own attention kernels compute "
+        "different numbers",
+        model_path(spec, "sliding_window"),
+        help=f"set sliding_window to null in the configuration, or sequence_length to {window} or less",
+    )

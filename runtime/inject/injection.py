@@ -25,6 +25,7 @@ from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .heads import localise_heads
+from .masks import check_masks
 from .norms import SpreadRMSNorm
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
@@ -65,6 +66,9 @@ class _Injection:
         adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
         parallelism = self.spec.parallelism
+        if self.mesh.device.type != "meta":  # where no rank runs, the compiler's rule X004 has to do
+            layers = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
+            check_masks(self.model, layers, self.spec.training.sequence_length)
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:

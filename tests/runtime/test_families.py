@@ -98,7 +98,7 @@ def test_what_would_train_something_else_is_refused() -> None:
     ]
     dropout, direction = run_ranks(2, refusals, plans)[0]
     assert "SeedOssAttention uses attention dropout 0.1" in dropout
-    assert "Gemma3Attention attends in both directions" in direction
+    assert "the mask is open to later tokens" in direction
 
 
 def test_ranks_agree_on_frequencies_that_follow_the_last_position() -> None:

@@ -1,0 +1,160 @@
+"""Compares, layer by layer, the mask that transformers builds with the window that an attention is told.
+
+The ring masks by what its attention is told. In some models the window stands only in the mask, in others the mask
+lacks the window that the attention has: there the ring and transformers' own attention compute different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parcompile.runtime.errors import RunError
+
+_NAME = "parcompile_masks"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What stands for a mask: which keys each query sees."""
+
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """From batch, head, query and key, as positions, to whether the query sees the key."""
+    size: int | None
+    """The window or chunk that transformers names beside it."""
+
+
+class _Reached(Exception):  # noqa: N818 -- nothing went wrong
+    """An attention was called; nothing behind it needs to run."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
+
+def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
+    """Every layer's attention is told the window that its mask has, as far as sequences of this length see it.
+
+    Nothing is computed: the model prepares two tokens, and each layer runs without values up to its attention.
+
+    Args:
+        model: a causal language model of transformers, whole.
+        path: the name of its list of layers.
+        sequence_length: in tokens, over all ranks.
+
+    Raises:
+        RunError: they differ, or a mask is not a window; the message names the layers.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(
+        _NAME, lambda *, mask_function, local_size=None, **_: _Mask(mask_function, local_size)
+    )
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    try:
+        found = list(_windows(model, path, sequence_length))
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for layer, (masked, told) in enumerate(found):
+        if masked != told:
+            kinds.setdefault((masked, told), []).append(layer)
+    if kinds:
+        parts = [
+            f"layers {', '.join(map(str, layers))}: the mask is {masked}, the attention is told {told}"
+            for (masked, told), layers in kinds.items()
+        ]
+        raise RunError(
+            f"transformers masks {type(model).__name__} otherwise than its attention is told, and the ring reads only "
+            f"the latter: {'; '.join(parts)}. The ring masks later tokens and tokens outside of one window: change "
+            f"the configuration, or make a window sequence_length {sequence_length} or more",
+            everywhere=True,
+        )
+
+
+def _windows(model: nn.Module, path: str, length: int) -> Iterator[tuple[str, str]]:
+    """What the mask of each layer is, and what its attention is told, in words."""
+    layers: Any = model.get_submodule(path)
+    for layer, (args, kwargs) in zip(layers, _calls(model, path), strict=True):
+        mask = next((one for one in (*args, *kwargs.values()) if isinstance(one, _Mask)), None)
+        told = _told(layer, args, kwargs)
+        yield _of_mask(mask, told, length), _words(told if told is not None and told < length else None)
+
+
+def _calls(model: nn.Module, path: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What each layer is called with, masks among it; of the other modules only those without parameters run."""
+    base: Any = model.get_submodule(path.rpartition(".")[0])
+    layers: Any = model.get_submodule(path)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return args[0] if args else kwargs["hidden_states"]
+
+    stood_in = [child for child in base.children() if child is not layers and any(True for _ in child.parameters())]
+    for child in stood_in:
+        child.forward = lambda *args, **_: args[0]
+    for layer in layers:
+        layer.forward = record
+    try:
+        hidden = torch.zeros(1, 2, base.config.hidden_size, device="cpu")
+        base(inputs_embeds=hidden, use_cache=False)
+    finally:
+        for module in (*stood_in, *layers):
+            vars(module).pop("forward", None)
+    return calls
+
+
+def _told(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The window that the attention of a layer is given."""
+    empty = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+    }
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    try:
+        torch.func.functional_call(layer, empty, args, kwargs)
+    except _Reached as reached:
+        return reached.window
+    raise RunError(f"a {type(layer).__name__} has no attention that the ring could replace", everywhere=True)
+
+
+def _attention(*_: Any, sliding_window: int | None = None, **__: Any) -> None:
+    raise _Reached(sliding_window)
+
+
+def _of_mask(mask: _Mask | None, told: int | None, length: int) -> str:
+    """A mask as words; equal to those of the window when it is one."""
+    if mask is None:
+        return _words(None)
+    borders = {
+        edge for size in (mask.size, told) if size for edge in (size - 1, size, size + 1, 2 * size, 2 * size + 1)
+    }
+    widths = set()
+    zero, keys = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(length, device="cpu")
+    for row in sorted({0, 1, length // 2, length - 1} | borders):
+        if not 0 <= row < length:
+            continue
+        query = torch.tensor([row], device="cpu")
+        seen = mask.sees(zero, zero, query, keys).expand(length)
+        if bool((seen & (keys > row)).any()):
+            return "open to later tokens"
+        width = int(seen.sum())
+        if not bool((seen == ((keys <= row) & (keys > row - width))).all()):
+            return "no window of the last tokens"
+        widths.add((row, width))
+    window = max(width for _, width in widths)
+    if any(width != min(row + 1, window) for row, width in widths):
+        return f"chunks of {mask.size} tokens" if mask.size else "no window of the last tokens"
+    return _words(window if window < length else None)
+
+
+def _words(window: int | None) -> str:
+    return "no window" if window is None else f"a window of {window} tokens"
