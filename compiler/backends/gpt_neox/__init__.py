@@ -1,0 +1,1 @@
+"""gpt-neox: its configuration files and a plan."""
