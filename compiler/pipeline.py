@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import schema
 from .backends.deepspeed import configuration
@@ -28,17 +28,18 @@ from .backends.kinds import (
     recognise,
     recognise_text,
 )
-from .backends.megatron.check import findings
-from .backends.megatron.file import Call, from_shell, from_tree, is_shell_arguments, sourced_text
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .plan import Plan, compile_plan
 from .rules import DEFAULT_TARGETS, check
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, read_file
 
 _FURTHER = "deepspeed"
 """The section of a spec that holds further DeepSpeed keys."""
+if TYPE_CHECKING:
+    from .backends.megatron.file import Call
+    from .plan import Plan
+
 _NOTHING_ASKED = Asked()
 
 
@@ -111,7 +112,7 @@ def recognised(
     is_script = not isinstance(tree, dict) and Path(read.source.file).suffix not in (".json", ".yaml", ".yml")
     if kind is not None:
         found = Recognition(kind, Certainty.CERTAIN)
-    elif is_script and is_shell_arguments(read.source.text):
+    elif is_script and _is_shell_arguments(read.source.text):
         found = Recognition(MEGATRON, Certainty.CERTAIN)
     elif read.document is None:
         found = recognise_text(read.source.text)
@@ -119,10 +120,19 @@ def recognised(
         found = recognise(tree)
     if found.kind != MEGATRON:
         return read, found
+    # Only here and below: most files are none of Megatron-LM's.
+    from .backends.megatron.file import from_shell, from_tree, sourced_text
+
     if isinstance(tree, dict) and read.document is not None:
         return replace(read, document=from_tree(read.document)), found
     call = from_shell(read.source, variables, functools.partial(sourced_text, Path(read.source.file)))
     return (Result(read.source, call), found) if call is not None else (replace(read, document=None), _NOTHING)
+
+
+def _is_shell_arguments(text: str) -> bool:
+    from .backends.megatron.file import is_shell_arguments
+
+    return is_shell_arguments(text)
 
 
 _NOTHING = Recognition(UNKNOWN, Certainty.UNKNOWN)
@@ -213,6 +223,8 @@ def _in_settings(document: Document, kind: str, around: Surroundings | None = No
     from .rules.file_registry import Settings, check_settings
 
     if kind == MEGATRON:
+        from .backends.megatron.file import Call, from_tree
+
         return _in_calls(document if isinstance(document, Call) else from_tree(document))
     if kind == GPT_NEOX:
         return [
@@ -228,6 +240,7 @@ def _in_settings(document: Document, kind: str, around: Surroundings | None = No
 
 def _in_calls(first: Call) -> list[Diagnostic]:
     """What is wrong with the calls of a script, each time once."""
+    from .backends.megatron.check import findings
     from .rules.file_registry import check_settings
     from .rules.megatron_settings import MegatronSettings
 
@@ -257,5 +270,7 @@ def compile_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -
         return None, checked
     assert checked.document is not None
     assert checked.resolution is not None
+    from .plan import compile_plan
+
     spec = checked.resolution.spec()
     return compile_plan(spec, checked.document.tree, list(checked.diagnostics)), checked

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .megatron.file import is_argument_tree
-
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
 """Kinds that have a checker."""
@@ -138,6 +136,9 @@ def recognise(tree: object) -> Recognition:
     foreign = _foreign(tree, keys)
     if foreign is not None:
         return Recognition(foreign, Certainty.CERTAIN)
+    # Only here: a spec needs none of what reads Megatron-LM's arguments.
+    from .megatron.file import is_argument_tree
+
     if is_argument_tree(tree):
         return Recognition(MEGATRON, Certainty.CERTAIN)
     if keys & NEOX_KEYS or len(keys & _NEOX) >= 2:
@@ -169,7 +170,8 @@ def _spec_sections(tree: Mapping[str, Any]) -> set[str]:
     return {
         near[0]
         for key, value in tree.items()
-        if isinstance(value, dict) and (near := difflib.get_close_matches(str(key), _SPEC_SECTIONS, 1, 0.75))
+        if isinstance(value, dict)
+        and (near := [key] if key in _SPEC_SECTIONS else difflib.get_close_matches(str(key), _SPEC_SECTIONS, 1, 0.75))
     }
 
 

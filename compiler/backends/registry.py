@@ -23,9 +23,9 @@ from .json_text import to_text
 from .launch import kubernetes, scripts
 from .losses import Loss
 from .megatron import write as megatron
+from .target_names import NAMES, chosen
 from .torchtitan import write as torchtitan
 
-ALL = "all"
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1
 
@@ -57,21 +57,7 @@ TARGETS: dict[str, Target] = {
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
     )
 }
-DEFAULT = ("deepspeed", "torchrun", "slurm")
-"""Targets that are written when none is named."""
-
-
-def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """The targets that are meant, each once and in a fixed order: without names the default ones.
-
-    Raises:
-        ValueError: there is no target of that name.
-    """
-    for name in names:
-        if name != ALL and name not in TARGETS:
-            raise ValueError(f"there is no target {name!r}; there are {', '.join(TARGETS)}, and {ALL}")
-    wanted = set(TARGETS) if ALL in names else set(names or DEFAULT)
-    return tuple(name for name in TARGETS if name in wanted)
+assert tuple(TARGETS) == NAMES
 
 
 def losses(plan: Plan, names: Sequence[str]) -> dict[str, list[Loss]]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from parcompile.backends import registry
+from parcompile.backends.target_names import ALL, NAMES, chosen
 
 
 def target_option(said: str) -> Callable[[Any], Any]:
     """`--target`, several times; `said` is its help, before the names."""
-    names = f"{', '.join(registry.TARGETS)}, or {registry.ALL}"
+    names = f"{', '.join(NAMES)}, or {ALL}"
     return click.option(
         "-t", "--target", "targets", multiple=True, help=f"{said}: {names}; can be given several times."
     )
@@ -25,6 +25,6 @@ def chosen_targets(names: Sequence[str]) -> tuple[str, ...]:
         UsageError: there is no target of a name.
     """
     try:
-        return registry.chosen(names)
+        return chosen(names)
     except ValueError as error:
         raise click.UsageError(str(error)) from None

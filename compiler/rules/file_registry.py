@@ -111,7 +111,7 @@ def file_rule(
 @functools.cache
 def file_rules() -> tuple[FileRule, ...]:
     """Every such rule, by code."""
-    import_modules()
+    import_modules(of_files=True)
     return tuple(_RULES[code] for code in sorted(_RULES))
 
 

@@ -91,18 +91,25 @@ def rule(
     return register
 
 
+LETTERS_OF_FILES = ("a", "f")
+"""Letters of rules for other tools' files, which a spec does without."""
+
+
 @functools.cache
-def import_modules() -> None:
-    """Imports every module of rules: those whose name begins with the letter of its codes, as `t_tensor` does."""
+def import_modules(*, of_files: bool) -> None:
+    """Imports every module of rules for specs, or for other tools' files.
+
+    Their names begin with the letter of their codes, as that of `t_tensor` does.
+    """
     for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
-        if module.name[1:2] == "_":
+        if module.name[1:2] == "_" and (module.name[0] in LETTERS_OF_FILES) is of_files:
             importlib.import_module(f"{__package__}.{module.name}")
 
 
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, by code."""
-    import_modules()
+    import_modules(of_files=False)
     return tuple(_RULES[code] for code in sorted(_RULES))
 
 

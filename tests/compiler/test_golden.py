@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.backends.registry import ALL, render
+from parcompile.backends.registry import render
+from parcompile.backends.target_names import ALL
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 

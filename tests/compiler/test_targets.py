@@ -22,7 +22,8 @@ from parcompile.backends.megatron.arguments import Word, parsed
 from parcompile.backends.megatron.meaning import meaning
 from parcompile.backends.megatron.options import NVIDIA
 from parcompile.backends.megatron.write import arguments, as_list
-from parcompile.backends.registry import ALL, LOCK, TARGETS, chosen, render
+from parcompile.backends.registry import LOCK, TARGETS, render
+from parcompile.backends.target_names import ALL, chosen
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, load_plan

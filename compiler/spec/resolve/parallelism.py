@@ -67,12 +67,22 @@ class ParallelismValues(SpecReader):
         others = (self._axis_text(other) for other in _SIZED if other is not axis)
         return 1 if found == "auto" and "auto" in others else found
 
+    @functools.cached_property
+    def _sizes(self) -> dict[Axis, int]:
+        """The sizes that were asked for so far: nearly every rule asks for one."""
+        return {}
+
     def axis(self, axis: Axis) -> int:
         """The size of an axis.
 
         Raises:
             Unavailable: it is invalid, or "auto" and the world does not decide it.
         """
+        if axis not in self._sizes:
+            self._sizes[axis] = self._sized(axis)
+        return self._sizes[axis]
+
+    def _sized(self, axis: Axis) -> int:
         path = ("parallelism", axis.value)
         if self.is_invalid(path):
             raise Unavailable(axis)
