@@ -41,6 +41,7 @@ def _routed(
     count_key: str = "n_routed_experts",
     count_alias: str | None = "num_local_experts",
     shared_key: str = "n_shared_experts",
+    by_layer: str | None = None,
 ) -> Experts:
     """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
     return Experts(
@@ -48,6 +49,7 @@ def _routed(
         shared="shared_experts",
         count=(count_key, count),
         count_alias=count_alias,
+        by_layer=by_layer,
         per_token=("num_experts_per_tok", per_token),
         width=("moe_intermediate_size", width),
         shared_count=(shared_key, shared),
@@ -157,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": Family(mlp_bias="mlp_bias", window_key="use_sliding_window", defaults=_defaults(4, **_TIED)),
     "nemotron": Family(up=_UP_ONLY, gated=False, norm=Norm.WEIGHT_AND_BIAS, mlp_bias="mlp_bias"),
-    "helium": Family(output_bias=False, mlp_bias="mlp_bias", defaults=_defaults(20, 128)),
+    "helium": Family(hidden_is_heads=True, output_bias=False, mlp_bias="mlp_bias", defaults=_defaults(20, 128)),
     "gpt_neox": Family(
         base="gpt_neox",
         embedding="embed_in",
@@ -231,6 +233,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_defaults(4, sliding_window=4096),
     ),
     "olmoe": Family(
+        hidden_is_heads=True,
         qk_norm=QkNorm.WHOLE,
         window_only_in="attention",
         experts=Experts(
@@ -270,6 +273,7 @@ FAMILIES: Mapping[str, Family] = {
             router_first=False,
             count=("num_local_experts", 64),
             count_alias="num_experts",
+            by_layer="mlp_layer_types",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 896),
         ),
@@ -293,7 +297,14 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=False,
         output_bias=False,
         experts=_routed(
-            64, 8, 1024, dense_layers=1, count_key="num_experts", count_alias=None, shared_key="num_shared_experts"
+            64,
+            8,
+            1024,
+            dense_layers=1,
+            count_key="num_experts",
+            count_alias=None,
+            by_layer="mlp_layer_types",
+            shared_key="num_shared_experts",
         ),
         defaults=_defaults(32, sliding_window=4096),
     ),

@@ -49,6 +49,8 @@ class Experts:
     """The key of the number of shared experts, each as wide as the others."""
     dense_layers: tuple[str, int] | None = None
     """The key of how many first layers keep the dense MLP."""
+    by_layer: str | None = None
+    """The key of a list that says "dense" or "sparse" for each layer, before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Family:
     latent: Latent | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a configuration leaves out, where they are not those of Llama's."""
+    hidden_is_heads: bool = False
+    """hidden_size has to be num_attention_heads x head_dim, whatever `head_dim` says: parts of the layer assume it."""
     own_head_dim: bool = True
     """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
     window_key: str | None = None

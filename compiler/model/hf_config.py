@@ -59,6 +59,8 @@ def shape_from_config(config: Config) -> ModelShape:
     family = FAMILIES[name]
     read = _Reader(config, family, _GPT2_NAMES if name == "gpt2" else {})
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    if name == "gpt2" and config.get("add_cross_attention"):
+        raise ModelConfigError("add_cross_attention makes gpt2 a decoder behind an encoder", "add_cross_attention")
     mla = _mla(read, family.latent) if family.latent else None
     one_width_heads = name in {"gpt2", "gpt_neox", "persimmon"}
     return ModelShape(
@@ -68,7 +70,7 @@ def shape_from_config(config: Config) -> ModelShape:
         num_attention_heads=heads,
         num_key_value_heads=heads if one_width_heads else read.size("num_key_value_heads", heads),
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
-        intermediate_size=read.size("intermediate_size", 4 * hidden if name == "gpt2" else None),
+        intermediate_size=read.size("intermediate_size", _dense_width(read, family, name, hidden)),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
         tie_word_embeddings=family.is_on("tie_word_embeddings", config),
@@ -148,6 +150,10 @@ class _Reader:
         """A list of layers, which may be left out."""
         return tuple(self._config.get(name) or ())
 
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of kinds, which may be left out."""
+        return tuple(map(str, self._config.get(name) or ()))
+
     def number(self, name: str, default: int) -> int:
         """A whole number of 0 or more."""
         value = self._config.get(name, default)
@@ -156,9 +162,24 @@ class _Reader:
         return value
 
 
+def _dense_width(read: _Reader, family: Family, name: str, hidden: int) -> int | None:
+    """What intermediate_size is where a configuration leaves it out."""
+    if name == "gpt2":
+        return 4 * hidden
+    # No layer of it is dense, and its class has no such key.
+    return read.size(*family.experts.width) if name == "solar_open" and family.experts else None
+
+
 def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:
     if family.own_head_dim and read.has("head_dim"):
-        return read.size("head_dim")
+        width = read.size("head_dim")
+        if family.hidden_is_heads and heads * width != hidden:
+            raise ModelConfigError(
+                f"num_attention_heads {heads} x head_dim {width} = {heads * width} is not hidden_size {hidden}, which "
+                "transformers' layers of this model type need",
+                "head_dim",
+            )
+        return width
     if hidden % heads:
         raise ModelConfigError(
             f"hidden_size {hidden} / num_attention_heads {heads} is not whole and head_dim is not given",
@@ -177,6 +198,9 @@ def _sliding_window(config: Config, family: Family) -> int | None:
 def _moe(read: _Reader, experts: Experts) -> MoeShape:
     width = read.size(*experts.width)
     shared = read.number(*experts.shared_count) if experts.shared_count else 0
+    if experts.shared_count and not shared:
+        key = experts.shared_count[0]
+        raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
     shared_width = read.size(*experts.shared_width) if experts.shared_width else shared * width
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
@@ -190,6 +214,13 @@ def _moe(read: _Reader, experts: Experts) -> MoeShape:
 
 def _first_moe_layer(read: _Reader, experts: Experts) -> int:
     """The layers before it are dense; other patterns are refused: a stage is counted by its first and last layer."""
+    if experts.by_layer and (kinds := read.words(experts.by_layer)):
+        first = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if "dense" in kinds[first:]:
+            raise ModelConfigError(
+                f"{experts.by_layer} has dense layers behind sparse ones: they have to come first", experts.by_layer
+            )
+        return first
     if experts.dense_layers:
         return read.number(*experts.dense_layers)
     dense = sorted(read.layers("mlp_only_layers"))

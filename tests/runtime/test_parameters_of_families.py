@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, tiny_config
 
-from parcompile.model.hf_config import shape_from_config
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
 
@@ -144,3 +144,56 @@ def test_presets_of_rotary_models_state_the_base_and_the_scaling(family: str) ->
     assert {name for name, scaling in kinds.items() if scaling} == {
         *("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "deepseek-v3")
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "sparse"]}),
+        ("exaone_moe", {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 0}),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse"]}),
+        ("mellum", {"mlp_layer_types": ["sparse", "sparse"]}),
+    ],
+)
+def test_a_list_of_layers_says_which_have_experts(family: str, changes: dict[str, Any]) -> None:
+    check(tiny_config(family, **changes))
+
+
+def test_solar_open_needs_no_width_of_dense_layers() -> None:
+    config = tiny_config("solar_open")
+    del config["intermediate_size"]
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types has dense layers behind sparse ones"),
+        ("helium", {"head_dim": 16}, "num_attention_heads 4 x head_dim 16 = 64 is not hidden_size 32"),
+        ("olmoe", {"head_dim": 16}, "num_attention_heads 4 x head_dim 16 = 64 is not hidden_size 32"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0: transformers builds a shared expert of width 0"),
+        ("exaone_moe", {"num_shared_experts": 0}, "num_shared_experts is 0: transformers builds a shared expert"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention makes gpt2 a decoder behind an encoder"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts and num_local_experts are the same key, and differ"),
+    ],
+)
+def test_what_no_table_describes_is_refused_with_its_reason(family: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        shape_from_config(tiny_config(family, **changes))
+    assert str(caught.value).startswith(reason)
+    assert caught.value.key in changes
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts])
+def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    experts = FAMILIES[family].experts
+    assert experts is not None
+    key, names = experts.count[0], CONFIG_MAPPING[family].attribute_map
+    assert experts.count_alias == next(
+        (other for pair in names.items() for one, other in (pair, pair[::-1]) if one == key), None
+    )
+    if experts.count_alias:
+        config = tiny_config(family)
+        check({**{name: value for name, value in config.items() if name != key}, experts.count_alias: config[key]})
