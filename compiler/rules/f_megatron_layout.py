@@ -298,9 +298,10 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     "F109",
     "experts do not divide",
     """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
-    tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step.""",
-    wrong={**_BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True},
-    right={**_BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True},
+    tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step, and no biases in
+    experts that tp cuts.""",
+    wrong={**_BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True, "disable_bias_linear": True},
+    right={**_BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
     sources=(*_ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
 )
 def experts_divide(settings: Settings) -> Iterator[Finding]:
@@ -315,12 +316,22 @@ def experts_divide(settings: Settings) -> Iterator[Finding]:
     if experts:
         yield from attempt(_has_enough_experts, settings, experts)
         yield from attempt(_experts_with_tp, settings, experts)
+        yield from attempt(_experts_with_biases, settings, experts)
 
 
 def _has_enough_experts(settings: Settings, experts: int) -> Iterator[Finding]:
     chosen = size(settings, "moe_router_topk")
     if chosen > experts:
         yield Finding(f"moe_router_topk {chosen} > num_experts {experts}", ("moe_router_topk",))
+
+
+def _experts_with_biases(settings: Settings, experts: int) -> Iterator[Finding]:
+    name = "expert_tensor_parallel_size"
+    tp = size(settings, _TP) if settings.left_out(name) else size(settings, name)
+    if tp > 1 and is_nvidias(settings) and not flag(settings, "disable_bias_linear"):
+        message = f"num_experts {experts} with biases, and experts cut over {tp} ranks"
+        hint = "add --disable-bias-linear, or --expert-tensor-parallel-size 1"
+        yield Finding(message, ("num_experts",), help=hint, related=also(settings, name, _TP))
 
 
 def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:

@@ -133,7 +133,7 @@ def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str
 def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:
     for words in (
         "--pipeline-model-parallel-size $PP --decoder-first-pipeline-num-layers 5",
-        "--num-experts 8 --expert-model-parallel-size $EP --sequence-parallel",
+        "--num-experts 8 --expert-model-parallel-size $EP --sequence-parallel --disable-bias-linear",
         "--overlap-param-gather $MORE",
     ):
         done = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh")
@@ -171,6 +171,8 @@ def _ends(first: int, last: int) -> dict[str, int]:
         ({_CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8}, {"F107"}),
         ({"use_megatron_fsdp": True, "overlap_param_gather": True, "overlap_grad_reduce": True}, set()),
         ({"fp8_param_gather": True}, {"F122"}),
+        ({"num_experts": 8, "sequence_parallel": True}, {"F109"}),
+        ({"num_experts": 8, "sequence_parallel": True, "expert_tensor_parallel_size": 1}, set()),
         ({"group_query_attention": True, "num_query_groups": 6}, {"F103"}),
         ({"train_iters": 100, "lr_warmup_iters": 100}, {"F126"}),
     ],
