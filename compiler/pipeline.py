@@ -15,7 +15,6 @@ from .backends.deepspeed.fillers import LIGHTNING
 from .backends.deepspeed.reading import judged
 from .backends.deepspeed.surroundings import Asked, Surroundings, surroundings
 from .backends.deepspeed.versions import newest
-from .backends.gpt_neox.check import findings as gpt_neox_findings
 from .backends.kinds import (
     CHECKED,
     DEEPSPEED,
@@ -229,12 +228,11 @@ def _in_settings(document: Document, kind: str, around: Surroundings | None = No
     if kind == GPT_NEOX:
         return [
             *_known_values(document),
-            *gpt_neox_findings(document),
             *map(document.locate, check_settings(Settings(document.tree, frozenset()), kind)),
         ]
     assert around is not None
     keys = configuration.check(document, around.version, needs_batch=around.filler != LIGHTNING)
-    found = check_settings(Settings(document.tree, keys.invalid_paths, around), kind)
+    found = check_settings(Settings(keys.tree, keys.invalid_paths, around), kind)
     return [*keys.diagnostics, *(document.locate(one) for one in found)]
 
 

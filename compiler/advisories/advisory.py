@@ -121,11 +121,13 @@ def _value(tree: Any, path: str, default: Any) -> Any:
     return default if tree is None else tree
 
 
+@functools.cache
 def _order(version: str) -> tuple[int, ...]:
     digits = [part for part in version.split("+")[0].split(".") if part.isdigit()]
     return tuple(int(part) for part in digits)
 
 
+@functools.cache
 def _within(version: str, first: str | None, fixed: str | None) -> bool:
     given = _order(version)
     return (first is None or _order(first) <= given) and (fixed is None or given < _order(fixed))

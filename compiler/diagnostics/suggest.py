@@ -26,15 +26,3 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
 
 def _bare(word: str) -> str:
     return word.lower().translate({ord(character): None for character in "-_. "})
-
-
-SURE = 0.88
-"""Words that are as similar as this are one word, misspelt."""
-
-
-def misspelt(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` misspells beyond doubt."""
-    near = closest(word, candidates)
-    if near is None:
-        return None
-    return near if difflib.SequenceMatcher(None, _bare(word), _bare(near)).ratio() >= SURE else None

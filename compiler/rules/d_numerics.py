@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompile.backends.deepspeed.gradients import refused_scaling, wrong_scale
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
@@ -13,15 +14,17 @@ from .registry import Finding, rule
 
 _PREDIVIDE = ("deepspeed", "gradient_predivide_factor")
 _SCATTER = ("deepspeed", "zero_optimization", "reduce_scatter")
+_PRESCALE = ("deepspeed", "prescale_gradients")
 _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 
 
 @rule(
     "D005",
     "a DeepSpeed key gives wrong gradients",
-    """The plan's loss is a sum over cp and a mean over dp, which DeepSpeed's default reduction completes. A
-    gradient_predivide_factor other than 1 without reduce_scatter, and gradient_allreduce_op "sum", scale gradients by
-    something else; Adam with clipping hides that in the loss curve.""",
+    """The plan's loss is a sum over cp and a mean over dp, which DeepSpeed's default reduction completes.
+    gradient_allreduce_op "sum" scales gradients by something else, and so does a gradient_predivide_factor equal to the
+    number of ranks where DeepSpeed does not take it back; Adam with clipping hides that in the loss curve. With
+    reduce_scatter, stages 2 and 3 refuse a factor and prescale_gradients.""",
     wrong={"deepspeed": {"gradient_allreduce_op": "sum"}},
     right={"deepspeed": {"prescale_gradients": True}},
     sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
@@ -36,14 +39,31 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
             help="remove it: the mean over dp is what the plan's loss needs",
             fixes=(_removal(_REDUCTION),),
         )
-    if not spec.given(*_PREDIVIDE) or not spec.given(*_SCATTER):
+    factor = spec.get(*_PREDIVIDE) if spec.given(*_PREDIVIDE) else 1
+    prescale = spec.given(*_PRESCALE) and spec.get(*_PRESCALE) is True
+    if factor == 1 and not prescale:
         return
-    factor = spec.get(*_PREDIVIDE)
-    if factor != 1 and spec.get(*_SCATTER) is False:
+    stage = spec.zero_stage
+    scatter = not (spec.given(*_SCATTER) and spec.get(*_SCATTER) is False)
+    path = _PREDIVIDE if factor != 1 else _PRESCALE
+    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor)
+    if refused is not None:
+        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=(_removal(path),))
+        return
+    cp = spec.axis(Axis.CP)
+    wrong = wrong_scale(
+        stage,
+        reduce_scatter=scatter,
+        prescale=prescale,
+        predivide=factor,
+        ranks=spec.axis(Axis.DP) * cp,
+        cp=cp,
+    )
+    if wrong is not None:
         yield Finding(
-            f"gradient_predivide_factor {factor} with reduce_scatter false: the factor is not taken back",
+            f"gradient_predivide_factor {factor:g} with reduce_scatter false: gradients come out {wrong}",
             _PREDIVIDE,
-            help="remove one of the two",
+            help="write another factor, or remove one of the two",
             fixes=(_removal(_PREDIVIDE), _removal(_SCATTER)),
             related=also(spec, _SCATTER),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from parcompile.backends.deepspeed.constructors import on_host
+from parcompile.backends.deepspeed.versions import order
 from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
 
 from .f_deepspeed_stages import BATCH, ZERO, stage_of
@@ -16,6 +18,10 @@ _NAMES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
 }
+_NUMBERS = ("loss_scale", "loss_scale_window", "min_loss_scale")
+_STRICT_SINCE = "0.19.3"
+"""Before this version a switch counted as a number."""
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
 _MASTERS = {"fp16": "fp16_master_weights_and_grads", "bf16": "bf16_master_weights_and_grads"}
 
 
@@ -140,6 +146,12 @@ def loss_scale_works(settings: Settings) -> Iterator[Finding]:
     scale = settings.number("fp16", "loss_scale")
     if scale is not None and scale < 0:
         yield Finding(f"fp16.loss_scale {scale:g} is below 0", ("fp16", "loss_scale"), help="write 0 to adapt it")
+    for key in _NUMBERS if order(settings.around.version) >= order(_STRICT_SINCE) else ():
+        value = settings.get("fp16", key)
+        fraction = isinstance(value, str) and key != "loss_scale" and _WHOLE.fullmatch(value) is None
+        if isinstance(value, bool) or fraction:
+            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.around.version} wants a number"
+            yield Finding(message, ("fp16", key), help="write the number, without quotes")
     if settings.get("fp16", "enabled") is True and not scale:
         for key in ("loss_scale_window", "min_loss_scale"):
             value = settings.number("fp16", key)

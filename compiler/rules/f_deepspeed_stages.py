@@ -30,7 +30,7 @@ def _is_on(settings: Settings, key: str) -> bool:
     value = settings.get(ZERO, key)
     if isinstance(value, dict):
         return value.get("device") not in (None, "none", "auto")
-    return value not in (None, False, 1)
+    return value is True or value not in (None, False, 1)
 
 
 @file_rule(

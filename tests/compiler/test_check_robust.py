@@ -60,14 +60,10 @@ def test_odd_values_give_placed_findings(rule: Any) -> None:
         "-- --- --- num-layers --num-layers \x00 --seq-length 10e400",
     ],
 )
-def test_odd_scripts_are_read(text: str, tmp_path: Path) -> None:
-    for start in ("", "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 8 "):
-        source = SourceText("a.sh", start + text)
-        document = from_shell(source)
-        assert start == "" or document is not None
-        if document is not None:
-            checked = check_read(Result(source, document), tmp_path, kind=MEGATRON)
-            assert all(one.position is not None for one in checked.diagnostics)
+def test_odd_scripts_are_read(text: str) -> None:
+    source = SourceText("a.sh", text)
+    checked = check_read(Result(source, from_shell(source)), Path(), kind=MEGATRON)
+    assert all(one.position is not None for one in checked.diagnostics)
 
 
 def test_very_many_mistakes_do_not_run_away(tmp_path: Path) -> None:

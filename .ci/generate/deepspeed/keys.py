@@ -29,6 +29,10 @@ MUON = ("lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "muon_lr"
 ENGINE = {"Adam": ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "foreach")}
 """What it takes out of the params of Adam and AdamW."""
 
+NAMES = {"type": "union", "of": [{"type": "list", "of": {"type": "str"}}, {"type": "str"}]}
+CONVERTED = {f"zero_optimization.leaf_module.{name}": NAMES for name in ("classes", "names", "name_suffixes")}
+"""Fields that a validator converts before their type counts: one name is a list of one."""
+
 Facts = dict[str, Any]
 
 
@@ -106,7 +110,7 @@ def _add_fields(path: str, fields: Mapping[str, Facts], found: Facts) -> None:
             facts["strict"] = True
             facts.pop("default", None)
             _add_fields(key, inner, found)
-        found[key] = facts
+        found[key] = {**facts, **CONVERTED.get(key, {})}
 
 
 def _under(path: str, roots: Iterable[str]) -> bool:

@@ -12,22 +12,19 @@ from .families import FAMILIES, Family
 from .switches import ACTIVATIONS, Architecture, InexpressibleError, Router
 
 
-def config_of(
-    wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | None = None, *, preferred: str = ""
-) -> dict[str, Any]:
+def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | None = None) -> dict[str, Any]:
     """The Hugging Face configuration of a model with these switches: that of the plainest family that has them.
 
     Args:
         wanted: the switches.
         sizes: those of heads and of the dense MLP, under Hugging Face's names.
         moe: the sizes of the experts, when there are any.
-        preferred: the model type to take where it has the switches as well as another.
 
     Raises:
         InexpressibleError: no family has them together; it names what the nearest one has instead.
     """
     lacks = {name: _lacks(family, name, wanted) for name, family in FAMILIES.items()}
-    nearest = min(lacks, key=lambda name: (len(lacks[name]), name != preferred))
+    nearest = min(lacks, key=lambda name: len(lacks[name]))
     if lacks[nearest]:
         why = f"no model type of this compiler has them together; {nearest} comes nearest, with {lacks[nearest][0]}"
         raise InexpressibleError(f"layers with {_described(wanted)}", why)

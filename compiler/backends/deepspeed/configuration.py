@@ -7,6 +7,7 @@ later or means its opposite ("false" is true).
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,14 @@ _VALUES_ARE_READ_BY_TRAINERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is wrong, located, and the paths whose values no rule should build on."""
+    """What is wrong, located, and the paths whose values no rule should build on.
+
+    `tree` holds true and false where DeepSpeed reads a text or a number as one of them.
+    """
 
     diagnostics: tuple[Diagnostic, ...]
     invalid_paths: frozenset[Path]
+    tree: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,19 @@ def check(document: Document, version: str, *, needs_batch: bool = True) -> Conf
         findings.say("K003", (), f"a configuration is an object, found {quoted(tree)}", "start with {")
     found = [document.locate(one, key=(one.code, one.path) in findings.at_key) for one in findings.diagnostics()]
     wrong = document.invalid | document.duplicates | findings.unusable
-    return Configuration(tuple(found), wrong)
+    return Configuration(tuple(found), wrong, _with_switches(tree, walk.switches))
+
+
+def _with_switches(tree: Any, switches: Mapping[Path, bool]) -> Any:
+    if not switches:
+        return tree
+    tree = copy.deepcopy(tree)
+    for path, value in switches.items():
+        node = tree
+        for step in path[:-1]:
+            node = node[step]
+        node[path[-1]] = value
+    return tree
 
 
 class _Walk:
@@ -92,6 +109,7 @@ class _Walk:
         self.version = version
         self.pydantic = at(facts()["pydantic"], version)
         self.placeholders: list[Path] = []
+        self.switches: dict[Path, bool] = {}
 
     # -- sections -----------------------------------------------------------------------------------------------------
 
@@ -250,6 +268,8 @@ class _Walk:
 
     def _converted(self, value: Any, key: Key, path: Path, found: Read) -> None:
         """A value that DeepSpeed reads as another one: right for DeepSpeed, a trap for whoever compares it."""
+        if isinstance(found.value, bool):
+            self.switches[path] = found.value
         if not isinstance(value, str) and isinstance(found.value, type(value)):
             return
         trainers = key.path in _VALUES_ARE_READ_BY_TRAINERS

@@ -6,7 +6,7 @@ the total batch alone there is one micro-batch in a step; without a precision th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.importer import Importer
@@ -48,7 +48,7 @@ def read(source: Source, draft: Draft) -> None:
     _schedule(source, draft, lr)
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), float)
     draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
-    further(source, draft, list(source.unread()))
+    _further(source, draft)
 
 
 def _batch(source: Source, draft: Draft) -> None:
@@ -157,10 +157,10 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
     return None, {**said, "min_lr": params["cos_min_ratio"] * lr}
 
 
-def further(source: Source, draft: Draft, names: Sequence[str]) -> None:
-    """What is left of DeepSpeed's keys goes into the spec's further ones, unless it cannot go with a plan."""
+def _further(source: Source, draft: Draft) -> None:
+    """What is left goes into the spec's further DeepSpeed keys, unless it cannot go with a plan."""
     known = load("ds_config")["properties"]
-    for name in names:
+    for name in list(source.unread()):
         path = tuple(name.split("."))
         reason = facts.refusal(path)
         if path[0] not in known:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.diagnostics.suggest import closest, misspelt
+from parcompile.diagnostics.suggest import closest
 
 from .arguments import Arguments, Problem, Span, Unknown, converted
 from .file import Call
@@ -39,7 +39,7 @@ def _found(arguments: Arguments, problem: Problem) -> Diagnostic | None:
     path = (problem.name,) if problem.name in arguments.values else ()
     error, parsers = Severity.ERROR, arguments.line
     if problem.kind == "unknown":
-        near = misspelt(problem.flag, _flags(parsers))
+        near = closest(problem.flag, _flags(parsers))
         message = f"{_tool(parsers)} has no {problem.flag}"
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
         help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"

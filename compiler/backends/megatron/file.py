@@ -232,8 +232,8 @@ def from_tree(document: Document) -> Call:
         else:
             others[spelled] = value
     arguments = parsed(words, line().name)
-    if not strict:
-        # Another program reads the file, or adds options to the parser: what it does not share is no mistake.
+    if not strict and not is_flagscale:
+        # Another program reads the file: what it does not share with Megatron-LM is no mistake.
         arguments.problems.clear()
     arguments.is_open = not strict
     flat = {**others, **arguments.values, **arguments.unknown}

@@ -1,0 +1,215 @@
+"""How right `parcompile check` is about DeepSpeed configurations, with the installed DeepSpeed as the judge.
+
+    python benchmarks/checker.py FOLDER ...
+
+The folders hold configurations that others wrote. Each goes through DeepSpeed's own reader, through the one who fills
+"auto" when there is one, through DeepSpeedConfig and `deepspeed.initialize` of a small model. An error is right when
+that refuses the file, or never looks at the key. A warning is right when it can be shown: an unknown key that is not
+looked up, a deprecated one that DeepSpeed speaks of, a key that is missing. Warnings that nothing here can show are
+counted apart. Then mistakes are planted into a configuration that DeepSpeed takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
+
+from deepspeed_judge import Judge, Verdict  # noqa: E402
+from deepspeed_mistakes import finds, mistakes  # noqa: E402
+
+from parcompile.backends.deepspeed.surroundings import Asked, surroundings  # noqa: E402
+from parcompile.backends.kinds import DEEPSPEED  # noqa: E402
+from parcompile.cli.check import command as check_command  # noqa: E402
+from parcompile.diagnostics import Diagnostic, Severity  # noqa: E402
+from parcompile.pipeline import Checked, check_any  # noqa: E402
+
+NEWEST = Asked(version="99")
+"""The judge is the newest version, whatever a file beside the configuration requires."""
+ABSENT = "ModuleNotFoundError"
+
+
+@dataclass
+class Tally:
+    """What became of the files."""
+
+    files: int = 0
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    refused: int = 0
+    found: int = 0
+    warned: int = 0
+    errors: int = 0
+    false_errors: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    right_warnings: int = 0
+    wrong_warnings: list[str] = field(default_factory=list)
+    unjudged: collections.Counter[str] = field(default_factory=collections.Counter)
+    infos: int = 0
+    rewritten: int = 0
+    rewritten_wrongly: list[str] = field(default_factory=list)
+
+
+def configurations(folders: Sequence[Path]) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(one for one in folder.rglob("*.json") if one.is_file())
+
+
+def filler_of(checked: Checked, file: Path) -> str:
+    tree = checked.document.tree if checked.document else None
+    found = surroundings(tree, file, Asked()).filler
+    if found is None and checked.document is None and '"auto"' in checked.text.text:
+        found = "transformers"
+    return found if found in ("transformers", "accelerate") else "bare"
+
+
+def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
+    checked = check_any(file, asked=NEWEST)
+    tally.files += 1
+    tally.kinds[checked.kind] += 1
+    if checked.kind != DEEPSPEED:
+        return
+    filler = filler_of(checked, file)
+    verdict = judge.ask(checked.text.text, filler=filler)
+    if verdict.refused and ABSENT in verdict.refused:
+        verdict = judge.ask(checked.text.text, filler=filler, engine=False)
+    errors = [one for one in checked.diagnostics if one.is_error]
+    tally.errors += len(errors)
+    if verdict.refused:
+        tally.refused += 1
+        tally.found += bool(errors)
+        if not errors:
+            tally.warned += any(one.severity is Severity.WARNING for one in checked.diagnostics)
+            tally.missed.append(f"{file.name}: {verdict.by}: {verdict.refused[:160]}")
+    else:
+        wrong = [one for one in errors if not is_unread(one, verdict)]
+        tally.false_errors += [f"{file.name}: {one.code} {one.message}" for one in wrong]
+    for one in checked.diagnostics:
+        if one.severity is Severity.INFO:
+            tally.infos += 1
+        elif one.severity is Severity.WARNING:
+            judge_warning(tally, file, one, verdict, checked)
+    fix(tally, file, checked, verdict, judge, filler)
+
+
+def is_unread(one: Diagnostic, verdict: Verdict) -> bool:
+    return bool(one.path) and str(one.path[0]) in verdict.unread
+
+
+def judge_warning(tally: Tally, file: Path, one: Diagnostic, verdict: Verdict, checked: Checked) -> None:
+    name = str(one.path[-1]) if one.path else ""
+    if verdict.by in ("reader", "filler", "config"):
+        tally.unjudged[f"{one.code} in a file that is refused before"] += 1
+    elif one.code == "A001":
+        assert checked.document is not None
+        shown = isinstance(checked.document.tree, dict) and "gradient_clipping" not in checked.document.tree
+        note(tally, file, one, shown=shown)
+    elif one.code == "K001" and len(one.path) == 1:
+        note(tally, file, one, shown=name in verdict.unread)
+    elif one.code == "F010":
+        note(tally, file, one, shown=any(name in message for message in verdict.warnings))
+    else:
+        tally.unjudged[one.code] += 1
+
+
+def note(tally: Tally, file: Path, one: Diagnostic, *, shown: bool) -> None:
+    if shown:
+        tally.right_warnings += 1
+    else:
+        tally.wrong_warnings.append(f"{file.name}: {one.code} {one.message}")
+
+
+def fix(tally: Tally, file: Path, checked: Checked, verdict: Verdict, judge: Judge, filler: str) -> None:
+    """What `--fix` makes of the file is taken when the file was taken."""
+    if not any(one.fixes for one in checked.diagnostics):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / file.name
+        copy.write_text(checked.text.text, encoding="utf-8")
+        silent = io.StringIO()
+        used = ["--used-with", filler] if filler != "bare" else []
+        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent), contextlib.suppress(SystemExit):
+            check_command.main(["--fix", "--deepspeed-version", "99", *used, str(copy)])
+        after = copy.read_text(encoding="utf-8")
+    if after == checked.text.text:
+        return
+    tally.rewritten += 1
+    again = judge.ask(after, filler=filler, engine=not (verdict.refused and ABSENT in verdict.refused))
+    if again.refused and not verdict.refused and ABSENT not in again.refused:
+        tally.rewritten_wrongly.append(f"{file.name}: {again.refused[:160]}")
+
+
+def planted() -> tuple[int, int, list[str]]:
+    missed, count = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ds_config.json"
+        for one in mistakes():
+            count += 1
+            file.write_text(one.text, encoding="utf-8")
+            checked = check_any(file, kind=DEEPSPEED, asked=Asked(used_with=one.filler))
+            if not finds(one, checked.diagnostics):
+                missed.append(one.name)
+    return count - len(missed), count, missed
+
+
+def files_per_second(files: Sequence[Path], rounds: int = 5) -> tuple[float, float, float]:
+    rates = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for file in files:
+            check_any(file)
+        rates.append(len(files) / (time.process_time() - start))
+    return min(rates), statistics.median(rates), max(rates)
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({part / whole:.1%})" if whole else "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path)
+    files = list(configurations(parser.parse_args().folders))
+    tally = Tally()
+    with Judge() as judge:
+        for file in files:
+            judge_file(tally, file, judge)
+    found, count, missed = planted()
+    right = tally.errors - len(tally.false_errors)
+    judged = tally.right_warnings + len(tally.wrong_warnings)
+    print(f"files                        {tally.files}")
+    print(f"recognised                   {', '.join(f'{kind} {n}' for kind, n in tally.kinds.most_common())}")
+    print(f"errors that are right        {share(right, tally.errors)}")
+    print(f"refusals that are found      {share(tally.found, tally.refused)}")
+    print(f"or warned of                 {share(tally.found + tally.warned, tally.refused)}")
+    print(f"warnings that are right      {share(tally.right_warnings, judged)}")
+    print(f"warnings that nothing shows  {dict(tally.unjudged)}")
+    print(f"remarks                      {tally.infos}")
+    print(f"files that --fix changes     {tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}")
+    print(f"planted mistakes found       {share(found, count)}")
+    if files:
+        low, middle, high = files_per_second(files)
+        print(f"files per second             {middle:.0f} ({low:.0f} to {high:.0f}), one core")
+    for title, lines in (
+        ("false error", tally.false_errors),
+        ("refusal without an error", tally.missed),
+        ("false warning", tally.wrong_warnings),
+        ("wrong fix", tally.rewritten_wrongly),
+        ("planted and missed", missed),
+    ):
+        for line in lines:
+            print(f"{title}: {line}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""gpt-neox: its configuration files and a plan."""

@@ -1,0 +1,118 @@
+"""DeepSpeed itself judges the checker: its own parser, the one who fills "auto", and an engine on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from parcompile.backends.deepspeed.surroundings import Asked
+from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, table
+from parcompile.backends.deepspeed.versions import newest
+from parcompile.backends.kinds import DEEPSPEED
+from parcompile.diagnostics import Severity
+from parcompile.pipeline import check_any, check_read
+from parcompile.rules.file_registry import FileRule, file_rules
+from parcompile.text import parse
+
+UPSTREAM = Path(__file__).resolve().parents[2] / ".ci" / "upstream"
+RULES = [one for one in file_rules() if one.kind == DEEPSPEED and one.code[0] != "A"]
+DRAWN = 150
+
+
+def module(name: str) -> ModuleType:
+    """A module of .ci/upstream."""
+    spec = importlib.util.spec_from_file_location(name, UPSTREAM / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+MISTAKES = module("deepspeed_mistakes")
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Any]:
+    pytest.importorskip("deepspeed", minversion="0.19.8")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    with module("deepspeed_judge").Judge() as found:
+        yield found
+
+
+def filler(rule: FileRule) -> str:
+    return rule.asked.used_with or ("transformers" if '"auto"' in json.dumps(rule.wrong) else "bare")
+
+
+def test_the_shipped_facts_are_those_of_the_installed_version(judge: Any) -> None:
+    """keys.json is what DeepSpeed's classes and parser say, the schema is what keys.json says."""
+    folder = UPSTREAM.parent / "generate" / "deepspeed"
+    for script in ("keys.py", "schema.py"):
+        run = subprocess.run([sys.executable, folder / script, "--check"], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_an_error_is_what_deepspeed_refuses(rule: FileRule, judge: Any) -> None:
+    wrong, right = (judge.ask(tree, filler=filler(rule)) for tree in (rule.wrong, rule.right))
+    assert (wrong.refused is not None) == (rule.severity is Severity.ERROR), wrong
+    assert right.accepted, right
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES.mistakes()), ids=lambda one: one.name)
+def test_a_planted_mistake_is_found(mistake: Any, judge: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(mistake.text, encoding="utf-8")
+    checked = check_any(file, kind=DEEPSPEED, asked=Asked(used_with=mistake.filler))
+    assert MISTAKES.finds(mistake, checked.diagnostics), checked.diagnostics
+    assert (judge.ask(mistake.text, filler=mistake.filler).refused is not None) == mistake.refused
+
+
+def test_what_the_mistakes_are_planted_into_is_taken(judge: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(MISTAKES.BASE), encoding="utf-8")
+    assert check_any(file).diagnostics == ()
+    assert judge.ask(MISTAKES.BASE).accepted
+
+
+WORDS: tuple[Any, ...] = ("1", "2.0", "true", "auto1", "cpu", "")
+POOL: tuple[Any, ...] = (True, False, 0, 1, 2, -1, 1.5, 3.0, 5e8, None, [], [1], {}, *WORDS)
+
+
+def keys() -> list[Key]:
+    """What pydantic reads: of plain dictionaries DeepSpeed takes everything, and fails later or never."""
+    found = []
+    for key in table(newest()).walk():
+        steps = key.path.split(".")
+        if len(steps) > 1 and not {ANY, ENTRY} & set(steps) and not key.loose and not key.is_section:
+            found.append(key)
+    return found
+
+
+def test_drawn_values_are_refused_by_both_or_by_none(judge: Any) -> None:
+    draw, known, wrong = random.Random(0), keys(), []
+    for _ in range(DRAWN):
+        key, value = draw.choice(known), draw.choice(POOL)
+        tree: dict[str, Any] = {"train_batch_size": 8}
+        *steps, last = key.path.split(".")
+        node = tree
+        for step in steps:
+            node = node.setdefault(step, {})
+        node[last] = value
+        text = json.dumps(tree)
+        ours = any(one.is_error for one in check_read(parse(text, "-"), Path(), kind=DEEPSPEED).diagnostics)
+        theirs = judge.ask(text, engine=False).refused
+        if ours != (theirs is not None):
+            wrong.append((text, ours, theirs))
+    assert wrong == []
