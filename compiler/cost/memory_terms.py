@@ -10,6 +10,7 @@ from parcompile.layout.stages import Stage
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
 from .memory import LARGEST_BUCKET, keeps_both_gradients
+from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
 LOSS_CHUNK_ELEMENTS = 2**25
@@ -92,7 +93,10 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
             taken = sum(kept.values()) + 2 * work.element_bytes * logits + _loss_chunk_bytes(work, logits)
             kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken)
-        exchange = tokens * work.shape.hidden_size * work.element_bytes * held if work.pp > 1 else 0.0
+        if work.framework == "deepspeed":
+            exchange = buffer_bytes(work, index)
+        else:
+            exchange = tokens * work.shape.hidden_size * work.element_bytes * held if work.pp > 1 else 0.0
         found.append(
             StageTerms(
                 index,

@@ -6,7 +6,7 @@ The order of a stage's passes is fixed; each starts when the stage is free and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parcompile.layout.schedule import Pass, Schedule
 
@@ -48,9 +48,9 @@ class Timetable:
     resumes: float = 0.0
 
 
-def timetable(work: Workload, step: StepTime, group: int | None = None) -> Timetable:
+def timetable(work: Workload, step: StepTime) -> Timetable:
     """The schedule of a step whose stages take the time of `step`; what stages exchange comes before each pass."""
-    pp, virtual, group = work.pp, work.virtual_stages, group or work.pp
+    pp, virtual, group = work.pp, work.virtual_stages, work.schedule.group_size
     laid = work.micro_batches
     if laid * pp * virtual * 2 > MOST_PASSES:
         fewer = max(4 * pp, MOST_PASSES // (2 * pp * virtual))
@@ -58,7 +58,7 @@ def timetable(work: Workload, step: StepTime, group: int | None = None) -> Timet
     hop = step.exchange / (2 * virtual * (work.micro_batches + pp - 1))
     ahead = 1 / 4 if work.recompute == "full" else 1 / 3
     times = [(seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop) for seconds in step.stages]
-    passes = _laid_out(times, Schedule(pp, laid, virtual, group))
+    passes = _laid_out(times, replace(work.schedule, micro_batches=laid))
     seconds = max(one.stop for one in passes)
     left_out = work.micro_batches - laid
     longer = left_out * max(sum(pair) for pair in times) * virtual

@@ -19,6 +19,7 @@ from .coefficients import Fit, default_time
 from .context_time import ContextCost, context_cost
 from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
 from .rates import time_values
+from .stage_exchanges import hidden_bytes
 from .workload import FRAMEWORKS, Workload
 
 OPTIMIZER_BYTES = 28
@@ -148,7 +149,7 @@ def step_terms(work: Workload) -> StepTerms:
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
         stage_layers=tuple(len(stage.layers) for stage in stages),
         stage_heads=tuple(stage.has_head for stage in stages),
-        exchange_bytes=activation,
+        exchange_bytes=hidden_bytes(work) if work.framework == "deepspeed" else activation,
         gradient_bytes=(reduced + gathers) * numel * share,
         optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
         sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import CP_LEVELS, KV_REPLICA
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
 from .collectives import Collectives, Sent, collectives
 from .context_exchanges import context_exchanges
 from .flops import moe_layers
+from .stage_exchanges import busiest_stage, stage_exchanges
 from .workload import Workload
 
 
@@ -61,23 +62,17 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
         size = calls * activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
         found.append(_group(work, Axis.EP, "all-to-all", calls, size, work.ep, work.tp))
     if work.pp > 1:
-        sends, size = boundary_sends(work), boundary_bytes(work)
-        found.append(_group(work, Axis.PP, "send to the next and the last stage", sends, size, 2, work.stride(Axis.PP)))
+        between = stage_exchanges(work, busiest_stage(work))[Axis.PP, "send"]
+        operation, stride = "send to the next stage and the one before", work.stride(Axis.PP)
+        found.append(_group(work, Axis.PP, operation, between.messages, between.wire_bytes, 2, stride))
+        tied = stage_exchanges(work, 0).get((EMBEDDING, "all-reduce"))
+        if tied is not None:
+            operation, stride = "all-reduce of the tied embedding's gradient", (work.pp - 1) * stride
+            found.append(_group(work, EMBEDDING, operation, tied.messages, tied.wire_bytes, 2, stride))
     return tuple(sorted(found, key=lambda one: _ORDER.index(one.group)))
 
 
-def boundary_sends(work: Workload) -> int:
-    """Messages of a stage between two others in a step: activations to the next, gradients to the last."""
-    return 2 * work.micro_batches * work.virtual_stages if work.pp > 1 else 0
-
-
-def boundary_bytes(work: Workload) -> float:
-    """The bytes of these messages."""
-    activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
-    return boundary_sends(work) * activation / (work.tp if work.sequence_parallel else 1)
-
-
-_ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", Axis.PP)
+_ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", Axis.PP, EMBEDDING)
 
 
 def _distinct(work: Workload) -> list[Stage]:

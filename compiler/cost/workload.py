@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.machines.accelerator import Accelerator, find_accelerator
@@ -74,7 +75,9 @@ class Workload:
     zero_stage: int = 1
     vocab_divisible_by: int = 128
     virtual_stages: int = 1
+    micro_batch_group: int | None = None
     stage_layers: tuple[Stage, ...] | None = None
+    balances_experts: bool = False
     framework: str = "deepspeed"
     preset: Accelerator | None = None
     """A measured machine, which `accelerator` then only resembles."""
@@ -152,15 +155,18 @@ class Workload:
                 distance *= int(getattr(self, other))
         return distance
 
-    def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations the first chunk of a stage holds at its peak (arXiv 2205.05198, section 4).
+    @property
+    def schedule(self) -> Schedule:
+        """The passes of a step through the stages."""
+        return Schedule(self.pp, self.micro_batches, self.virtual_stages, self.micro_batch_group)
 
-        1F1B holds min(p − stage, m); interleaving makes it 1 + (p − 1) / (p · v) times as many on the first stage.
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations a stage holds at its peak; with virtual stages, their chunks added up.
+
+        1F1B holds min(p − stage, m); interleaved it is (2 (p − stage − 1) + (v − 1) p + 1) / v, on the first stage
+        1 + (p − 1) / (p · v) times as many (arXiv 2205.05198, section 4).
         """
-        held = float(min(self.pp - stage, self.micro_batches))
-        if self.virtual_stages > 1 and self.pp > 1:
-            held *= 1 + (self.pp - 1) / (self.pp * self.virtual_stages)
-        return held
+        return self.schedule.in_flight(stage) / self.virtual_stages
 
     def stage_parameters(self, stage: Stage) -> int:
         """Parameters on one rank of a stage, exact.

@@ -46,7 +46,8 @@ MEGATRON_AXES: dict[str, tuple[Axis, ...]] = {
 }
 """Further slices of the dense grid that Megatron-Core makes groups of."""
 
-EMBEDDING_GROUPS = {"embedding": True, "position-embedding": False}
+EMBEDDING = "embedding"
+EMBEDDING_GROUPS = {EMBEDDING: True, "position-embedding": False}
 """Groups of the ends of the pipeline, and whether the last stage belongs to them."""
 
 EXPERT_AXES: dict[str, tuple[Axis, ...]] = {
@@ -82,24 +83,28 @@ class Groups:
     """All groups of a world.
 
     `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts;
-    `cp_sizes` are the ranks of the inner and outer groups of cp, where attention needs such groups.
+    `cp_sizes` are the ranks of the inner and outer groups of cp, where attention needs such groups; with `tied`, the
+    first and the last stage both hold the embedding.
     """
 
     grid: Grid
     kv_replicas: int = 1
     ep: int = 1
     cp_sizes: tuple[int, int] | None = None
+    tied: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups that every rank of the runtime creates, in the order in which it does."""
         levels = CP_LEVELS if self.cp_sizes else ()
-        return (*GROUP_AXES, *levels, *((KV_REPLICA,) if self.kv_replicas > 1 else ()))
+        tied = (EMBEDDING,) if self.tied and self.grid.size((Axis.PP,)) > 1 else ()
+        return (*GROUP_AXES, *levels, *((KV_REPLICA,) if self.kv_replicas > 1 else ()), *tied)
 
     @property
     def all_names(self) -> tuple[str, ...]:
         """Names of all groups that can be asked for, those of the runtime first."""
-        return (*self.names, *MEGATRON_AXES, *EMBEDDING_GROUPS, *(EXPERT_AXES if self.ep > 1 else ()))
+        further = (*MEGATRON_AXES, *EMBEDDING_GROUPS, *(EXPERT_AXES if self.ep > 1 else ()))
+        return (*self.names, *(name for name in further if name not in self.names))
 
     @property
     def expert_grid(self) -> Grid:

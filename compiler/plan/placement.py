@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from parcompile.cost.collectives import collectives
 from parcompile.cost.context_exchanges import context_exchanges
-from parcompile.cost.traffic import boundary_bytes
+from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import AxisGroups
@@ -49,13 +49,14 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
     def over(*groups: str) -> int:
         return int(sum(one.wire_bytes for (group, _), one in sent.items() if group in groups))
 
+    between = stage_exchanges(work, busiest_stage(work)).get((Axis.PP, "send"))
     passes = len(stage.layers) * work.micro_batches
     levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
     return Traffic(
         tp=over(Axis.TP, KV_REPLICA),
         cp=sum(size for _, _, size in levels),
         dp_cp=over("dp-cp"),
-        pp=int(boundary_bytes(work)),
+        pp=int(between.wire_bytes) if between else 0,
         cp_levels=levels,
     )
 

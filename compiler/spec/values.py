@@ -9,6 +9,7 @@ from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
+from parcompile.layout.schedule import Schedule
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import PipelineSplit, Stage, merged, rank_stages
 from parcompile.machines.accelerator import Accelerator
@@ -193,6 +194,17 @@ class Spec:
     def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
         """For each pp rank its virtual stages (one unless they are interleaved)."""
         return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.pipeline_split)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The passes of a step through the stages."""
+        axes = self.parallelism
+        return Schedule(
+            axes.pp,
+            self.training.gradient_accumulation_steps,
+            axes.num_virtual_stages_per_pipeline_rank,
+            axes.microbatch_group_size_per_virtual_pipeline_stage,
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:

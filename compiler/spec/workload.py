@@ -34,6 +34,8 @@ def workload_of(spec: Spec) -> Workload:
         zero_stage=spec.zero_stage,
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
         virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
+        micro_batch_group=axes.microbatch_group_size_per_virtual_pipeline_stage,
+        balances_experts=bool(spec.model.hf_config.get("output_router_logits")),
         stage_layers=spec.stages,
         preset=spec.cluster.preset,
     )

@@ -76,8 +76,10 @@ def test_the_published_figures_of_a_350m_model_in_fp32_are_kept() -> None:
     assert only(replace(WORK, **settings, cp=2, sequence_length=2048), "cp") == 3 * 24 * 2_097_152
 
 
-def test_stages_exchange_activations_both_ways() -> None:
-    assert only(replace(WORK, pp=2, dp=8), "pp") == 2 * 4 * 2 * 2048 * 1024 * 2
+def test_a_stage_between_two_others_sends_both_ways_and_one_at_an_end_one_way() -> None:
+    hidden = 2 * 2048 * 1024 * 2
+    assert only(replace(WORK, pp=2, dp=8), "pp") == 4 * hidden
+    assert only(replace(WORK, pp=4, dp=4), "pp") == 2 * 4 * hidden
 
 
 def test_a_group_of_one_rank_sends_nothing() -> None:

@@ -46,8 +46,7 @@ def draw(subject: Subject, width: float) -> Picture:
 
 def _timetable(subject: Subject) -> Timetable:
     """The passes of the step."""
-    group = subject.plan.spec.parallelism.microbatch_group_size_per_virtual_pipeline_stage
-    return pipeline.timetable(subject.estimate.work, subject.estimate.time.step, group)
+    return pipeline.timetable(subject.estimate.work, subject.estimate.time.step)
 
 
 def _parts(sketch: Sketch, subject: Subject) -> None:
