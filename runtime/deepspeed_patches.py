@@ -16,6 +16,9 @@ Changed:
 - The `step` of an engine is wrapped to time optimizer steps. `profiling.recorder`
 - `global_steps`, `global_samples` and `skipped_steps` of an engine, and its optimizer's `loss_scaler`, are set when
   a checkpoint of another layout is loaded. `checkpoint.adapting`
+- `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
+  backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
+- The `forward`, `backward` and `step` of an engine in pipeline stages refuse to be called by users. `pipeline.loop`
 - The accelerator gives way to one without memory. `preflight.stand_in`
 
 Read:
@@ -29,10 +32,15 @@ Read:
 - `parameter.grad_accum`, `fp32_groups_gradients_flat`, `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the
   bytes of gradients and buckets. `kept_gradients`, `reduce_buckets`, `shape_tensors`
 
+- `parameter._hp_grad` (runtime/bf16_optimizer.py) and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py):
+  where gradients add up, to which those of another stage are added. `accumulated_gradient`
+
 Agreed on with DeepSpeed by name, in the module that the name belongs to:
 
 - `parameter.tensor_model_parallel` (`is_model_parallel_parameter`, runtime/utils.py): whether a parameter counts in the
   gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.marking`
+- `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
+  counts in the gradient norm. `count_on_another_stage`
 - The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
   `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.trusted`
@@ -47,6 +55,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 
@@ -101,6 +110,41 @@ def count_in_norm(optimizer: Any, counted: Callable[[nn.Parameter, Tensor], Tens
 
     optimizer.get_grad_norm_direct = norm_of
     return True
+
+
+@contextlib.contextmanager
+def reduce_at_end(engine: Any) -> Iterator[None]:
+    """Within it backward passes add up gradients on this rank; at its end they are reduced, and the engine may step."""
+    if getattr(engine.optimizer, "overlap_comm", False):
+        # Its hooks would reduce each gradient as it comes; this is DeepSpeed's own way of keeping them.
+        with engine.coalesce_grad_reduction():
+            yield
+        engine.set_gradient_accumulation_boundary(True)
+    else:
+        engine.enable_backward_allreduce = False
+        engine.set_gradient_accumulation_boundary(False)
+        yield
+        engine.set_gradient_accumulation_boundary(True)
+        engine.allreduce_gradients()
+    engine.micro_steps += engine.gradient_accumulation_steps() - 1
+
+
+def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    """Where the gradients of micro-batches add up; zeros are put there if there were none."""
+    found: Tensor | None = getattr(parameter, "_hp_grad", None)
+    if found is not None:
+        return found
+    name = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+    found = getattr(parameter, name, None)
+    if found is None:
+        found = torch.zeros_like(parameter)
+        setattr(parameter, name, found)
+    return found
+
+
+def count_on_another_stage(parameter: nn.Parameter) -> None:
+    """Leaves a parameter out of this rank's part of the gradient norm."""
+    parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:

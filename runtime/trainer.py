@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -106,6 +107,7 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self.mesh: Mesh = join(plan)
         self._batches = PlanLoader(train_dataset, self.mesh)
+        self._waiting: list[dict[str, Any]] = []
         model = prepare(plan, self.mesh, model)
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **others)
         seed_ranks(self.mesh)  # Trainer has seeded all ranks alike
@@ -138,10 +140,20 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         loss: Tensor = model(**inputs).loss
         return loss
 
-    def training_step(self, *args: Any, **others: Any) -> Tensor:
-        """As in `Trainer`, which logs the mean over all ranks: the parts of a sequence add up."""
-        loss: Tensor = super().training_step(*args, **others)
-        return loss * self.mesh.size("cp")
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **others: Any) -> Tensor:
+        """As in `Trainer`, which logs the mean over all ranks: the parts of a sequence add up.
+
+        Through a pipeline the micro-batches of a step go together, when the last of them has come.
+        """
+        if self.mesh.size("pp") == 1:
+            loss: Tensor = super().training_step(model, inputs, *args, **others)
+            return loss * self.mesh.size("cp")
+        self._waiting.append(inputs)
+        if len(self._waiting) < self.args.gradient_accumulation_steps:
+            return torch.zeros((), device=self.mesh.device)
+        batches, self._waiting = self._waiting, []
+        whole: Tensor = self.model_wrapped.train_batch(iter(batches))
+        return whole
 
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, *_: Any, metric_key_prefix: str = "eval", **__: Any

@@ -29,7 +29,7 @@ from .estimate import checked_spec
 @click.argument("spec")
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Layouts to show.")
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
-@click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (pp, ep).")
+@click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (ep).")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")

@@ -56,7 +56,8 @@ class Plan:
         parallelism = self.spec.parallelism
         is_usp = parallelism.cp_implementation is CpImplementation.USP
         levels = parallelism.hierarchical_cp_sizes if is_usp else None
-        return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels)
+        tied = self.spec.model.shape.tie_word_embeddings
+        return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels, tied)
 
     @property
     def parameters(self) -> ParameterTable:

@@ -17,6 +17,7 @@ from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import GroupFamily
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
 from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
+from parcompile.layout.schedule import Schedule
 from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import TensorLayout
@@ -34,6 +35,8 @@ EXPANDED_CP = 1024
 EXPANDED_RING = 32
 """Up to this cp the plan lists the source of each step of each cp rank; beyond, they follow from the rule that stands
 beside them."""
+EXPANDED_PASSES = 1024
+"""Up to so many passes of a step, of all pp ranks, the plan lists them; beyond, they follow from `layout.schedule`."""
 EXPERT_GRID_AXES = (Axis.TP, Axis.EP, Axis.DP, Axis.PP)
 """The axes of the expert grid; its dp is expert-dp."""
 ALTERNATIVES = 3
@@ -175,8 +178,25 @@ def _ring_steps(context: ContextParallel) -> dict[str, Any]:
 
 
 def stage_rows(spec: Spec) -> list[dict[str, Any]]:
-    """Each pp rank's stages with the optimizer shards of its ranks under each rule."""
-    return [_stage_row(spec, held, stage) for held, stage in zip(spec.virtual_stages, spec.stages, strict=True)]
+    """Each pp rank's stages with what they compute when, and the optimizer shards of its ranks under each rule."""
+    found = []
+    for rank, (held, stage) in enumerate(zip(spec.virtual_stages, spec.stages, strict=True)):
+        found.append({**_stage_row(spec, held, stage), "schedule": _schedule_row(spec.schedule, rank)})
+    return found
+
+
+def _schedule_row(schedule: Schedule, rank: int) -> dict[str, Any]:
+    """The passes of a pp rank, spelled out where those of all ranks are few."""
+    hidden_states, gradients = schedule.sends(rank)
+    is_short = 2 * schedule.micro_batches * schedule.virtual * schedule.pp <= EXPANDED_PASSES
+    return {
+        "name": schedule.name,
+        "micro_batches": schedule.micro_batches,
+        "warm_up": schedule.warm_up(rank),
+        "in_flight": schedule.in_flight(rank),
+        "sends": {"hidden_states": hidden_states, "gradients": gradients},
+        "passes": [one.label(schedule.virtual) for one in schedule.passes(rank)] if is_short else None,
+    }
 
 
 def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:

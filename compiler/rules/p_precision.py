@@ -85,11 +85,13 @@ def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "P004",
-    "bf16 with ZeRO-1 and pipeline stages needs fp32 accumulation",
-    """DeepSpeed's pipeline engine runs bf16 with ZeRO-1 only through its BF16_Optimizer, which is chosen by
-    accumulating in fp32.""",
+    "DeepSpeed's own pipeline engine wants fp32 accumulation",
+    """The runtime runs pipeline stages in a plain ZeRO-1 engine, with bf16 sums as with fp32 ones. Whoever takes
+    ds_config.json to DeepSpeed's PipelineEngine needs fp32 sums: it runs bf16 with ZeRO-1 only through its
+    BF16_Optimizer, which accumulation in fp32 brings.""",
     wrong={"parallelism": {"pp": 2}},
     right={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    severity=Severity.INFO,
     sources=("DeepSpeed runtime/engine.py; DeepSpeed#1835",),
     targets=("deepspeed",),
 )
@@ -98,10 +100,10 @@ def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
     pp, sums = spec.axis(Axis.PP), spec.gradient_accumulation_dtype
     if pp > 1 and spec.precision is Precision.BF16 and spec.zero_stage == 1 and sums is Precision.BF16:
         yield Finding(
-            f"pp {pp} with precision bf16 and ZeRO stage 1 accumulates in {sums.value}",
+            f"pp {pp} with precision bf16 and ZeRO stage 1 accumulates in {sums.value}: parcompile.runtime does so, "
+            "DeepSpeed's PipelineEngine refuses it",
             _SUMS if spec.given(*_SUMS) else _PRECISION if spec.given(*_PRECISION) else ("parallelism", "pp"),
-            help='set "gradient_accumulation_dtype": "fp32"',
-            fixes=(Fix("accumulate in fp32", Safety.CHANGES_NUMERICS, (Edit(_SUMS, "fp32"),)),),
+            help='nothing to do, or set "gradient_accumulation_dtype": "fp32"',
             related=also(spec, ("parallelism", "pp"), ("zero", "stage")),
         )
 

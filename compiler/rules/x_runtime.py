@@ -12,30 +12,16 @@ from parcompile.spec.resolve import Resolution
 
 from .places import model_path
 from .registry import Finding, rule
+from .s_module import MODULE
 
 RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2"})
 """Model types that the runtime injects."""
 
 
 @rule(
-    "X001",
-    "the runtime does not run pipeline stages",
-    """The runtime executes tp, cp, dp and ZeRO-1. A plan with pp > 1 compiles for other launchers.""",
-    wrong={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    right={"parallelism": {"tp": 2}},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-)
-def runtime_has_no_pipeline(spec: Resolution) -> Iterator[Finding]:
-    """Fires for pp > 1."""
-    if spec.axis(Axis.PP) > 1:
-        yield Finding(f"pp {spec.axis(Axis.PP)}: parcompile.runtime runs pp 1 only", ("parallelism", "pp"))
-
-
-@rule(
     "X002",
     "the runtime does not run expert parallelism",
-    """The runtime executes tp, cp, dp and ZeRO-1. A plan with ep > 1 compiles for other launchers.""",
+    """The runtime executes tp, cp, pp, dp and ZeRO-1. A plan with ep > 1 compiles for other launchers.""",
     wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}},
     right={"parallelism": {"tp": 4}},
     severity=Severity.WARNING,
@@ -102,3 +88,24 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
         model_path(spec, "sliding_window"),
         help=f"set sliding_window to null in the configuration, or sequence_length to {window} or less",
     )
+
+
+@rule(
+    "X005",
+    "pipeline stages of a user module",
+    """A stage runs the forward of a Hugging Face model with its own layers alone, between an embedding and a head that
+    other stages hold. Which layers a user module calls after which, and with what, its rules do not say.""",
+    wrong={"model": MODULE, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    right={"model": MODULE, "parallelism": {"tp": 2}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[Finding]:
+    """Fires for pp > 1 with a user module."""
+    pp = spec.axis(Axis.PP)
+    if pp > 1 and spec.shape.user_module is not None:
+        yield Finding(
+            f"pp {pp} with a user module: parcompile.runtime cuts Hugging Face models into stages only",
+            ("parallelism", "pp"),
+            help="use tp, cp and dp",
+        )

@@ -74,7 +74,6 @@ class Space:
     recompute: tuple[str, ...]
     choices: OpenChoices
     executable: bool
-    sums_are_open: bool
 
     @property
     def combinations(self) -> list[dict[str, object]]:
@@ -91,9 +90,6 @@ class Space:
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
                 changes["sequence_parallel"] = split and named[Axis.TP] > 1
-                if named[Axis.PP] > 1 and self.sums_are_open:
-                    # DeepSpeed pipelines bf16 only with fp32 sums of gradients.
-                    changes["gradient_accumulation_dtype"] = "fp32"
                 found.append(changes)
         return found
 
@@ -146,7 +142,6 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
             sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),
         ),
         executable=executable,
-        sums_are_open=training.get("gradient_accumulation_dtype") is None,
     )
     if not space.combinations:
         given = {axis: parallelism[axis] for axis in DENSE_AXES if parallelism.get(axis, "auto") != "auto"}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.loss.expert_balance import BalancedLoss
+from parcompile.runtime.model.lora import without_peft
+
+from .loop import evaluating
 
 
 def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None) -> float:
@@ -24,27 +29,36 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
         dataset: samples, as for `PlanLoader`.
         batches: how many batches of the plan's `eval_global_batch_size` sequences to look at; None: the whole data set.
     """
-    mesh, training, model = engine.mesh, engine.mesh.plan.spec.training, engine.module
+    mesh, training = engine.mesh, engine.mesh.plan.spec.training
     micro, dp = training.eval_micro_batch_size, mesh.size("dp")
     count = len(dataset) if batches is None else min(len(dataset), batches * training.eval_global_batch_size)
+    firsts = range(mesh.index("dp") * micro, count, dp * micro)
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    was_training, loss_function = model.training, model.loss_function
-    engine.eval()
-    if isinstance(loss_function, BalancedLoss):
-        model.loss_function = loss_function.causal
-    try:
-        with torch.no_grad():
-            for first in range(mesh.index("dp") * micro, count, dp * micro):
-                batch = [dataset[index] for index in range(first, min(first + micro, count))]
-                total += _sums(engine, split_batch(stack(batch), mesh))
-    finally:
-        model.loss_function = loss_function
-        engine.train(was_training)
-    dist.all_reduce(total, group=mesh.group("dp-cp"))
+
+    def read() -> Iterator[Batch]:
+        for first in firsts:
+            samples = [dataset[index] for index in range(first, min(first + micro, count))]
+            batch = split_batch(stack(samples), mesh)
+            total[1] += (batch["shift_labels"] != IGNORED_LABEL).sum()
+            yield {**batch, "num_items_in_batch": 1.0}
+
+    with evaluating(engine), _without_balance(engine.module), engine.loop.together():
+        for loss in engine.loop.evaluate(read(), len(firsts)):
+            total[0] += loss
+        dist.all_reduce(total, group=mesh.group("dp-cp"))
+        if mesh.size("pp") > 1:
+            dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
     return float(total[0] / total[1].clamp(min=1))
 
 
-def _sums(engine: Any, batch: Batch) -> torch.Tensor:
-    """Loss and number of this rank's tokens."""
-    loss = engine(**batch, num_items_in_batch=1.0).loss
-    return torch.stack([loss.double(), (batch["shift_labels"] != IGNORED_LABEL).sum().double()])
+@contextlib.contextmanager
+def _without_balance(model: nn.Module) -> Iterator[None]:
+    """Within it the loss of a model does not balance its experts."""
+    causal: Any = without_peft(model)
+    before = causal.loss_function
+    if isinstance(before, BalancedLoss):
+        causal.loss_function = before.causal
+    try:
+        yield
+    finally:
+        causal.loss_function = before

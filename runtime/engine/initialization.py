@@ -26,6 +26,8 @@ from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
 
+from .loop import attach_loop
+
 
 def initialize(
     *,
@@ -79,6 +81,7 @@ def initialize(
     if model_parameters is None:
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_parameters(model_parameters, model)
+    _check_stages_train(model_parameters, mesh)
     engine, optimizer, _, lr_scheduler = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -118,9 +121,13 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
 
 
 def seed_ranks(mesh: Mesh) -> None:
-    """The ranks of a tensor-parallel group work on the same tokens: what they draw at random has to be the same."""
-    if mesh.size("tp") > 1:
-        torch.manual_seed(mesh.plan.spec.training.seed + mesh.index("dp-cp"))
+    """The ranks of a tensor-parallel group work on the same tokens: what they draw at random has to be the same.
+
+    Ranks with other tokens, and stages with other layers, draw otherwise.
+    """
+    if mesh.size("tp-pp") > 1:
+        place = mesh.index("pp") * mesh.size("dp-cp") + mesh.index("dp-cp")
+        torch.manual_seed(mesh.plan.spec.training.seed + place)
 
 
 def take_over(engine: Any, mesh: Mesh) -> None:
@@ -132,6 +139,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _check_engine(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
+    attach_loop(engine, mesh)
 
 
 def _measurements_file(plan: Plan | str, wanted: Path | str | bool) -> Path | None:
@@ -166,9 +174,30 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
+def _flat(given: Any) -> list[nn.Parameter]:
+    """The parameters of parameter groups, or of a list of them."""
+    return [one for entry in given for one in (entry["params"] if isinstance(entry, dict) else [entry])]
+
+
+def _check_stages_train(given: Any, mesh: Mesh) -> None:
+    """DeepSpeed makes no optimizer without parameters."""
+    if (group := mesh.parallel_group("pp")) is None:
+        return
+    counts: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(counts, len(_flat(given)), group=group)
+    idle = [stage for stage, count in enumerate(counts) if not count]
+    if idle:
+        raise RunError(
+            f"stage {', '.join(map(str, idle))} of pp {len(counts)} has no parameter to train, and DeepSpeed's "
+            "optimizer needs one on every rank: give it layers that are trained, freeze fewer parameters, or "
+            "use a smaller pp",
+            everywhere=True,
+        )
+
+
 def _check_parameters(given: Any, model: nn.Module) -> None:
     live = set(map(id, model.parameters()))
-    flat = [one for entry in given for one in (entry["params"] if isinstance(entry, dict) else [entry])]
+    flat = _flat(given)
     strangers = [one for one in flat if id(one) not in live]
     if strangers:
         raise RunError(

@@ -1,6 +1,6 @@
 """This rank, the other ranks, and the process groups of a plan."""
 
-from .joining import check_executable, create_group, join, leave
+from .joining import check_executable, create_groups, join, leave
 from .mesh import Mesh
 from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, start_world, store_of_world
 
@@ -8,7 +8,7 @@ __all__ = [
     "HANDSHAKE_TIMEOUT",
     "Mesh",
     "check_executable",
-    "create_group",
+    "create_groups",
     "join",
     "launcher_store",
     "leave",

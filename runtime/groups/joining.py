@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from parcompile.layout.grid import Axis
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
@@ -37,8 +38,7 @@ def join(plan: Plan) -> Mesh:
     forbid_jit_builds()
     device = device_of(environment)
     _connect(plan, environment, device)
-    groups = {name: create_group(plan, name, environment.rank) for name in plan.groups.names}
-    mesh = Mesh(plan, environment.rank, device, groups)
+    mesh = create_groups(plan, environment.rank, device)
     for name, live, planned in mesh.differing_groups():
         raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")
     _mesh = mesh
@@ -84,10 +84,27 @@ def _connect(plan: Plan, environment: Environment, device: torch.device) -> None
         start_world(store, environment, device)
 
 
-def create_group(plan: Plan, name: str, rank: int, *, others: bool = True) -> dist.ProcessGroup:
-    """This rank's group of that name. Every rank creates all groups of the name, unless `others` says not to."""
+def create_groups(plan: Plan, rank: int, device: torch.device, *, others: bool = True) -> Mesh:
+    """This rank's place with its groups. Every rank creates all of them, unless `others` says not to."""
+    groups = {}
+    for name in plan.groups.names:
+        group = _create_group(plan, name, rank, others=others)
+        if group is not None:
+            groups[name] = group
+    lanes = []
+    for _ in range(plan.spec.schedule.lanes):
+        lane = _create_group(plan, Axis.PP, rank, others=others)
+        assert lane is not None
+        lanes.append(lane)
+    return Mesh(plan, rank, device, groups, tuple(lanes))
+
+
+def _create_group(plan: Plan, name: str, rank: int, *, others: bool) -> dist.ProcessGroup | None:
+    """This rank's group of that name; None when it is in none."""
     created: dist.ProcessGroup | None = None
     mine = plan.groups.of_rank(name, rank)
+    if not mine and not others:
+        return None
     if len(mine) == 1 or not others:
         # Nobody else takes part: a world of n ranks need not create n groups of one.
         created = dist.new_group(list(mine), use_local_synchronization=True)
@@ -97,5 +114,4 @@ def create_group(plan: Plan, name: str, rank: int, *, others: bool = True) -> di
         group = dist.new_group(list(ranks))
         if rank in ranks:
             created = group
-    assert created is not None
     return created

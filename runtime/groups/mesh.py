@@ -20,6 +20,8 @@ class Mesh:
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup]
+    lanes: tuple[dist.ProcessGroup, ...] = ()
+    """Further groups of the same ranks as pp: one for each lane of the pipeline's schedule."""
 
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group of that name; a group of one is a real group too, since DeepSpeed wants one."""

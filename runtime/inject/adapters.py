@@ -58,8 +58,10 @@ class Adapters:
         return self._model.get_submodule(parent), child
 
     def put_back(self, slices: Slices, region: Region | None) -> None:
-        """Around the injected linears, cut."""
+        """Around the injected linears that this rank holds, cut."""
         for one in self._found:
+            if not slices.holds(f"{one.name}.weight"):
+                continue
             parent, child = self._place(one.name)
             one.layer.base_layer = parent.get_submodule(child)
             setattr(parent, child, one.layer)
@@ -168,7 +170,11 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
         matrix = matrix_of(name)
         if matrix is not None:
             found[saved_name(name)] = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
-    return found
+    if (group := mesh.parallel_group("pp")) is None:
+        return found
+    stages: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(stages, found, group=group)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def _whole(local: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh) -> Tensor:

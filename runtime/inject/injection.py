@@ -17,6 +17,7 @@ from parcompile.runtime.loss.expert_balance import BalancedLoss
 from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
+from parcompile.runtime.pipeline import ChunkForward, hold_stage
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
@@ -69,6 +70,8 @@ class _Injection:
         if self.mesh.device.type != "meta":  # where no rank runs, the compiler's rule X004 has to do
             layers = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
             check_masks(self.model, layers, self.spec.training.sequence_length)
+        if self.mesh.size("pp") > 1:
+            hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
@@ -84,6 +87,8 @@ class _Injection:
         loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         balanced = getattr(self.model.config, "output_router_logits", False)
         self.model.loss_function = BalancedLoss(loss, self.model, self.mesh) if balanced else loss  # type: ignore[assignment]
+        if self.mesh.size("pp") > 1:
+            self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 
     def _experts(self, region: Region) -> None:
         blocks = [name.rpartition(".")[0] for name, style in entries(self.model).items() if style == EXPERTS]

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.pipeline import Elsewhere
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
 from .regions import Region
 
 
 def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
-    """Replaces the embedding and the head, where anything has to be cut or padded.
+    """Replaces the embedding and the head that this rank has, where anything has to be cut or padded.
 
     Raises:
         RunError: the embedding does more than look up and scale.
@@ -29,18 +30,22 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
     if region is None and padded == mesh.plan.spec.model.shape.vocab_size:
         return
     options = {} if region is None else region.options
-    tied = head.weight is embedding.weight
-    new_embedding = VocabParallelEmbedding.from_embedding(
-        embedding, padded_num_embeddings=padded, pad_sequence=True, **options
-    )
-    _keep_scale(embedding, new_embedding)
-    causal.set_input_embeddings(new_embedding)
-    new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, **options)
-    if tied:
-        new_head.weight = new_embedding.weight
-    causal.set_output_embeddings(new_head)
-    if region is not None:
-        region.enter_layer(new_head)
+    tied = None
+    if not isinstance(embedding, Elsewhere):
+        new_embedding = VocabParallelEmbedding.from_embedding(
+            embedding, padded_num_embeddings=padded, pad_sequence=True, **options
+        )
+        _keep_scale(embedding, new_embedding)
+        causal.set_input_embeddings(new_embedding)
+        if getattr(head, "weight", None) is embedding.weight:
+            tied = new_embedding.weight
+    if not isinstance(head, Elsewhere):
+        new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, **options)
+        if tied is not None:
+            new_head.weight = tied
+        causal.set_output_embeddings(new_head)
+        if region is not None:
+            region.enter_layer(new_head)
 
 
 def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:

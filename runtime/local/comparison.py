@@ -22,6 +22,7 @@ from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
+from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
@@ -145,7 +146,6 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- r
     from deepspeed.utils import logger
 
     from parcompile.runtime.engine import initialize
-    from parcompile.runtime.loss import reduce_loss
 
     logger.setLevel("ERROR")
     # DeepSpeed calls collectives by names that newer torch deprecates; that is not the user's business.
@@ -153,13 +153,7 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- r
     engine, _, loader, _ = initialize(plan=plan, training_data=list(_samples(plan)))
     assert loader is not None
     held = {name: _digest(parameter) for name, parameter in engine.module.named_parameters()}
-    batches, steps = iter(loader), plan.spec.training.gradient_accumulation_steps
-    loss = 0.0
-    for _ in range(steps):
-        micro_loss = engine(**next(batches)).loss
-        engine.backward(micro_loss)
-        loss += reduce_loss(micro_loss, engine.mesh) / steps
-        engine.step()
+    loss = float(engine.train_batch(iter(loader)))
     return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
 
 
@@ -195,8 +189,11 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
     """Parameters of a rank that are not its slice of the whole model's."""
     layouts: dict[str, tuple[Parameter, TensorLayout]] = plan.tensors()
     whole = dict(model.named_parameters())
-    index = plan.groups.grid.coordinates(rank)["tp"]
+    place = plan.groups.grid.coordinates(rank)
+    holding, index = Holding(plan, place["pp"]), place["tp"]
     for name, parameter in plan.parameters.expanded():
+        if name not in holding:
+            continue
         if name not in held:
             yield name, "is missing"
             continue
@@ -234,13 +231,16 @@ def _refuse(plan: Plan) -> None:
 
 def _ranks_text(plan: Plan) -> str:
     parallelism, training = plan.spec.parallelism, plan.spec.training
-    axes = ("tp", "cp", "dp")
+    staged = parallelism.pp > 1
+    axes = ("tp", "cp", "pp", "dp") if staged else ("tp", "cp", "dp")
     sizes = " × ".join(f"{axis} {getattr(parallelism, axis)}" for axis in axes)
-    rows: list[tuple[str, ...]] = [("rank", *axes, "tokens of a sequence")]
+    rows: list[tuple[str, ...]] = [("rank", *axes, "tokens of a sequence", *(("layers",) if staged else ()))]
     for rank in range(plan.world_size):
         place = plan.groups.grid.coordinates(rank)
         tokens = token_ranges(parallelism.cp_layout, parallelism.cp, place["cp"], training.sequence_length)
-        rows.append((str(rank), *(str(place[axis]) for axis in axes), ", ".join(map(_tokens_text, tokens))))
+        layers = [_tokens_text(stage.layers) for stage in plan.spec.virtual_stages[place["pp"]]]
+        cells = [*(str(place[axis]) for axis in axes), ", ".join(map(_tokens_text, tokens))]
+        rows.append((str(rank), *cells, *((", ".join(layers),) if staged else ())))
     return f"plan {plan.spec.name}: {plan.world_size} rank(s) on this machine, {sizes}\n{_columns(rows)}"
 
 

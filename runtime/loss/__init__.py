@@ -1,5 +1,5 @@
 """The loss of a plan over all its ranks."""
 
-from .causal import ParallelCausalLoss, reduce_loss
+from .causal import ParallelCausalLoss, loss_of_step, reduce_loss
 
-__all__ = ["ParallelCausalLoss", "reduce_loss"]
+__all__ = ["ParallelCausalLoss", "loss_of_step", "reduce_loss"]

@@ -7,8 +7,10 @@ same, wherever masked labels fall.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -62,6 +64,20 @@ class ParallelCausalLoss:
         if (group := self._mesh.parallel_group("cp")) is not None:
             dist.all_reduce(count, group=group)
         return count.clamp(min=1)
+
+
+def loss_of_step(losses: Sequence[Tensor], micro_batches: int, mesh: Mesh) -> Tensor:
+    """The loss of a step's whole batch on all ranks, from the micro-batches that ended on this one.
+
+    Those of a pipeline end on its last stage. A sum over cp, a mean over dp and over micro-batches.
+    """
+    total = torch.zeros((), device=mesh.device)
+    if losses:
+        total += torch.stack([loss.float() for loss in losses]).sum()
+        dist.all_reduce(total, group=mesh.group("dp-cp"))
+    if mesh.size("pp") > 1:
+        dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
+    return total / (micro_batches * mesh.size("dp"))
 
 
 def reduce_loss(loss: Tensor, mesh: Mesh) -> float:

@@ -2,7 +2,8 @@
 
 E · Σ fₑ Pₑ with the share f of choices that fall on each expert and its mean probability P, over all layers and tokens
 of a micro-batch (arXiv 2101.03961, equations 4-6). Choices have no gradient: their counts are summed over cp, and each
-rank adds the probabilities of its own tokens.
+rank adds the probabilities of its own tokens. Through a pipeline both sums go with the hidden states, stage by stage,
+and the gradient of the probabilities comes back with theirs: no stage knows how often the later ones choose.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import is_recomputing
@@ -28,17 +30,31 @@ class BalancedLoss:
         self.causal, self._mesh = causal, mesh
         self._per_token, self._factor = config.num_experts_per_tok, config.router_aux_loss_coef
         self._logits: list[Tensor] = []
+        self._received: Tensor | None = None
+        moe = mesh.plan.spec.model.shape.moe
         routers = _routers(model)
-        if not routers:
+        if moe is None or (not routers and _has_experts(mesh, moe.first_moe_layer)):
             raise RunError(
                 f"output_router_logits: {type(model).__name__} does not say which modules are routers: set it to false",
                 everywhere=True,
             )
+        self._experts = moe.num_experts
         model.register_forward_pre_hook(lambda *_: self._logits.clear())
         for router in routers:
             router.register_forward_hook(self._keep)
         # The model's own, over this rank's tokens and counted on every tensor-parallel rank, is switched off.
         config.output_router_logits = False
+
+    def begin(self, received: Tensor | None) -> None:
+        """A stage of a pipeline begins with what the stages before it have counted: what their last `hand_on` gave."""
+        self._received = received
+
+    def hand_on(self) -> Tensor:
+        """[2, E] for the next stage: of each expert the sum of its probabilities, and how often it was chosen."""
+        found = self._counted()
+        found = found if self._received is None else found + self._received
+        self._received = None
+        return found
 
     def _keep(self, _: nn.Module, __: Any, output: Any) -> None:
         # What is computed again for backward was counted in its forward pass.
@@ -50,23 +66,33 @@ class BalancedLoss:
         loss: Tensor = self.causal(*args, **kwargs) + self._factor * self._balance()
         return loss
 
+    def _counted(self) -> Tensor:
+        """[2, E] of the layers of this rank."""
+        logits, self._logits = self._logits, []
+        if not logits:
+            return torch.zeros(2, self._experts, device=self._mesh.device)
+        probabilities = [torch.softmax(one, dim=-1) for one in logits]
+        chosen = [one.topk(self._per_token, dim=-1).indices.flatten() for one in probabilities]
+        counts = torch.stack([one.bincount(minlength=self._experts) for one in chosen]).sum(0)
+        return torch.stack([torch.stack([one.float().sum(0) for one in probabilities]).sum(0), counts.float()])
+
     def _balance(self) -> Tensor:
         """This rank's part: the sum over cp is the loss."""
-        probabilities = [torch.softmax(logits, dim=-1) for logits in self._logits]
-        self._logits.clear()
-        experts = probabilities[0].shape[-1]
-        chosen = torch.stack(
-            [one.topk(self._per_token, dim=-1).indices.flatten().bincount(minlength=experts) for one in probabilities]
-        )
-        counts, rows = chosen.sum(0).float(), sum(one.shape[0] for one in probabilities)
+        sums, counts = self.hand_on().unbind()
+        counts = counts.detach().clone()
         if (group := self._mesh.parallel_group("cp")) is not None:
             dist.all_reduce(counts, group=group)
-        rows *= self._mesh.size("cp")
-        mean = torch.stack([one.float().sum(0) for one in probabilities]).sum(0) / rows
+        rows = counts.sum() / self._per_token
+        mean = sums / rows
         # Every tensor-parallel rank computes all of it, and the gradients of routers are summed over them.
         share = mean / self._mesh.size("tp")
-        balance: Tensor = experts * (counts / rows * (share + (mean - share).detach())).sum()
+        balance: Tensor = self._experts * (counts / rows * (share + (mean - share).detach())).sum()
         return balance
+
+
+def _has_experts(mesh: Mesh, first: int) -> bool:
+    """Whether this rank's stages have layers with experts, which begin at `first`."""
+    return any(stage.layers.stop > first for stage in Holding(mesh.plan, mesh.index("pp")).stages if stage.layers)
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:

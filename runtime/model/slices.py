@@ -9,6 +9,7 @@ from torch import nn
 
 from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
+from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 
@@ -53,6 +54,11 @@ class Slices:
         self._mesh = mesh
         self._tensors = mesh.plan.tensors()
         self._rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
+        self._holding = Holding(mesh.plan, mesh.index("pp"))
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank's stages have the parameter of that name in the whole model."""
+        return name in self._holding
 
     def of(self, name: str) -> Slice:
         """This rank's part of the parameter of that name in the whole model."""

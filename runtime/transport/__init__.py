@@ -6,10 +6,14 @@
 from .dispatch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .gloo import start_sum_of_pieces, travels_in_pieces
 from .group import Group, group_rank, group_size, slice_size
+from .lanes import Arrival, Lanes, Like
 from .pending import Pending, PendingGather
 
 __all__ = [
+    "Arrival",
     "Group",
+    "Lanes",
+    "Like",
     "Pending",
     "PendingGather",
     "group_rank",

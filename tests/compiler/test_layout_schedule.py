@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from pathlib import Path
 from typing import Any
 
 import pytest
+from layout_cases import compile_tree, spec_tree
 
 from parcompile.layout.schedule import RECEIVES_AHEAD, Schedule
+from parcompile.plan import plan_tree
 
 
 def schedules() -> list[Schedule]:
@@ -49,6 +52,16 @@ def test_a_plain_pipeline_holds_as_many_micro_batches_as_stages_follow() -> None
     assert [Schedule(4, 8).in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [Schedule(4, 2).in_flight(rank) for rank in range(4)] == [2, 2, 2, 1]
     assert [one.label(1) for one in Schedule(4, 3).passes(2)] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+
+
+def test_the_plan_lists_what_each_rank_computes(tmp_path: Path) -> None:
+    tree = spec_tree(gpus_per_node=2, parallelism={"pp": 2}, training={"global_batch_size": 3})
+    first, last = (stage["schedule"] for stage in plan_tree(compile_tree(tree, tmp_path))["stages"])
+    assert first["passes"] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+    assert last["passes"] == ["F0", "B0", "F1", "B1", "F2", "B2"]
+    assert (first["in_flight"], last["in_flight"]) == (2, 1)
+    assert first["sends"] == {"hidden_states": 3, "gradients": 0}
+    assert last["sends"] == {"hidden_states": 0, "gradients": 3}
 
 
 def test_sends_are_counted() -> None:

@@ -100,13 +100,9 @@ def test_axes_that_cannot_make_the_world_are_named() -> None:
         space(llama(tp=4, dp=4))
 
 
-def test_pipelines_are_searched_only_when_every_target_is_allowed() -> None:
-    tree = llama(tp=2, cp=1)
-    here = search(space(tree))
-    everywhere = search(space(tree, executable=False))
-    assert {one.candidate.work.pp for one in here.fitting} == {1}
-    assert {one.candidate.work.pp for one in everywhere.fitting} > {1}
-    assert any(one.code.startswith("X") or one.changes["pp"] for one in here.refused)
+def test_pipelines_are_searched_as_the_runtime_runs_them() -> None:
+    outcome = search(space(llama(tp=2, cp=1)))
+    assert {one.candidate.work.pp for one in outcome.fitting} >= {1, 2, 4}
 
 
 def test_all_layouts_process_the_same_batch(found: SearchResult) -> None:

@@ -86,47 +86,66 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_injected(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
-    """Every plan's family in one world: the plans have the same layout, so that the groups of the first serve all."""
+    """Every plan's family in one world: the plans have the same layout, so that the groups of one serve all.
+
+    Only those with tied embeddings make a group of the first and the last stage.
+    """
     from parcompile.runtime import join
 
-    mesh = join(plans[0])
+    mesh = join(max(plans, key=lambda plan: len(plan.groups.names)))
     found = []
     for plan in plans:
         try:
-            found.append({"rank": rank, **_train_on(plan, replace(mesh, plan=plan))})
+            found.append({"rank": rank, **_train_on(plan, of_plan(mesh, plan))})
         except Exception as error:
             found.append({"rank": rank, "error": f"{type(error).__name__}: {error}"})
     return found
 
 
+def of_plan(mesh: Any, plan: Plan) -> Any:
+    """The same ranks for another plan of the same layout, with the groups that it has of theirs."""
+    groups = {name: group for name, group in mesh.groups.items() if name in plan.groups.names}
+    return replace(mesh, plan=plan, groups=groups)
+
+
 def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
-    from parcompile.runtime import reduce_loss, split_batch
+    from parcompile.runtime import split_batch
     from parcompile.runtime.inject import inject
+    from parcompile.runtime.loss import loss_of_step
+    from parcompile.runtime.pipeline import forward_and_backward
 
     model = inject(drawn_model(plan), mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
     batch = split_batch(batch_of(plan), mesh)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
+        if mesh.size("pp") > 1:
+            ended = forward_and_backward(model, mesh, batch)
+        else:
+            ended = [model(**batch).loss]
+            ended[0].backward()
         norms.append(_clip(model, mesh))
         optimizer.step()
-        losses.append(reduce_loss(loss, mesh))
+        losses.append(float(loss_of_step([loss.detach() for loss in ended], 1, mesh)))
     return {"losses": losses, "norms": norms, "parameters": named(model)}
 
 
 def _clip(model: nn.Module, mesh: Any) -> float:
-    """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once."""
+    """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once.
+
+    A tied embedding that another stage counts is left out, by DeepSpeed's name for it.
+    """
     from parcompile.runtime.inject.shared_rows import counted
 
     square = torch.zeros(())
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue
         if getattr(parameter, "tensor_model_parallel", mesh.index("tp") == 0):
             square += counted(parameter, parameter.grad).square().sum()
-    dist.all_reduce(square, group=mesh.group("tp"))
+    dist.all_reduce(square, group=mesh.group("tp-pp"))
     norm = float(square.sqrt())
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -24,6 +24,9 @@ TOLERANCE = 1e-5
 REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "olmoe", "phi3")
 """Families for tp 4 with 2 kv heads: each way in which a kv head that two ranks hold can matter."""
 
+STAGED = ("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2")
+"""Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers."""
+
 MAIN = tuple(family for family in RUNTIME_FAMILIES if family not in RELATIVES)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
@@ -31,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "cp2": (2, {"cp": 2}, MAIN),
     "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, RUNTIME_FAMILIES),
     "tp4, kv heads replicated": (4, {"tp": 4}, REPLICATED),
+    "pp2": (2, {"pp": 2}, RUNTIME_FAMILIES),
+    "pp2 × tp2, sequence parallel": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}, STAGED),
 }
 
 Results = Callable[[str, str], list[dict[str, Any]]]

@@ -142,6 +142,13 @@ def test_a_plan_runs_on_all_its_ranks_beside_one_process(tmp_path: Path) -> None
     assert "equal within 1e-05" in result.output
 
 
+def test_stages_run_beside_one_process_too() -> None:
+    plan = make_plan(2, {"pp": 2}, model={"tie_word_embeddings": True}, training={"micro_batch_size": 1})
+    found = run_and_compare(plan)
+    assert not found.wrong_slices
+    assert max(found.differences) < 1e-5
+
+
 def test_replicated_kv_heads_are_shown_with_every_rank_that_holds_them() -> None:
     row = next(line for line in slice_table(make_plan(4, {"tp": 4})).splitlines() if "k_proj" in line)
     assert row.split()[-4:] == ["0..8", "0..8", "8..16", "8..16"]

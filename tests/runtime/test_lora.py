@@ -36,7 +36,7 @@ def adapted(plan: Plan, targets: list[str] | str, **options: Any) -> Any:
 
 def train(rank: int, plan: Plan, folder: str, resume: bool, loaded: bool) -> dict[str, Any]:
     """Steps up to the second one, each saved; the model is whole, or `loaded` slice by slice."""
-    from parcompile.runtime import adapter_state, initialize, load_pretrained, reduce_loss
+    from parcompile.runtime import adapter_state, initialize, load_pretrained
     from parcompile.runtime.checkpoint import load, save
 
     model = load_pretrained(f"{folder}/base", plan, f"{folder}/adapter") if loaded else adapted(plan, ALL)
@@ -46,10 +46,7 @@ def train(rank: int, plan: Plan, folder: str, resume: bool, loaded: bool) -> dic
     loader.step = load(engine, f"{folder}/checkpoints") if resume else 0
     batches, losses, norms = iter(loader), [], []
     for step in range(loader.step, 2):
-        loss = engine(**next(batches)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(reduce_loss(loss, engine.mesh))
+        losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
         if not resume:
             save(engine, f"{folder}/{'checkpoints' if step == 0 else 'end'}", step + 1)
@@ -91,10 +88,11 @@ def assert_same(ranks: list[dict[str, Any]], expected: dict[str, Any], steps: in
             assert float((found["adapters"][name] - value).norm() / value.norm()) < TOLERANCE, name
 
 
-def test_adapters_train_as_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["cp", "pp"])
+def test_adapters_train_as_in_one_process(other: str, tmp_path: Path) -> None:
     """Also beside a weight that fuses queries, keys and values, some of whose rows both tp ranks hold."""
     model = {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": None}
-    plan = make_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True}, model=model)
+    plan = make_plan(4, {"tp": 2, other: 2, "sequence_parallel": True}, model=model)
     assert_same(run_ranks(4, train, plan, str(tmp_path), False, False), train_plain(plan), 2)
 
 
@@ -110,13 +108,19 @@ def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layou
     stored(plan, tmp_path)
     assert_same(run_ranks(2, train, plan, folder, False, True), expected, 2)
     assert_same(run_ranks(2, train, make_plan(2, {"cp": 2}), folder, True, False), expected, 1)
+    assert_same(run_ranks(2, train, make_plan(2, {"pp": 2}), folder, True, True), expected, 1)
     assert_same(run_ranks(2, train, plan, folder, True, True), expected, 1)
+
+    staged = tmp_path / "of stages"
+    stored(plan, staged)
+    assert_same(run_ranks(2, train, make_plan(2, {"pp": 2}), str(staged), False, True), expected, 2)
+    assert_same(run_ranks(2, train, plan, str(staged), True, False), expected, 1)
 
     with pytest.raises(RunError, match="has adapters, which are not converted"):
         convert(tmp_path / "end", plan, tmp_path / "converted")
     ids = samples(plan)[0]["input_ids"][None]
     logits = expected["model"](ids).logits
-    export(tmp_path / "end", tmp_path / "merged")
+    export(staged / "end", tmp_path / "merged")
     export_adapter(tmp_path / "end", tmp_path / "exported")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     for model in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,22 +87,20 @@ TEXTS_OF_STEPS = ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3))
 
 
 def train_on_packs(rank: int, plan: Plan) -> dict[str, Any]:
-    from parcompile.runtime import PackedPlanLoader, initialize, reduce_loss
+    from parcompile.runtime import PackedPlanLoader, initialize
 
     engine, *_ = initialize(plan=plan, model=initial_model(plan))
     found: dict[str, Any] = {"rank": rank, "losses": [], "norms": [], "dealt": set()}
-    batches = iter(PackedPlanLoader(DOCUMENTS, engine.mesh))
-    for _ in TEXTS_OF_STEPS:
-        total = 0.0
-        for _ in range(plan.spec.training.gradient_accumulation_steps):
-            batch = next(batches)
+
+    def read() -> Iterator[dict[str, Any]]:
+        for batch in PackedPlanLoader(DOCUMENTS, engine.mesh):
             packing = batch["packing"]
             found["dealt"] |= {bool(packing.dealt), not packing.dealt or len(packing.dealt) == len(packing.lengths)}
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            total += reduce_loss(loss, engine.mesh) / plan.spec.training.gradient_accumulation_steps
-        found["losses"].append(total)
+            yield batch
+
+    batches = read()
+    for _ in TEXTS_OF_STEPS:
+        found["losses"].append(float(engine.train_batch(batches)))
         found["norms"].append(float(engine.get_global_grad_norm()))
     found["parameters"] = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     return found
@@ -117,8 +116,9 @@ def train_on_packs(rank: int, plan: Plan) -> dict[str, Any]:
         ),
         ({"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}, {"micro_batch_size": 2}),
         ({"cp": 2, "dp": 2}, {"micro_batch_size": 1}),
+        ({"pp": 2, "cp": 2}, {"micro_batch_size": 1, "activation_checkpointing": "full"}),
     ],
-    ids=["tp2 cp2 striped, recomputed", "usp", "cp2 dp2"],
+    ids=["tp2 cp2 striped, recomputed", "usp", "cp2 dp2", "pp2 cp2, recomputed"],
 )
 def test_the_engine_trains_on_packs_as_one_process_on_each_text(
     parallelism: dict[str, Any], training: dict[str, Any]

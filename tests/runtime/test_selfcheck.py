@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import RELATIVES
-from family_runs import drawn_model, family_plan
+from family_runs import drawn_model, family_plan, of_plan
 from ranks import run_ranks
 
 from parcompile.plan import Plan
@@ -24,15 +24,18 @@ def check(rank: int, plans: list[Plan]) -> list[str]:
     from parcompile.runtime.inject import inject
     from parcompile.runtime.inject.selfcheck import SelfCheck
 
-    mesh, found = join(plans[0]), []
+    mesh, found = join(max(plans, key=lambda plan: len(plan.groups.names))), []
     for plan in plans:
-        here, model = replace(mesh, plan=plan), drawn_model(plan)
+        here, model = of_plan(mesh, plan), drawn_model(plan)
         checking = SelfCheck(model, here)
         inject(model, here)
-        if plan.spec.name == "broken output":
-            model.model.layers[1].self_attn.o_proj.weight.data.add_(1.0)
-        if plan.spec.name == "broken gradient" and rank == 1:
-            model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+        parameters = dict(model.named_parameters())
+        output, gradient = (f"model.layers.{name}.weight" for name in ("1.self_attn.o_proj", "0.mlp.up_proj"))
+        if plan.spec.name == "broken output" and output in parameters:
+            parameters[output].data.add_(1.0)
+        # The last rank of those that hold it.
+        if plan.spec.name == "broken gradient" and gradient in parameters and rank == here.size("tp") - 1:
+            parameters[gradient].register_hook(lambda found: 2 * found)
         try:
             checking.compare(model)
             found.append("")
@@ -42,7 +45,9 @@ def check(rank: int, plans: list[Plan]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("parallelism", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp2", "cp2"])
+@pytest.mark.parametrize(
+    "parallelism", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"pp": 2}], ids=["tp2", "cp2", "pp2"]
+)
 def test_an_injected_model_passes(parallelism: dict[str, Any]) -> None:
     families = [family for family in RUNTIME_FAMILIES if family not in RELATIVES]
     plans = [family_plan(family, 2, parallelism) for family in families]
@@ -50,8 +55,9 @@ def test_an_injected_model_passes(parallelism: dict[str, Any]) -> None:
         assert dict(zip(families, rank, strict=True)) == dict.fromkeys(families, "")
 
 
-def test_the_first_module_that_differs_is_named_on_every_rank() -> None:
-    plan = family_plan("llama", 2, {"tp": 2})
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_the_first_module_that_differs_is_named_on_every_rank(axis: str) -> None:
+    plan = family_plan("llama", 2, {axis: 2})
     broken = [
         identified(replace(plan, spec=replace(plan.spec, name=name))) for name in ("broken output", "broken gradient")
     ]

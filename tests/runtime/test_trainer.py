@@ -51,7 +51,8 @@ def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
     return found
 
 
-def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["cp", "pp"])
+def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(other: str, tmp_path: Path) -> None:
     """With kv heads that both tp ranks hold in a part of a weight, and layers that are recomputed."""
     training = {
         "activation_checkpointing": "full",
@@ -60,7 +61,7 @@ def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(tmp_path: Path) -
         "eval_global_batch_size": 2,
     }
     model = {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": None}
-    plan = make_plan(4, {"tp": 2, "cp": 2}, model=model, training=training)
+    plan = make_plan(4, {"tp": 2, other: 2}, model=model, training=training)
     expected = train_in_one_process(plan, steps=STEPS + 1)
     ranks = run_ranks(4, train, plan, str(tmp_path), False)
     for rank in ranks:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parcompile.plan import Plan, compile_plan
+from parcompile.plan.holding import Holding
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution
 
@@ -41,10 +42,11 @@ def make_plan(
     model: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
     whole_model: bool = False,
+    extra: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan of a tiny byte-sized model; the vocabulary (61) needs padding at every tp.
 
-    `model` changes dimensions of it, or is the `whole_model`.
+    `model` changes dimensions of it, or is the `whole_model`; `extra` are further sections of the spec.
     """
     chosen = training or {}
     size = (
@@ -68,6 +70,7 @@ def make_plan(
             **size,
             **chosen,
         },
+        **(extra or {}),
     }
     resolution = Resolution(tree)
     diagnostics = check(resolution)
@@ -107,19 +110,13 @@ def initial_model(plan: Plan) -> torch.nn.Module:
 
 def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """Losses, gradient norms and this rank's parameters after training under the engine."""
-    from parcompile.runtime import initialize, reduce_loss
+    from parcompile.runtime import initialize
 
     engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked))
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(steps):
-        total = 0.0
-        for _ in range(plan.spec.training.gradient_accumulation_steps):
-            loss = engine(**next(batches)).loss
-            engine.backward(loss)
-            total += reduce_loss(loss, engine.mesh)
-            engine.step()
-        losses.append(total / plan.spec.training.gradient_accumulation_steps)
+        losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
     parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters}
@@ -197,10 +194,16 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
     """The whole model from every rank's part, put together by the plan; replicas have to be equal to the bit."""
     rows = plan.tensors()
     whole: dict[str, Tensor] = {}
+    held = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
+    for result in ranks:
+        names = held[plan.groups.grid.coordinates(result["rank"])["pp"]].names
+        assert list(result["parameters"]) == names, "a rank holds other parameters than its stage's"
     for name, parameter in plan.parameters.expanded():
         layout = rows[parameter.name][1]
         full = torch.full(layout.full_shape, float("nan"))
         for result in ranks:
+            if name not in result["parameters"]:
+                continue
             local = result["parameters"][name]
             assert tuple(local.shape) == layout.local_shape, name
             tp_rank = plan.groups.grid.coordinates(result["rank"])["tp"]

@@ -1,0 +1,81 @@
+"""Which parameters the ranks of a pipeline stage hold: names as the whole model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from parcompile.layout.grid import Axis
+from parcompile.layout.stages import Stage
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def layer_numbers(stages: Sequence[Stage]) -> list[int]:
+    """The layers of these (virtual) stages, in order."""
+    return [layer for stage in stages for layer in stage.layers]
+
+
+class Holding:
+    """What a pp rank holds of a plan's model.
+
+    Args:
+        plan: the plan.
+        pp_rank: the place in the pipeline.
+    """
+
+    def __init__(self, plan: Plan, pp_rank: int) -> None:
+        table = plan.parameters
+        self.stages = plan.spec.virtual_stages[pp_rank]
+        self._layers = frozenset(layer_numbers(self.stages))
+        self._layer_prefix = table.layer[0].name.partition("{layer}")[0]
+        self._before = frozenset(row.name for row in table.before)
+        self._after = frozenset(row.name for row in table.after)
+        self._tied = table.before[0].name if plan.spec.model.shape.tie_word_embeddings else None
+        self._names = tuple(name for name, _ in table.expanded())
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether what comes before the layers is here."""
+        return any(stage.has_embedding for stage in self.stages)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether what comes after the layers is here."""
+        return any(stage.has_head for stage in self.stages)
+
+    @property
+    def names(self) -> list[str]:
+        """What is held, in the order of the model."""
+        return [name for name in self._names if name in self]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter of the whole model is here. A tied embedding is the head's weight too."""
+        if name.startswith(self._layer_prefix):
+            return int(name.removeprefix(self._layer_prefix).partition(".")[0]) in self._layers
+        if name in self._before:
+            return self.has_embedding or (name == self._tied and self.has_head)
+        return self.has_head
+
+    def has_buffer(self, name: str) -> bool:
+        """Whether a buffer is here: with its layer, or with the module whose parameters are; others are everywhere."""
+        if name.startswith(self._layer_prefix):
+            return name in self
+        owner = name.rpartition(".")[0]
+        ends = [row for row in (*self._before, *self._after) if row.rpartition(".")[0] == owner]
+        return not ends or any(row in self for row in ends)
+
+
+class ModelParallelPlace(NamedTuple):
+    """Where a rank stands among those that share one copy of the model."""
+
+    pp: int
+    tp: int
+
+
+def model_parallel_places(plan: Plan) -> list[ModelParallelPlace]:
+    """The places of model-parallel ranks (DeepSpeed's name for tp × pp, by which it numbers files), in their order."""
+    grid = plan.groups.grid
+    places = (grid.coordinates(rank) for rank in plan.groups.of_rank("tp-pp", 0))
+    return [ModelParallelPlace(place[Axis.PP], place[Axis.TP]) for place in places]

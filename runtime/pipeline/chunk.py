@@ -1,0 +1,171 @@
+"""Runs a chunk of a Hugging Face model: the consecutive layers of one (virtual) stage, with the ends that it has.
+
+The model's own forward does the work, so that scales, rotary embeddings, soft-caps and the loss are its own. A chunk
+that is not the first begins with the hidden states that it received: they take the place of what reaches its first
+layer, whatever the model does to its embedding before. A chunk that is not the last ends with what its last layer
+gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parcompile.layout.stages import Stage
+from parcompile.model.families import FAMILIES
+from parcompile.plan import Plan
+from parcompile.plan.holding import Holding
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.transport import Like
+
+_FOR_BASE = ("input_ids", "inputs_embeds", "position_ids")
+"""What of a batch the layers want; labels and the like belong to the loss."""
+
+
+class ChunkForward:
+    """Takes the place of a causal language model's `forward` on a rank of a pipeline.
+
+    Args:
+        model: reduced to this rank's stages by `hold_stage`.
+        plan: the plan.
+        pp_rank: the place in the pipeline.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, pp_rank: int) -> None:
+        self._model, self._forward = model, model.forward
+        family = FAMILIES[plan.spec.model.shape.model_type]
+        self._base: Any = model.get_submodule(family.base)
+        self._norm = family.final_norm
+        self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
+        self._stages: Sequence[Stage] = Holding(plan, pp_rank).stages
+        self._held: Any = getattr(self._base, self._name)
+
+    def __call__(self, *, chunk: int | None = None, received: tuple[Tensor, ...] = (), **batch: Any) -> Any:
+        """The model's output with the loss at the end of the pipeline, else what goes to the next stage.
+
+        Args:
+            chunk: which of this rank's virtual stages.
+            received: what the stage before has sent; nothing at the beginning of the pipeline.
+            batch: as the whole model takes it.
+        """
+        if chunk is None:
+            raise RunError(
+                "a model in pipeline stages is not called by itself: loss = engine.train_batch(iterator) runs the "
+                "micro-batches of a step through all stages, engine.eval_batch(iterator) does so without training",
+                everywhere=True,
+            )
+        stage = self._stages[chunk]
+        balance: Any = getattr(self._model, "loss_function", None)
+        hand_on = getattr(balance, "hand_on", None)
+        if received:
+            batch = {**batch, "inputs_embeds": received[0].detach()}
+            del batch["input_ids"]
+        if hand_on is not None:
+            balance.begin(received[1] if received else None)
+        ends: list[Tensor] = []
+        with self._only(stage, received, ends):
+            if stage.has_head:
+                return self._forward(**batch)
+            self._base(**{name: batch[name] for name in _FOR_BASE if name in batch})
+        (hidden,) = ends
+        return (hidden,) if hand_on is None else (hidden, hand_on())
+
+    @contextlib.contextmanager
+    def _only(self, stage: Stage, received: tuple[Tensor, ...], ends: list[Tensor]) -> Iterator[None]:
+        """Within it the base model has the chunk's layers alone, and a configuration that speaks of no others."""
+        layers: list[Any] = [self._held.get_submodule(str(number)) for number in stage.layers] or [_pass_on]
+        if received:
+            layers[0] = _Entered(layers[0], received[0])
+        seen, config = vars(self._base), self._base.config
+        shadows: dict[str, Any] = {self._name: layers}
+        if not stage.has_head:
+            layers[-1] = _Left(layers[-1], ends)
+            shadows[self._norm] = _Before(getattr(self._base, self._norm), ends)
+        seen.update(shadows, config=_config_of(config, stage.layers, len(layers)))
+        try:
+            yield
+        finally:
+            seen["config"] = config
+            for name in shadows:
+                del seen[name]
+
+
+class _Entered:
+    """A layer that takes what was received for its hidden states."""
+
+    def __init__(self, layer: Any, received: Tensor) -> None:
+        self._layer, self._received = layer, received
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 -- takes its place
+        return self._layer(self._received, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _Left:
+    """A layer whose output leaves the chunk."""
+
+    def __init__(self, layer: Any, ends: list[Tensor]) -> None:
+        self._layer, self._ends = layer, ends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._layer(*args, **kwargs)
+        hidden = output if isinstance(output, Tensor) else output[0]
+        self._ends.append(hidden)
+        # What the base model does after its layers is not for this chunk.
+        ignored = hidden.detach()
+        return ignored if isinstance(output, Tensor) else (ignored, *output[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _Before:
+    """The last norm in a chunk that another follows: a norm before the layers, where a model has one there too."""
+
+    def __init__(self, norm: Any, ends: list[Tensor]) -> None:
+        self._norm, self._ends = norm, ends
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        return hidden_states if self._ends else self._norm(hidden_states)
+
+
+def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stands for the layers of a stage that has none."""
+    return hidden_states
+
+
+def _config_of(config: Any, layers: range, count: int) -> Any:
+    """The configuration of a model with these layers only, as far as a base model walks through them by it."""
+    total = config.num_hidden_layers
+    local = copy.copy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == total:
+            # A stage without layers walks through one that only passes on.
+            vars(local)[name] = value[layers.start : layers.stop] or value[:1]
+    vars(local)["num_hidden_layers"] = count
+    return local
+
+
+def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Like]:
+    """Shapes and types of what goes from stage to stage for a micro-batch: hidden states [B, s, H] in `dtype`.
+
+    Under sequence parallelism s is the rank's share of the sequence. A loss that balances experts adds what it counts.
+    """
+    spec = mesh.plan.spec
+    rows, length = batch["input_ids"].shape
+    share = mesh.size("tp") if spec.parallelism.sequence_parallel else 1
+    shape = rows, -(-length // share), spec.model.shape.hidden_size
+    found: list[Like] = [(shape, dtype)]
+    if hasattr(without_peft(model).loss_function, "hand_on"):
+        assert spec.model.shape.moe is not None
+        found.append(((2, spec.model.shape.moe.num_experts), torch.float32))
+    return found

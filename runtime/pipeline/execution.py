@@ -1,0 +1,127 @@
+"""Executes the passes of a schedule on this rank: what it computes, what it waits for, and what it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
+from parcompile.runtime.transport import Arrival, Lanes, Like
+
+from .boundary import Boundary
+from .watch import talking_to
+
+Batch = Mapping[str, Any]
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What passes compute."""
+
+    forward: Callable[[int, Outputs, Batch], Tensor | Outputs]
+    """From a chunk, what was received for it and the micro-batch to the loss (a scalar), or to what is handed on."""
+    backward: Callable[[Tensor], None]
+    """Starts from a scalar."""
+    handed: Callable[[Batch], Sequence[Like]]
+    """What travels between stages for a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a forward pass leaves for its backward pass."""
+
+    received: Outputs
+    end: Boundary | Tensor
+
+
+class Step:
+    """The passes of one step on one rank; they may run all at once, or some of them at a time.
+
+    Args:
+        schedule: who sends what to whom.
+        rank: this one's place in the pipeline.
+        work: what passes compute.
+        lanes: between the stages.
+        batches: this rank's micro-batches, which every stage reads itself; taken as the schedule comes to them.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, work: Work, lanes: Lanes, batches: Iterator[Batch]) -> None:
+        self._schedule, self._rank, self._work, self._lanes, self._source = schedule, rank, work, lanes, batches
+        self._batches: list[Batch | None] = []
+        self._like: list[Sequence[Like]] = []
+        self._asked: dict[Pass, Arrival] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        self.losses: list[Tensor] = []
+        """Of the micro-batches that ended on this rank, as its forward passes gave them, without their graphs."""
+        self.most_held = 0
+        """Chunks whose activations were alive at the same time."""
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Runs passes in their order. Without a backward pass among those of a step, nothing is kept for one."""
+        for place, one in enumerate(passes):
+            for ahead in passes[place : place + 1 + RECEIVES_AHEAD]:
+                self._ask(ahead)
+            self._pass(one)
+        self._lanes.finish()
+
+    def _pass(self, one: Pass) -> None:
+        received: Outputs = ()
+        if (source := self._schedule.source(self._rank, one)) is not None:
+            with talking_to(source):
+                received = self._asked.pop(one).wait()
+        outputs = self._forward(one, received) if one.forward else self._backward(one, received)
+        if (to := self._schedule.target(self._rank, one)) is not None:
+            with talking_to(to):
+                self._lanes.send(to, outputs, forward=one.forward)
+
+    def _ask(self, one: Pass) -> None:
+        """Posts the receive of what a pass begins with."""
+        source = self._schedule.source(self._rank, one)
+        if source is None or one in self._asked:
+            return
+        self._read(one.micro_batch)
+        self._asked[one] = self._lanes.receive(source, self._like[one.micro_batch], forward=one.forward)
+
+    def _read(self, micro_batch: int) -> None:
+        while len(self._batches) <= micro_batch:
+            batch = next(self._source)
+            self._batches.append(batch)
+            self._like.append(self._work.handed(batch))
+
+    def _forward(self, one: Pass, received: Outputs) -> Outputs:
+        self._read(one.micro_batch)
+        batch = self._batches[one.micro_batch]
+        assert batch is not None
+        if one.chunk == self._schedule.virtual - 1:
+            self._batches[one.micro_batch] = None  # backward needs the shapes alone
+        training = torch.is_grad_enabled()
+        for tensor in received:
+            tensor.requires_grad_(training)
+        given = self._work.forward(one.chunk, received, batch)
+        end: Boundary | Tensor
+        outputs: Outputs = ()
+        if isinstance(given, Tensor):
+            self.losses.append(given.detach())
+            end = given
+        else:
+            outputs = tuple(tensor.detach() for tensor in given)
+            end = Boundary(given) if training else outputs[0]
+        if training:
+            self._held[one.micro_batch, one.chunk] = _Held(received, end)
+            self.most_held = max(self.most_held, len(self._held))
+        return outputs
+
+    def _backward(self, one: Pass, gradients: Outputs) -> Outputs:
+        held = self._held.pop((one.micro_batch, one.chunk))
+        root = held.end
+        if isinstance(root, Boundary):
+            root.arrive(gradients)
+            root = root.root
+        if root.requires_grad:  # a stage whose parameters are frozen, and that is the first, has nothing to compute
+            self._work.backward(root)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in held.received)

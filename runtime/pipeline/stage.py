@@ -1,0 +1,66 @@
+"""A model reduced to what the stages of this rank hold, under the names that it has in the whole model."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from parcompile.model.families import FAMILIES
+from parcompile.plan import Plan
+from parcompile.plan.holding import Holding, layer_numbers
+from parcompile.runtime.errors import RunError
+
+
+class Elsewhere(nn.Module):
+    """Stands where the whole model has a module that another stage holds."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses: nothing on this stage may need it.
+
+        Raises:
+            RunError: always.
+        """
+        raise RunError(f"{self.name} is on another stage of the pipeline: call engine.train_batch(iterator)")
+
+    def extra_repr(self) -> str:
+        """Which module."""
+        return self.name
+
+
+class Skipped(nn.Identity):
+    """Stands for a module behind the layers that another stage holds: base models call it, and nobody looks at it."""
+
+
+def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
+    """Takes out of a whole Hugging Face model, in place, what the pp rank does not hold.
+
+    What stays keeps its name, so that slices, files and checkpoints find it. A tied embedding stays on the last stage
+    too, as the head's weight.
+    """
+    held, family = Holding(plan, pp_rank), FAMILIES[plan.spec.model.shape.model_type]
+    path = plan.parameters.layer[0].name.partition(".{layer}")[0]
+    layers: Any = model.get_submodule(path)
+    kept = nn.ModuleList()
+    for number in layer_numbers(held.stages):
+        kept.add_module(str(number), layers[number])
+    _put(model, path, kept)
+    for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.before}):
+        if all(one.name not in held for one in plan.parameters.before if one.name.startswith(f"{name}.")):
+            _put(model, name, Elsewhere(name))
+    if held.has_head:
+        return
+    causal: Any = model
+    causal.set_output_embeddings(Elsewhere("the head"))
+    for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.after}):
+        inside = name.startswith(f"{family.base}.")
+        _put(model, name, Skipped() if inside else Elsewhere(name))
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, module)
