@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.layout.grid import Axis
 from parcompile.model.architecture import architecture
 
 from .plan import Plan
@@ -19,6 +20,9 @@ from .plan import Plan
 ADAPTABLE = (
     "make_vocab_size_divisible_by",
     "tp",
+    "pp",
+    "layers of the stages",
+    "order of tp and pp",
     "optimizer shards (dp · cp)",
     "precision",
     "gradient accumulation",
@@ -55,6 +59,10 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
         "tp": parallelism.tp,
         "pp": parallelism.pp,
+        "layers of the stages": _layers(plan) if parallelism.pp > 1 else None,
+        "order of tp and pp": "-".join(axis for axis in parallelism.order if axis in (Axis.TP, Axis.PP))
+        if parallelism.pp > 1 and parallelism.tp > 1
+        else None,
         "optimizer shards (dp · cp)": parallelism.zero_shards,
         "zero stage": plan.spec.zero_stage,
         "precision": training.precision.value,
@@ -78,6 +86,13 @@ def layout_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
         elif was != value:
             found[name] = f"{name} {was} → {value}"
     return found
+
+
+def _layers(plan: Plan) -> str:
+    """Of each pp rank the layers of its (virtual) stages."""
+    return ", ".join(
+        " + ".join(f"{stage.layers.start}..{stage.layers.stop}" for stage in held) for held in plan.spec.virtual_stages
+    )
 
 
 def by_runtime(before: Plan, after: Plan) -> Resumption:
@@ -123,9 +138,9 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield "the models have other shapes"
     old, new = before.spec.parallelism, after.spec.parallelism
     if old.pp != new.pp:
-        yield f"pp {old.pp} → {new.pp}: parameters are named by their stage's layers"
+        yield f"pp {old.pp} → {new.pp}: DeepSpeed's files are one for each stage, and its converter joins tp ranks only"
     elif before.spec.virtual_stages != after.spec.virtual_stages:
-        yield "the pipeline stages hold other layers, and parameters are named by their stage's layers"
+        yield "the pipeline stages hold other layers: DeepSpeed's files are one for each stage"
     if before.spec.zero_stage != after.spec.zero_stage:
         stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
         yield f"zero.stage {stages}: the optimizer state is laid out otherwise"

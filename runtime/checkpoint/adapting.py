@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ def adapt(engine: Any, saved: SavedRun) -> None:
     groups = list(_groups(engine.optimizer))
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     placed = {parameter: (flat, state) for flat, state, parameters in groups for parameter in parameters}
-    for number, (_, state, _) in enumerate(groups):
-        scalars = saved.scalars[min(number, len(saved.scalars) - 1)]
+    origins = [_origins([plain_name(names[one]) for one in parameters], saved) for _, _, parameters in groups]
+    for (_, state, _), origin in zip(groups, origins, strict=True):
+        scalars = saved.groups[origin[0]].scalars
         state.update({kind: value.clone() if isinstance(value, Tensor) else value for kind, value in scalars.items()})
     with torch.no_grad():
         for parameter, name in names.items():
@@ -44,7 +45,11 @@ def adapt(engine: Any, saved: SavedRun) -> None:
                 if parameter in placed:
                     flat, state = placed[parameter]
                     _place(parameter, local, flat if kind == MASTER else _moment(state, kind, flat))
-    _settings(engine, saved)
+        buffers = dict(engine.module.named_buffers())
+        for name, buffer in saved.buffers.items():
+            if name in buffers:
+                buffers[name].copy_(buffer)
+    _settings(engine, saved, origins)
 
 
 def group_sizes(optimizer: Any) -> list[int]:
@@ -65,6 +70,12 @@ def _groups(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[nn.Pa
         yield shard, optimizer.optimizer.state[shard], parameters
 
 
+def _origins(names: Sequence[str], saved: SavedRun) -> list[int]:
+    """The saved parameter groups that those of a live one come from; the first, where none were trained before."""
+    found = [number for number, group in enumerate(saved.groups) if not set(names).isdisjoint(group.names)]
+    return found or [0]
+
+
 def _moment(state: dict[str, Any], kind: str, like: Tensor) -> Tensor:
     if kind not in state:
         state[kind] = torch.zeros_like(like)
@@ -79,7 +90,7 @@ def _place(parameter: nn.Parameter, local: Tensor, flat: Tensor) -> None:
         flat.view(-1)[place.of_shard].copy_(local.reshape(-1)[place.of_parameter])
 
 
-def _settings(engine: Any, saved: SavedRun) -> None:
+def _settings(engine: Any, saved: SavedRun, origins: Sequence[Sequence[int]]) -> None:
     """Counters, the scheduler, the loss scale, and the learning rates as they were."""
     counters = saved.counters
     engine.global_steps, engine.global_samples = counters["global_steps"], counters["global_samples"]
@@ -87,9 +98,10 @@ def _settings(engine: Any, saved: SavedRun) -> None:
     if engine.lr_scheduler is not None and counters.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
     live = engine.optimizer.optimizer.param_groups
-    if len(live) == len(saved.optimizer_groups):
-        for group, settings in zip(live, saved.optimizer_groups, strict=True):
-            group.update({key: value for key, value in settings.items() if key != "params"})
+    # Where parameters were grouped otherwise, no group has settings to go on with.
+    if len({number for origin in origins for number in origin}) == sum(map(len, origins)) == len(live):
+        for group, (number,) in zip(live, origins, strict=True):
+            group.update({key: value for key, value in saved.groups[number].settings.items() if key != "params"})
     # A run that changes to fp16 brings no moving scale of its own: the engine's stays.
     if type(saved.loss_scaler) is type(getattr(engine.optimizer, "loss_scaler", None)):
         engine.optimizer.loss_scaler = saved.loss_scaler

@@ -60,10 +60,9 @@ class OptimizerShard:
         """The kinds of tensors that the optimizer keeps beside the weights."""
         return [kind for kind in self._flat[0] if kind != MASTER]
 
-    @property
-    def groups(self) -> dict[str, int]:
-        """The group of each parameter that lies here, in order."""
-        return {name: group for name, (group, _, _) in self._places.items()}
+    def names(self, group: int) -> list[str]:
+        """The parameters of a group that lie here, in order."""
+        return [name for name, (number, _, _) in self._places.items() if number == group]
 
     def piece(self, name: str, kind: str) -> Tensor | None:
         """This shard's part of a tp rank's parameter, flat."""

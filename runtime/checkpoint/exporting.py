@@ -44,8 +44,8 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
         whole = saved.whole(name)
         assert whole is not None
         writer.add(name, _merged(saved, name, whole).to(dtype).contiguous())
-    for name in saved.counters.get("buffer_names") or ():
-        writer.add(name, saved.counters["module"][name].contiguous())
+    for name, buffer in saved.buffers.items():
+        writer.add(name, buffer.contiguous())
     files = writer.finish()
     if note.plan.spec.model.shape.user_module is not None:
         return files  # no configuration of transformers describes it

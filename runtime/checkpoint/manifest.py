@@ -32,8 +32,8 @@ class Note:
     files: Mapping[str, tuple[int, str]]
     adapters: Mapping[str, Any] | None = None
     """Configuration of peft, and rank and scale by linear."""
-    groups: Sequence[int] | None = None
-    """How many parameters the optimizer's groups have."""
+    groups: Sequence[Sequence[int]] | None = None
+    """How many parameters the optimizer's groups have, by stage of the pipeline."""
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
@@ -43,7 +43,7 @@ class Note:
             "layout": dict(self.layout),
             "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()},
             **({"adapters": dict(self.adapters)} if self.adapters else {}),
-            **({"groups": list(self.groups)} if self.groups else {}),
+            **({"groups": [list(sizes) for sizes in self.groups]} if self.groups else {}),
             "plan": plan_tree(self.plan),
         }
 

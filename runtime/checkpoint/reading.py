@@ -1,29 +1,37 @@
 """Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
 
-DeepSpeed keeps one file of weights for each tp rank, and of its optimizer one for each tp rank and each of the dp · cp
-shards. A parameter is a run of elements in one or several shards, and its tp slices lie as the plan says.
+DeepSpeed keeps one file of weights for each rank of tp × pp, and of its optimizer one for each of them and each of the
+dp · cp shards. A parameter lies in the files of its stage, as a run of elements in one or several shards, and its tp
+slices lie as the plan says.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections import Counter
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
+from parcompile.plan.holding import Holding, model_parallel_places
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import matrix_layout, matrix_of, plain_name
 from parcompile.runtime.tensor_parallel import merge_ranges
 
-from .deepspeed_files import MASTER, SHARD_FILE, WEIGHTS_FILE, OptimizerShard
+from .deepspeed_files import MASTER, SHARD_FILE, OptimizerShard, weights_file
 from .manifest import Note
 from .trusted import load_trusted
+
+
+class SavedGroup(NamedTuple):
+    """A parameter group of the optimizer: names in the model's order, settings, and what it keeps for all of them."""
+
+    names: list[str]
+    settings: dict[str, Any]
+    scalars: dict[str, Any]
 
 
 class SavedRun:
@@ -34,79 +42,102 @@ class SavedRun:
 
     def __init__(self, note: Note) -> None:
         self.note = note
-        self._rows: dict[str, tuple[Parameter, TensorLayout]] = note.plan.tensors()
-        self.parameters = dict(note.plan.parameters.expanded())
+        plan = note.plan
+        self._rows: dict[str, tuple[Parameter, TensorLayout]] = plan.tensors()
+        self.parameters = dict(plan.parameters.expanded())
+        self._stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
+        self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(plan))}
+        self._weights: dict[tuple[int, int], dict[str, Any]] = {}
+        self._shards: dict[tuple[int, int], list[OptimizerShard]] = {}
+        self._names: dict[int, dict[str, str]] = {}
+
+    def weights(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
+        """The content of a rank's file of weights.
+
+        Raises:
+            RunError: it is missing.
+        """
+        place = pp_rank, tp_rank
+        if place not in self._weights:
+            name = weights_file(self._files_of[place])
+            if name not in self.note.files:
+                raise RunError(f"{self.note.folder} lacks {name}, the weights of {_place(place)}")
+            self._weights[place] = load_trusted(self.note.folder / name)
+        return self._weights[place]
+
+    def shards(self, pp_rank: int, tp_rank: int) -> list[OptimizerShard]:
+        """The optimizer states of a rank and of those that share them with it.
+
+        Raises:
+            RunError: one is missing.
+        """
+        place = pp_rank, tp_rank
+        if place not in self._shards:
+            found = {}
+            for name in self.note.files:
+                match = SHARD_FILE.fullmatch(name)
+                if match and int(match[2]) == self._files_of[place]:
+                    found[int(match[1])] = self.note.folder / name
+            count = self.note.plan.spec.parallelism.zero_shards
+            missing = sorted(set(range(count)) - found.keys())
+            if missing:
+                raise RunError(f"{self.note.folder} lacks the optimizer states of {_place(place)}, shard {missing[0]}")
+            self._shards[place] = [OptimizerShard(load_trusted(found[shard])) for shard in range(count)]
+        return self._shards[place]
+
+    def _stored(self, pp_rank: int) -> dict[str, str]:
+        """From the names of the plan's model, and those of adapters, to those in the files of a stage."""
+        if pp_rank not in self._names:
+            self._names[pp_rank] = {plain_name(name): name for name in self.weights(pp_rank, 0)["module"]}
+        return self._names[pp_rank]
 
     @cached_property
-    def weights(self) -> list[dict[str, Any]]:
-        """The content of the weight files, by tp rank."""
-        return [load_trusted(file) for _, file in self._files(WEIGHTS_FILE)]
-
-    @cached_property
-    def _stored(self) -> dict[str, str]:
-        """From the names of the plan's model, and those of adapters, to those in the files."""
-        return {plain_name(name): name for name in self.weights[0]["module"]}
-
-    @property
     def adapters(self) -> list[str]:
         """The names of LoRA matrices."""
-        return [name for name in self._stored if matrix_of(name) is not None]
-
-    @cached_property
-    def _shards(self) -> list[list[OptimizerShard]]:
-        """By tp rank, then by shard."""
-        found: dict[int, dict[int, Path]] = {}
-        for (shard, tp_rank), file in self._files(SHARD_FILE):
-            found.setdefault(tp_rank, {})[shard] = file
-        tp, shards = self.note.plan.spec.parallelism.tp, self.note.plan.spec.parallelism.zero_shards
-        for tp_rank in range(tp):
-            missing = sorted(set(range(shards)) - found.get(tp_rank, {}).keys())
-            if missing:
-                raise RunError(
-                    f"{self.note.folder} lacks the optimizer states of tp rank {tp_rank}, shard {missing[0]}"
-                )
-        return [[OptimizerShard(load_trusted(found[rank][shard])) for shard in range(shards)] for rank in range(tp)]
-
-    def _files(self, pattern: re.Pattern[str]) -> Iterator[Any]:
-        for name in sorted(self.note.files):
-            match = pattern.fullmatch(name)
-            if match:
-                numbers = tuple(map(int, match.groups()))
-                yield (numbers if len(numbers) > 1 else numbers[0]), self.note.folder / name
+        stages = range(len(self._stages))
+        return [name for pp_rank in stages for name in self._stored(pp_rank) if matrix_of(name) is not None]
 
     @property
     def counters(self) -> dict[str, Any]:
         """What DeepSpeed keeps beside tensors: steps and the scheduler."""
-        return self.weights[0]
+        return self.weights(0, 0)
 
-    @property
-    def optimizer_groups(self) -> list[dict[str, Any]]:
-        """The settings of the optimizer's parameter groups at the time."""
-        return self._shards[0][0].settings
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """What the model keeps beside parameters, of all stages."""
+        contents = [self.weights(pp_rank, 0) for pp_rank in range(len(self._stages))]
+        return {name: content["module"][name] for content in contents for name in content.get("buffer_names") or ()}
 
-    @property
-    def groups(self) -> list[list[str]]:
-        """The names in each of the optimizer's parameter groups, in order."""
-        found: list[dict[str, None]] = [{} for _ in self.optimizer_groups]
-        for shard in self._shards[0]:
-            for name, group in shard.groups.items():
-                found[group][plain_name(name)] = None
-        return [list(names) for names in found]
+    @cached_property
+    def groups(self) -> list[SavedGroup]:
+        """The optimizer's parameter groups, in order; what the stages hold of one group is one.
+
+        Groups of two stages are the same when their settings are, and equally many before them have these too.
+        """
+        found: dict[tuple[str, int], SavedGroup] = {}
+        for pp_rank in range(len(self._stages)):
+            shards, seen = self.shards(pp_rank, 0), Counter[str]()
+            for number, settings in enumerate(shards[0].settings):
+                kept = {key: value for key, value in settings.items() if key != "params"}
+                text = repr(sorted(kept.items()))
+                group = found.setdefault((text, seen[text]), SavedGroup([], settings, shards[0].scalars[number]))
+                seen[text] += 1
+                names = dict.fromkeys(plain_name(name) for shard in shards for name in shard.names(number))
+                group.names.extend(name for name in names if name not in group.names)
+        order = {name: place for place, name in enumerate(self.parameters)}
+        for group in found.values():
+            group.names.sort(key=lambda name: order.get(name, len(order)))
+        return list(found.values())
 
     @property
     def loss_scaler(self) -> Any:
         """The loss scaler at the time."""
-        return self._shards[0][0].loss_scaler
+        return self.shards(0, 0)[0].loss_scaler
 
     @property
     def kinds(self) -> list[str]:
         """The weights in full precision and the tensors that the optimizer keeps for each of them."""
-        return [MASTER, *self._shards[0][0].moments]
-
-    @property
-    def scalars(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps for each of its groups besides: the number of steps."""
-        return self._shards[0][0].scalars
+        return [MASTER, *self.shards(0, 0)[0].moments]
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor | None:
         """A parameter, or what the optimizer keeps for it, whole and without padding.
@@ -116,8 +147,10 @@ class SavedRun:
         Raises:
             RunError: a file is missing or does not fit the plan.
         """
-        layout, real_shape = self._layout(name)
-        locals_ = [self._local(name, kind, rank, layout) for rank in range(len(self._shards))]
+        pp_rank = self._holder(name)
+        layout, real_shape = self._layout(name, pp_rank)
+        tp = self.note.plan.spec.parallelism.tp
+        locals_ = [self._local(name, kind, (pp_rank, tp_rank), layout) for tp_rank in range(tp)]
         found = [local for local in locals_ if local is not None]
         if len(found) != len(locals_):
             return None
@@ -128,28 +161,39 @@ class SavedRun:
         except ValueError as error:
             raise RunError(f"{name} in {self.note.folder}: {error}") from None
 
-    def _layout(self, name: str) -> tuple[TensorLayout, tuple[int, ...]]:
+    def _holder(self, name: str) -> int:
+        """The first stage that holds a parameter."""
+        matrix = matrix_of(name)
+        weight = name if matrix is None else f"{matrix.linear}.weight"
+        return next(pp_rank for pp_rank, stage in enumerate(self._stages) if weight in stage)
+
+    def _layout(self, name: str, pp_rank: int) -> tuple[TensorLayout, tuple[int, ...]]:
         """How a parameter is cut, and its shape without padding."""
         matrix = matrix_of(name)
         if matrix is None:
             parameter = self.parameters[name]
             return self._rows[parameter.name][1], parameter.shape
         weight = self._rows[self.parameters[f"{matrix.linear}.weight"].name][1]
-        layout = matrix_layout(matrix, weight, tuple(self.weights[0]["module"][self._stored[name]].shape))
+        stored: Tensor = self.weights(pp_rank, 0)["module"][self._stored(pp_rank)[name]]
+        layout = matrix_layout(matrix, weight, tuple(stored.shape))
         return layout, layout.full_shape
 
-    def _local(self, name: str, kind: str, tp_rank: int, layout: TensorLayout) -> Tensor | None:
-        stored = self._stored[name]
-        pieces = [piece for shard in self._shards[tp_rank] if (piece := shard.piece(stored, kind)) is not None]
+    def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout) -> Tensor | None:
+        stored = self._stored(place[0])[name]
+        pieces = [piece for shard in self.shards(*place) if (piece := shard.piece(stored, kind)) is not None]
         if not pieces:
             if kind != MASTER:
                 return None
-            weights: Tensor = self.weights[tp_rank]["module"][stored]
+            weights: Tensor = self.weights(*place)["module"][stored]
             return weights.float()
         flat = torch.cat(pieces)
         if flat.numel() != layout.local_numel:
             raise RunError(
-                f"{self.note.folder} holds {flat.numel()} elements of {name} for tp rank {tp_rank}, "
+                f"{self.note.folder} holds {flat.numel()} elements of {name} for {_place(place)}, "
                 f"the plan has {layout.local_numel}"
             )
         return flat.view(layout.local_shape)
+
+
+def _place(place: tuple[int, int]) -> str:
+    return f"pp rank {place[0]}, tp rank {place[1]}"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -46,9 +46,10 @@ def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None)
     save_random_state(unfinished, mesh.rank)
     dist.barrier()
     files = _hashes(unfinished, mesh.rank)
+    stages = _stages(engine)
     if mesh.rank == 0:
-        adapters = describe_adapters(engine.module)
-        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, adapters, group_sizes(engine.optimizer))
+        sizes = [stage.group_sizes for stage in stages]
+        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, _adapters(stages), sizes)
         write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
         shutil.rmtree(place, ignore_errors=True)
         unfinished.rename(place)
@@ -56,6 +57,30 @@ def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None)
         _forget(folder, place, keep)
     dist.barrier()
     return place
+
+
+class _Stage(NamedTuple):
+    """What the ranks of a stage say of their part of the model."""
+
+    group_sizes: list[int]
+    adapters: dict[str, Any] | None
+
+
+def _stages(engine: Any) -> list[_Stage]:
+    """All stages, in the order of pp."""
+    mine = _Stage(group_sizes(engine.optimizer), describe_adapters(engine.module))
+    found: list[Any] = [None] * engine.mesh.size("pp")
+    dist.all_gather_object(found, mine, group=engine.mesh.group("pp"))
+    return found
+
+
+def _adapters(stages: Sequence[_Stage]) -> dict[str, Any] | None:
+    """Those of the whole model."""
+    described = [stage.adapters for stage in stages if stage.adapters is not None]
+    if not described:
+        return None
+    linears = {name: entry for one in described for name, entry in one["linears"].items()}
+    return {**described[0], "linears": linears}
 
 
 def _hashes(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
@@ -81,7 +106,7 @@ def _forget(folder: Path, newest: Path, keep: int | None) -> None:
 def load(engine: Any, folder: str | Path) -> int:
     """Restores the last checkpoint in `folder` (or the checkpoint `folder` itself); returns the steps it had made.
 
-    Saved in another layout (tp, cp, dp, padding, precision), it is cut anew. In the same one the run goes on to the
+    Saved in another layout (tp, cp, dp, pp, padding, precision), it is cut anew. In the same one the run goes on to the
     bit, random numbers included.
 
     Raises:
@@ -93,9 +118,10 @@ def load(engine: Any, folder: str | Path) -> int:
     fixed = [text for name, text in different.items() if name not in ADAPTABLE]
     if fixed:
         raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
-    _compare_adapters(note, describe_adapters(engine.module))
+    stages = _stages(engine)
+    _compare_adapters(note, _adapters(stages))
     _agree_that_it_is_whole(note)
-    if different or note.groups not in (None, group_sizes(engine.optimizer)):
+    if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, SavedRun(note))
         return note.step
     path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
+from parcompile.plan.holding import Holding, model_parallel_places
 from parcompile.plan.resume import file_layout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.building import persistent_buffers
@@ -58,6 +59,12 @@ class Source:
     buffers: Mapping[str, Tensor]
     loss_scaler: Any = None
 
+    def of_stage(self, held: Holding) -> Source:
+        """The same of one stage: its parameters in the groups that it has some of."""
+        groups = [replace(group, names=[name for name in group.names if name in held]) for group in self.groups]
+        buffers = {name: buffer for name, buffer in self.buffers.items() if held.has_buffer(name)}
+        return replace(self, groups=[group for group in groups if group.names], buffers=buffers)
+
     def local(self, name: str, kind: str, tp_rank: int) -> Tensor | None:
         """A tensor as a tp rank holds it."""
         whole, layout = self.whole(name, kind), self.layouts[name]
@@ -85,12 +92,8 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
     counters = {key: saved.counters.get(key) for key in ("global_steps", "skipped_steps", "lr_scheduler")}
     counters["global_samples"] = saved.note.step * plan.spec.training.global_batch_size
-    buffers = {name: saved.counters["module"][name] for name in saved.counters.get("buffer_names") or ()}
-    groups = [
-        ParameterGroup(names, settings, scalars)
-        for names, settings, scalars in zip(saved.groups, saved.optimizer_groups, saved.scalars, strict=True)
-    ]
-    source = Source(plan, _layouts(plan), saved.whole, groups, buffers, saved.loss_scaler)
+    groups = [ParameterGroup(one.names, one.settings, one.scalars) for one in saved.groups]
+    source = Source(plan, _layouts(plan), saved.whole, groups, saved.buffers, saved.loss_scaler)
     return _write(source, Path(output), saved.note.step, counters)
 
 
@@ -134,32 +137,35 @@ def _write(source: Source, output: Path, step: int, counters: dict[str, Any]) ->
             "the plan does not say which module of your own is tied to the embedding, and DeepSpeed's files name both: "
             "resume from the checkpoint as it is, which adapts it"
         )
-    place = output / f"step-{step}"
-    if place.exists():
-        raise RunError(f"{place} exists already: choose another folder")
+    finished = output / f"step-{step}"
+    if finished.exists():
+        raise RunError(f"{finished} exists already: choose another folder")
     unfinished = output / f"unfinished-step-{step}"
     unfinished.mkdir(parents=True, exist_ok=True)
-    for tp_rank in range(plan.spec.parallelism.tp):
-        _write_rank(source, unfinished, tp_rank, {**counters, "step": step})
+    stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
+    for number, place in enumerate(model_parallel_places(plan)):
+        held = stages[place.pp]
+        _write_rank(source.of_stage(held), held, unfinished, (number, place.tp), {**counters, "step": step})
     files = {file.name: digest_of(file) for file in sorted(unfinished.iterdir())}
-    sizes = [len(group.names) for group in source.groups]
+    sizes = [[len(group.names) for group in source.of_stage(held).groups] for held in stages]
     note = Note(unfinished, step, plan, file_layout(plan), files, groups=sizes)
     write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
-    unfinished.rename(place)
-    write_atomically(output / LATEST, place.name)
-    return place
+    unfinished.rename(finished)
+    write_atomically(output / LATEST, finished.name)
+    return finished
 
 
-def _write_rank(source: Source, folder: Path, tp_rank: int, counters: dict[str, Any]) -> None:
-    plan = source.plan
+def _write_rank(source: Source, held: Holding, folder: Path, place: tuple[int, int], counters: dict[str, Any]) -> None:
+    """The files of a model-parallel rank: `place` is its number and its tp rank."""
+    plan, (mp_rank, tp_rank) = source.plan, place
     parallelism, precision = plan.spec.parallelism, plan.spec.training.precision
-    names = [name for name, _ in plan.parameters.expanded()]
+    names = held.names
     module: OrderedDict[str, Tensor] = OrderedDict()
     for name in names:
         weight = source.local(name, MASTER, tp_rank)
         assert weight is not None
         module[name] = weight.to(TORCH_DTYPES[precision])
-    if plan.spec.model.shape.tie_word_embeddings:
+    if plan.spec.model.shape.tie_word_embeddings and held.has_head:
         module["lm_head.weight"] = module[names[0]]
     module.update(source.buffers)
     trained = {name for group in source.groups for name in group.names}
@@ -175,13 +181,13 @@ def _write_rank(source: Source, folder: Path, tp_rank: int, counters: dict[str, 
         "data_sampler": None,
         "random_ltd": None,
         "dp_world_size": parallelism.zero_shards,
-        "mp_world_size": parallelism.tp,
+        "mp_world_size": parallelism.tp * parallelism.pp,
         **_versions(plan),
         **counters,
     }
-    torch.save(states, folder / weights_file(tp_rank))
+    torch.save(states, folder / weights_file(mp_rank))
     for shard in range(parallelism.zero_shards):
-        file = folder / shard_file(shard, tp_rank, bf16=precision is Precision.BF16)
+        file = folder / shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
         torch.save({"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}, file)
 
 
