@@ -12,11 +12,13 @@ from dataclasses import replace
 from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
+from parcompile.cost.stage_exchanges import stage_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.groups import CP_LEVELS
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING
+from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage
-from parcompile.plan import Plan
+from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
 from parcompile.spec.workload import workload_of
@@ -24,7 +26,7 @@ from parcompile.units import format_bytes
 
 from .counting import Tally, by_group
 from .findings import Finding, Verdict
-from .sharded import Held, is_held
+from .sharded import Held
 from .step import StepMeasurement
 
 ACTIVATION_TOLERANCE = 0.10
@@ -48,12 +50,12 @@ def compare_groups(mesh: Mesh) -> Iterator[Finding]:
     yield _finding(mesh.rank, "process groups", f"{count}", f"{count - len(wrong)} as planned", wrong)
 
 
-def compare_parameters(mesh: Mesh, held: list[Held], stages: tuple[Stage, ...]) -> Iterator[Finding]:
+def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
     """Shapes, slices and bytes of the parameters of this rank's stage."""
     plan, tp = mesh.plan, mesh.index("tp")
     rows, width = plan.tensors(), plan.spec.training.precision.bytes
-    found = {one.name: one for one in held if is_held(one.name, plan, stages)}
-    planned = {name: row for name, row in plan.parameters.expanded() if is_held(name, plan, stages)}
+    holding, found = Holding(plan, mesh.index("pp")), {one.name: one for one in held}
+    planned = {name: row for name, row in plan.parameters.expanded() if name in holding}
     shapes, slices = [], []
     for name in planned:
         layout, one = rows[planned[name].name][1], found.get(name)
@@ -99,26 +101,26 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     spec, rank = mesh.plan.spec, mesh.rank
     work, index = workload_of(spec), _stage_index(mesh)
     one = footprint(replace(work, micro_batches=1)).stages[index].components
-    planned = one["activations"] + one["logits"]
-    error = planned / step.activation_bytes - 1
+    planned, taken = one["activations"] + one["logits"], step.taken
+    of_one = taken.activations(Schedule(work.pp, 1, work.virtual_stages).passes(index))
+    error = planned / of_one - 1
     wrong = abs(error) > ACTIVATION_TOLERANCE
     detail = [f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed"] if wrong else []
     yield _finding(
         rank,
         "activations of a micro-batch",
         format_bytes(planned),
-        f"{format_bytes(step.activation_bytes)} ({error:+.1%})",
+        f"{format_bytes(of_one)} ({error:+.1%})",
         detail,
     )
     whole = footprint(work).stages[index]
     peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
-    in_flight = work.in_flight(index)
-    found = step.held_bytes + max(step.end_bytes, step.activation_bytes + (in_flight - 1) * step.kept_bytes)
+    found = taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
     error = peak / found - 1
     why = [
         f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; "
-        f"held {format_bytes(step.held_bytes)}, "
-        f"a micro-batch takes {format_bytes(step.activation_bytes)}, the end of the step {format_bytes(step.end_bytes)}"
+        f"held {format_bytes(taken.held)}, "
+        f"a micro-batch takes {format_bytes(of_one)}, the end of the step {format_bytes(taken.end)}"
     ]
     yield _finding(
         rank,
@@ -127,6 +129,12 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         f"{format_bytes(found)} ({error:+.1%})",
         why if abs(error) > ACTIVATION_TOLERANCE else [],
     )
+
+
+def _beginning(schedule: Schedule) -> Schedule:
+    """With as many micro-batches as fill the pipeline: further ones hold no more."""
+    full = 2 * schedule.pp + schedule.group_size
+    return replace(schedule, micro_batches=min(schedule.micro_batches, full))
 
 
 def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
@@ -149,12 +157,12 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         yield _finding(rank, f"sent over {group}", _tally(want), _tally(have), wrong)
 
 
-COUNTED_MESSAGES = ("tp", "kv-replica")
+COUNTED_MESSAGES = ("tp", "kv-replica", "pp", EMBEDDING)
 """Groups whose number of messages is compared too: those of the ring and of gradient buckets depend on buffer sizes."""
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:
-    found = collectives(work, _stage(mesh.plan.spec, mesh))
+    found = collectives(work, _stage(mesh.plan.spec, mesh)) | stage_exchanges(work, _stage_index(mesh))
     return {key: Tally(one.messages, one.wire_bytes) for key, one in found.items()}
 
 
@@ -182,11 +190,6 @@ def _stage_index(mesh: Mesh) -> int:
 
 def _stage(spec: Spec, mesh: Mesh) -> Stage:
     return spec.stages[_stage_index(mesh)]
-
-
-def stages_of(plan: Plan, rank: int) -> tuple[Stage, ...]:
-    """The (virtual) stages of a rank."""
-    return plan.spec.virtual_stages[plan.groups.grid.coordinates(rank)["pp"]]
 
 
 def _real(ranges: tuple[tuple[int, int], ...], size: int) -> tuple[tuple[int, int], ...]:

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from parcompile.layout.grid import Axis
+
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
@@ -71,11 +73,13 @@ class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         groups: process groups under the names of the plan; others count as "other", the default group as "world".
+        lanes: further groups of the pipeline, which count as "pp".
     """
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], lanes: Iterable[dist.ProcessGroup] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {group.group_name: name for name, group in groups.items()}
+        self._names.update({lane.group_name: Axis.PP.value for lane in lanes})
         self.phase = "setup"
         self._counts: dict[str, Counts] = {}
 

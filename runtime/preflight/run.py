@@ -21,7 +21,6 @@ from .compare import (
     compare_messages,
     compare_parameters,
     compare_static,
-    stages_of,
 )
 from .counting import Counts
 from .findings import Finding, Report, Verdict
@@ -30,7 +29,6 @@ from .stand_in import stand_in
 from .step import RUN, run_step
 from .tracker import MetaTracker
 
-_PIPELINE = "X001"
 BUILDER = "--model FILE.py:FUNCTION"
 
 
@@ -79,7 +77,7 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
         f"on rank {', '.join(map(str, stepping))}"
     ]
     if plan.spec.parallelism.pp > 1:
-        notes.append("pp: each stage is run alone; nothing is sent between stages, and no schedule is executed")
+        notes.append("pp: each stage is run alone; its messages are counted, what comes in has shapes and no values")
     return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
 
 
@@ -94,19 +92,16 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
                 rank, "model", "", "", Verdict.NOT_RUN, f"a module of your own: say with {BUILDER} who builds it"
             )
             return
-        if any(code != _PIPELINE for code in codes):
+        if codes:
             return
-        stages, tracker = stages_of(plan, rank), MetaTracker(mesh)
+        tracker = MetaTracker(mesh)
         try:
             with tracker:
                 model, held = build_sharded(mesh, tracker, builder)
-                yield from compare_parameters(mesh, held, stages)
+                yield from compare_parameters(mesh, held)
                 if not steps:
                     return
-                if builder is not None and len(plan.spec.stages) > 1:
-                    yield Finding(rank, "step", "", "", Verdict.NOT_RUN, "only you can cut your own module into stages")
-                    return
-                step = run_step(model, mesh, tracker, stages)
+                step = run_step(model, mesh, tracker)
         except RunError as error:
             yield Finding(rank, "building and running", "possible", "refused", Verdict.DIFFERS, str(error))
             return

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from parcompile.layout.stages import Stage
-from parcompile.model.families import FAMILIES
-from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
 from parcompile.runtime.inject.recomputation import recompute_as_planned
@@ -101,86 +96,3 @@ def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         pending = start, stop
     if pending is not None:
         yield pending
-
-
-class StageModel(nn.Module):
-    """The layers of one stage with the head and loss or without; called with what reaches the stage.
-
-    With one stage it is the model as training calls it. A stage that is not the first takes hidden states for what the
-    stage before would send; one that is not the last ends in a scalar whose backward hands in a gradient as the next
-    stage would.
-    """
-
-    def __init__(self, model: nn.Module, plan: Plan, stages: tuple[Stage, ...]) -> None:
-        super().__init__()
-        self.first = any(stage.has_embedding for stage in stages)
-        self.last = any(stage.has_head for stage in stages)
-        whole = self.first and self.last and plan.spec.parallelism.pp == 1
-        if not whole:
-            _cut_to_stage(model, plan, stages, first=self.first, last=self.last)
-        self.part: Any = model
-        if not self.last:
-            self.part = model.get_submodule(FAMILIES[plan.spec.model.shape.model_type].base)
-
-    def forward(self, hidden: Tensor | None = None, **batch: Any) -> Tensor:
-        """The loss of a micro-batch, or what stands for it."""
-        if hidden is not None:
-            batch.pop("input_ids")
-            batch["inputs_embeds"] = hidden
-        if self.last:
-            with META:  # for modules that make their positions on the default device
-                loss: Tensor = self.part(**batch).loss
-            return loss
-        out = self.part(
-            **{name: batch[name] for name in batch if name in ("input_ids", "inputs_embeds", "position_ids")}
-        )
-        sent: Tensor = _SendToNext.apply(out[0])  # type: ignore[no-untyped-call]
-        return sent
-
-
-class _SendToNext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.like = hidden.shape, hidden.dtype, hidden.device
-        return hidden.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def layer_numbers(stages: tuple[Stage, ...]) -> list[int]:
-    """The layers that a rank holds, in order."""
-    return [layer for stage in stages for layer in stage.layers]
-
-
-def is_held(name: str, plan: Plan, stages: tuple[Stage, ...]) -> bool:
-    """Whether a parameter of the whole model is on these stages."""
-    table = plan.parameters
-    prefix = table.layer[0].name.partition("{layer}")[0]
-    if name.startswith(prefix):
-        return int(name.removeprefix(prefix).partition(".")[0]) in layer_numbers(stages)
-    first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
-    if name in {row.name for row in table.before}:
-        # A tied embedding is the head's weight too.
-        tied = plan.spec.model.shape.tie_word_embeddings and name == table.before[0].name
-        return first or (tied and last)
-    return last
-
-
-def _cut_to_stage(model: nn.Module, plan: Plan, stages: tuple[Stage, ...], *, first: bool, last: bool) -> None:
-    family = FAMILIES[plan.spec.model.shape.model_type]
-    base: Any = model.get_submodule(family.base)
-    path = plan.parameters.layer[0].name.partition(".{layer}")[0]
-    layers: Any = model.get_submodule(path)
-    owner, _, name = path.rpartition(".")
-    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[index] for index in layer_numbers(stages)]))
-    base.config.num_hidden_layers = len(layer_numbers(stages))
-    if not last:
-        setattr(base, family.final_norm, nn.Identity())
-        for child, module in list(model.named_children()):
-            if module is not base and all(one is not base for one in module.modules()):
-                setattr(model, child, nn.Identity())
-    if not first:
-        setattr(base, family.embedding, nn.Identity())

@@ -19,7 +19,7 @@ from torch import Tensor
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import forbid_jit_builds, forget_groups
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import Mesh, create_group
+from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo
 
 META = torch.device("meta")
@@ -48,8 +48,7 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
             dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
                 entered.enter_context(gloo.stands_in_for(META))
-            groups = {name: create_group(plan, name, rank, others=False) for name in plan.groups.names}
-            yield Mesh(plan, rank, META, groups)
+            yield create_groups(plan, rank, META, others=False)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -3,13 +3,13 @@
 Micro-batches are alike, so two stand for all of a step: the first leaves its gradients, the second finds them and ends
 the step with the reduction and the optimizer. Messages of a step with m micro-batches are those of the first m times,
 and once what the second sends more. What a micro-batch takes is the peak of the second before the first gradients are
-reduced.
+reduced. A rank of a pipeline runs its chunks, with the messages that its schedule has.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.layout.stages import Stage
+from parcompile.layout.schedule import Pass
 from parcompile.runtime.deepspeed_patches import (
     flat_weights,
     kept_gradients,
@@ -27,14 +27,15 @@ from parcompile.runtime.deepspeed_patches import (
 )
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
+from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
-from .sharded import StageModel
 from .stand_in import META
 from .tracker import MetaTracker
 
 RUN = 2
 """Micro-batches that are run."""
+END = "end of the step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,37 @@ class StaticBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """What a chunk takes for a micro-batch, beyond what is held before."""
+
+    kept: int
+    """What its forward leaves for its backward."""
+    forward_peak: int
+    backward_peak: int
+    """Beyond what the forward has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBytes:
+    """What a step takes on this rank."""
+
+    chunks: tuple[ChunkBytes, ...]
+    end: int
+    """The peak of the last micro-batch with reduction and optimizer, or of these alone, beyond what is held."""
+    held: int
+    """What is held between micro-batches."""
+
+    def activations(self, passes: Sequence[Pass]) -> int:
+        """The peak of these passes, one after the other."""
+        live = peak = 0
+        for one in passes:
+            chunk = self.chunks[one.chunk]
+            peak = max(peak, live + (chunk.forward_peak if one.forward else chunk.backward_peak))
+            live += chunk.kept if one.forward else -chunk.kept
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasurement:
     """What a step sent, held and took."""
 
@@ -57,40 +89,26 @@ class StepMeasurement:
     control: int
     """Messages of a few bytes, which steer the step."""
     static: StaticBytes
-    activation_bytes: int
-    """The peak of a micro-batch's forward and backward, beyond what was held before it."""
-    kept_bytes: int
-    """What its forward leaves for its backward."""
-    end_bytes: int
-    """The peak of the last micro-batch with reduction and optimizer, beyond what was held before it."""
-    held_bytes: int
-    """What is held between micro-batches."""
+    taken: TakenBytes
 
 
-def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, stages: tuple[Stage, ...]) -> StepMeasurement:
-    """One step of this rank's stage.
+def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurement:
+    """One step of this rank, with all its virtual stages.
 
     Raises:
         RunError: the model refuses to run.
     """
-    staged = StageModel(model, mesh.plan, stages)
-    engine, weights, master = _engine(staged, mesh, tracker)
-    batch, optimizer = _batch(mesh), engine.optimizer
+    engine, weights, master = _engine(model, mesh, tracker)
+    optimizer = engine.optimizer
     _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
-    held, kept, gradients, bucket = 0, 0, 0, 0
-    for micro in range(RUN):
-        tracker.phase = f"micro {micro}"
-        # Cycles that are collected in the middle of a micro-batch would make it look smaller.
-        gc.collect()
-        held = tracker.restart_peak()
-        inputs = dict(batch) if staged.first else {**batch, "hidden": _received(mesh)}
-        loss = engine(**inputs)
-        kept = tracker.live_bytes - held
-        engine.backward(loss)
-        del loss, inputs
-        engine.step()
-        if micro == 0:
-            gradients, bucket = _storage_bytes(kept_gradients(engine)), _nbytes(reduce_buckets(optimizer))
+    static: list[int] = []
+
+    def look() -> None:
+        """Behind the first micro-batch: gradients, and the bucket."""
+        static[:] = _storage_bytes(kept_gradients(engine)), _nbytes(reduce_buckets(optimizer))
+
+    run = _run_stages if mesh.size("pp") > 1 else _run_whole
+    taken = run(engine, mesh, tracker, look)
     moments = sum(
         value.nbytes
         for state in optimizer.optimizer.state.values()
@@ -98,15 +116,59 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, stages: tuple[S
         if isinstance(value, Tensor) and value.dim() > 0
     )
     counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
-    return StepMeasurement(
-        counts=counts,
-        control=control,
-        static=StaticBytes(weights, master, moments, gradients, bucket),
-        activation_bytes=(tracker.peak_before_reduction or tracker.peak_bytes) - held,
-        kept_bytes=kept,
-        end_bytes=tracker.peak_bytes - held,
-        held_bytes=held,
-    )
+    gradients, bucket = static
+    return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket), taken)
+
+
+def _run_whole(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
+    """Micro-batch by micro-batch; the last reduces the gradients and steps."""
+    batch = _batch(mesh)
+    for micro in range(RUN):
+        held = _begin(tracker, f"micro {micro}")
+        with META:  # for modules that make their positions on the default device
+            loss = engine(**batch).loss
+        kept, ahead = tracker.live_bytes - held, tracker.peak_bytes - held
+        before = tracker.restart_peak()
+        engine.backward(loss)
+        del loss
+        engine.step()
+        if micro == 0:
+            look()
+    back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
+    return TakenBytes((ChunkBytes(kept, ahead, back),), max(held + ahead, tracker.peak_bytes) - held, held)
+
+
+def _run_stages(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
+    """This rank's chunks for one micro-batch after the other, and then what ends the step.
+
+    The messages are those of the schedule; what comes in has shapes and no values.
+    """
+    loop, chunks = PipelinedLoop(engine, mesh, watch=False), range(mesh.plan.spec.schedule.virtual)
+    with loop.together(), loop.step(iter([_batch(mesh) for _ in range(RUN)])) as step:
+        for micro in range(RUN):
+            held = _begin(tracker, f"micro {micro}")
+            ahead, kept, back = ([0] * len(chunks) for _ in range(3))
+            for chunk in chunks:
+                before = tracker.restart_peak()
+                with META:
+                    step.run([Pass(True, micro, chunk)])
+                kept[chunk], ahead[chunk] = tracker.live_bytes - before, tracker.peak_bytes - before
+            for chunk in reversed(chunks):
+                before = tracker.restart_peak()
+                step.run([Pass(False, micro, chunk)])
+                back[chunk] = tracker.peak_bytes - before
+            if micro == 0:
+                look()
+        held = _begin(tracker, END)
+    return TakenBytes(tuple(map(ChunkBytes, kept, ahead, back)), tracker.peak_bytes - held, held)
+
+
+def _begin(tracker: MetaTracker, phase: str) -> int:
+    """A phase of the step; returns what is held before it."""
+    tracker.phase = phase
+    # Cycles that are collected in the middle of a micro-batch would make it look smaller.
+    gc.collect()
+    return tracker.restart_peak()
 
 
 def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, int, int]:
@@ -164,19 +226,8 @@ def _batch(mesh: Mesh) -> dict[str, Tensor]:
     }
 
 
-def _received(mesh: Mesh) -> Tensor:
-    """Hidden states as the stage before sends them."""
-    from parcompile.runtime.model.dtypes import TORCH_DTYPES
-
-    spec = mesh.plan.spec
-    length = spec.training.sequence_length // mesh.size("cp")
-    length //= mesh.size("tp") if spec.parallelism.sequence_parallel else 1
-    shape = spec.training.micro_batch_size, length, spec.model.shape.hidden_size
-    return torch.empty(shape, dtype=TORCH_DTYPES[spec.training.precision], device=META, requires_grad=True)
-
-
 def _of_step(tracker: MetaTracker, micro_batches: int) -> tuple[Counts, int]:
-    micro, last = tracker.counts(["micro 0"]), tracker.counts([f"micro {RUN - 1}"])
+    micro, last = tracker.counts(["micro 0"]), tracker.counts([f"micro {RUN - 1}", END])
     found: Counts = {}
     control = 0
     for key in (*micro, *(key for key in last if key not in micro)):

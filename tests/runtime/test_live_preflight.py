@@ -71,13 +71,13 @@ def check_then_train(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
     facts.node_name = lambda: f"host-{rank // 2}"
     found = outcome(rank, plan, checkpoints=folder)
     engine, _, loader, _ = initialize(plan=plan, training_data=samples(plan))
-    loss = engine(**next(iter(loader))).loss
-    return {**found, "loss": float(loss)}
+    return {**found, "loss": float(engine.train_batch(iter(loader)))}
 
 
 @pytest.mark.ranks
-def test_a_sound_job_passes_with_one_report_and_goes_on_to_train(tmp_path: Path) -> None:
-    plan = on_two_nodes(make_plan(4, {"tp": 2, "dp": 2}))
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_sound_job_passes_with_one_report_and_goes_on_to_train(axis: str, tmp_path: Path) -> None:
+    plan = on_two_nodes(make_plan(4, {axis: 2, "dp": 2}))
     found = run_ranks(4, check_then_train, plan, str(tmp_path / "new" / "folder"))
     assert all(one["passed"] for one in found)
     assert [one["tree"] is not None for one in found] == [True, False, False, False]

@@ -23,6 +23,7 @@ from parcompile.cli import main
 from parcompile.cli.preflight import command
 from parcompile.cost import collectives as estimated
 from parcompile.cost import footprint
+from parcompile.cost.stage_exchanges import stage_exchanges
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
@@ -30,6 +31,19 @@ from parcompile.runtime.preflight import MessageCounter, Report, Tally, prefligh
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 from parcompile.spec.workload import workload_of
+
+STAGES = {
+    "pp2": (2, {"pp": 2}, {"micro_batch_size": 1}),
+    "pp2 tp2 sp, tied": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}, {"micro_batch_size": 2}),
+    "pp2 cp2, two virtual stages, tied, recomputed": (
+        4,
+        {"pp": 2, "cp": 2, "num_virtual_stages_per_pipeline_rank": 2},
+        {"micro_batch_size": 1, "activation_checkpointing": "full"},
+    ),
+    "pp3 of uneven stages": (3, {"pp": 3, "num_layers_in_first_pipeline_stage": 1}, {"micro_batch_size": 1}),
+    "pp2 dp2, bf16": (4, {"pp": 2, "dp": 2}, {"micro_batch_size": 1, "precision": "bf16"}),
+}
+"""Pipelines, of models with five layers where stages are uneven and four elsewhere."""
 
 LAYOUTS = {
     "dp2": (2, {}, {}),
@@ -48,12 +62,15 @@ LAYOUTS = {
         {},
         {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
     ),
+    **STAGES,
 }
 
 
 def plan_of(name: str) -> Plan:
     world, parallelism, training = LAYOUTS[name]
-    return make_plan(world, dict(parallelism), training=dict(training))
+    model = {"num_hidden_layers": 5 if "uneven" in name else 4 if name in STAGES else 2}
+    model["tie_word_embeddings"] = "tied" in name
+    return make_plan(world, dict(parallelism), model=model, training=dict(training))
 
 
 def live_counts(rank: int, plan: Plan) -> Counts:
@@ -62,10 +79,9 @@ def live_counts(rank: int, plan: Plan) -> Counts:
 
     engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
     batches = iter(loader)
-    with MessageCounter(engine.mesh.groups) as counting:
-        for _ in range(plan.spec.training.gradient_accumulation_steps):
-            engine.backward(engine(**next(batches)).loss)
-            engine.step()
+    # The loss over all ranks is what `train_batch` returns; preflight counts the step without it.
+    with MessageCounter(engine.mesh.groups, engine.mesh.lanes) as counting, engine.loop.together():
+        engine.loop.train(batches)
     return {key: one for key, one in counting.counts().items() if key[1] != "control" and one.wire_bytes}
 
 
@@ -81,14 +97,10 @@ def test_preflight_counts_what_live_ranks_send_and_the_estimate_says_the_same(na
     for rank, counts in enumerate(run_ranks(plan.world_size, live_counts, plan)):
         stand_in = {key: one for key, one in report.counts[rank].items() if one.wire_bytes}
         assert stand_in == counts
-        stage = plan.spec.stages[0]
+        pp_rank, work = plan.groups.grid.coordinates(rank)["pp"], workload_of(plan.spec)
+        sent = estimated.collectives(work, plan.spec.stages[pp_rank]) | stage_exchanges(work, pp_rank)
         # gloo carries some sums and gathers in other kinds of messages, which send as many bytes.
-        planned = by_group(
-            {
-                key: Tally(one.messages, one.wire_bytes)
-                for key, one in estimated.collectives(workload_of(plan.spec), stage).items()
-            }
-        )
+        planned = by_group({key: Tally(one.messages, one.wire_bytes) for key, one in sent.items()})
         assert {name: (one.messages, pytest.approx(one.wire_bytes)) for name, one in planned.items()} == {
             name: (one.messages, one.wire_bytes) for name, one in by_group(counts).items()
         }
@@ -198,12 +210,24 @@ def test_first_last_stages_and_corners_are_chosen() -> None:
     assert distinct_ranks(plan) == (0, 8, 15)
 
 
-def test_a_stage_of_a_pipeline_is_built_and_run_alone() -> None:
-    plan = make_plan(2, {"pp": 2}, training={"global_batch_size": 4, "micro_batch_size": 1})
-    report = preflight(plan)
+def test_stages_of_a_pipeline_run_alone_and_their_messages_are_counted() -> None:
+    report = preflight(plan_of("pp2"))
     assert report.agrees, report.text()
-    assert "[X001]" in report.text()
-    assert "no schedule is executed" in report.text()
+    assert "what comes in has shapes and no values" in report.text()
+    # Four micro-batches, each [1, 16, 32] in fp32: the first stage sends hidden states, the last their gradients.
+    assert [counts["pp", "send"] for counts in report.counts.values()] == [Tally(4, 4 * 16 * 32 * 4)] * 2
+
+
+def test_a_message_between_stages_that_is_not_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parcompile.runtime.transport import Lanes
+
+    right = Lanes.send
+
+    def twice(self: Lanes, target: int, tensors: Any, *, forward: bool) -> None:
+        right(self, target, [*tensors, *tensors], forward=forward)
+
+    monkeypatch.setattr(Lanes, "send", twice)
+    assert set(faults(preflight(plan_of("pp2")))) == {"sent over pp"}
 
 
 def test_the_command_prints_json_and_its_exit_code_says_whether_all_agrees(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
@@ -65,24 +66,30 @@ def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:
     losses, norms, seconds, batches = [], [], [], iter(loader)
     for _ in range(STEPS):
         synchronize(mesh.device)
-        started, total = time.perf_counter(), 0.0
-        for _ in range(training.gradient_accumulation_steps):
-            output = engine(**next(batches))
-            loss = output if isinstance(output, Tensor) else output.loss
-            engine.backward(loss)
-            total += float(loss.detach())
-            engine.step()
+        started = time.perf_counter()
+        with engine.loop.together():
+            ended = engine.loop.train(batches)
+            losses.append(_of_pipeline(ended, mesh) / training.gradient_accumulation_steps)
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-        losses.append(total / training.gradient_accumulation_steps)
         synchronize(mesh.device)
         seconds.append(time.perf_counter() - started)
     peak = peak_bytes(mesh.device)
     engine.destroy()
-    del engine, loader, batches, model, output, loss
+    del engine, loader, batches, model
     gc.collect()
     if mesh.device.type != "cpu":
         torch.cuda.empty_cache()
     return Trial(losses, norms, seconds, peak)
+
+
+def _of_pipeline(losses: Sequence[Tensor], mesh: Mesh) -> float:
+    """The sum of the losses of this rank's micro-batches, wherever in its pipeline they ended."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for loss in losses:
+        total += loss
+    if (group := mesh.parallel_group("pp")) is not None:
+        dist.broadcast(total, group=group, group_src=mesh.size("pp") - 1)
+    return float(total)
 
 
 def compare_trials(arrived: Arrived, trials: Sequence[Trial]) -> Iterator[Finding]:
