@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 # Deepspeed's CPU accelerator, one thread a rank: what the demo and the tests run on everywhere.
 RANKS := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache__/*')
-DEMO := out/byte-llama
+# make demo SPEC=examples/byte_llama_stages.json trains another spec of 4 ranks.
+SPEC := examples/byte_llama.json
+DEMO := out/$(subst _,-,$(basename $(notdir $(SPEC))))
 
 .PHONY: demo test browser lint docs bench clean install help
 
 help:
-	@echo "make demo   compile an example spec and train it on 4 CPU processes"
+	@echo "make demo   compile an example spec and train it on 4 CPU processes (SPEC=…: another one)"
 	@echo "make test   install, lint, type checks, the whole test suite"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in out/docs; a link that leads nowhere fails"
@@ -35,13 +37,13 @@ $(VENV)/.project: $(VENV)/.dependencies $(SOURCES)
 install: $(VENV)/.project
 
 demo: install
-	$(BIN)/parcompile examples/byte_llama.json -o $(DEMO)
+	$(BIN)/parcompile $(SPEC) -o $(DEMO)
 	$(RANKS) $(BIN)/deepspeed --num_gpus 4 --master_port $$($(BIN)/python examples/free_port.py) -q \
 		examples/train.py --plan $(DEMO)
 	@echo
 	@echo "Next: look at $(DEMO)/loss.png, go on training with"
 	@echo "  DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 4 examples/train.py --plan $(DEMO) --resume --steps 200"
-	@echo "or change parallelism in examples/byte_llama.json (tp 1, cp 4, say) and run make demo again."
+	@echo "or change parallelism in $(SPEC) (tp 1, cp 4, say) and run make demo again."
 
 lint: install
 	$(BIN)/ruff check .

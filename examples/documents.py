@@ -111,9 +111,7 @@ def train(options: argparse.Namespace) -> None:
             save(engine, checkpoints, step, keep=2)
         if step == steps:
             break
-        for _ in range(training.gradient_accumulation_steps):
-            engine.backward(engine(**next(batches)).loss)
-            engine.step()
+        engine.train_batch(batches)
     if speaker:
         print(f"exported to {export(checkpoints, output / 'exported')[0].parent}", flush=True)
         if options.lora:

@@ -20,7 +20,7 @@ from deepspeed.utils import logger
 from tqdm import tqdm
 
 from parcompile.plan import load_plan
-from parcompile.runtime import RunError, initialize, reduce_loss, report_errors
+from parcompile.runtime import RunError, initialize, report_errors
 from parcompile.runtime.checkpoint import load, save
 
 
@@ -98,12 +98,8 @@ def train(options: argparse.Namespace) -> None:
     tokens = training.global_batch_size * training.sequence_length
     batches = iter(loader)
     for step in range(first_step + 1, steps + 1):
-        started, loss = time.perf_counter(), 0.0
-        for _ in range(training.gradient_accumulation_steps):
-            micro_loss = engine(**next(batches)).loss
-            engine.backward(micro_loss)
-            engine.step()
-            loss += reduce_loss(micro_loss, engine.mesh) / training.gradient_accumulation_steps
+        started = time.perf_counter()
+        loss = float(engine.train_batch(batches))
         norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
         if metrics:
             metrics.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)

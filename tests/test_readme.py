@@ -53,11 +53,11 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
     assert parcompile("spec.json", "-o", "plan", folder=tmp_path).returncode == 0
     (snippet,) = blocks("python")
-    # The loader never ends; the test stops the loop after three steps.
+    assert "< 1000:" in snippet  # three steps do here
     script = (
         "import torch\nsamples = [torch.randint(0, 256, (32,)) for _ in range(8)]\n"
-        + snippet
-        + "    if engine.global_steps == 3:\n        print('trained', float(loss))\n        break\n"
+        + snippet.replace("< 1000:", "< 3:")
+        + "print('trained', float(loss))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

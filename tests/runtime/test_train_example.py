@@ -47,9 +47,9 @@ def launch(ranks: int, *arguments: str, timeout: float = 240) -> subprocess.Comp
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def compiled(folder: Path) -> Path:
+def compiled(folder: Path, spec: str = "byte_llama.json") -> Path:
     """The example's plan."""
-    plan, _ = compile_file(EXAMPLES / "byte_llama.json")
+    plan, _ = compile_file(EXAMPLES / spec)
     assert plan is not None
     write({name: to_text(tree) for name, tree in artefacts(plan).items()}, folder)
     return folder
@@ -75,6 +75,15 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -
         assert [row[name] for row in resumed] == [row[name] for row in uninterrupted]
     assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"] - 1
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_script_trains_in_pipeline_stages(tmp_path: Path) -> None:
+    plan = compiled(tmp_path / "plan", "byte_llama_stages.json")
+    done = launch(4, "--plan", str(plan), "--steps", "6", "--output", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_a_wrong_number_of_ranks_is_one_clear_message(tmp_path: Path) -> None:
