@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 LONGEST = 80
 """Longer words are no misspelt names."""
+_LEAST_RATIO = 0.7
+"""Of difflib, whose 0.6 takes a DeepSpeed key of one's own, `comms_config`, for `comms_logger`."""
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
@@ -20,7 +22,7 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     for candidate in candidates:
         if candidate != word:
             names.setdefault(_bare(candidate), candidate)
-    near = difflib.get_close_matches(_bare(word), names, n=1)
+    near = difflib.get_close_matches(_bare(word), names, n=1, cutoff=_LEAST_RATIO)
     return names[near[0]] if near else None
 
 
