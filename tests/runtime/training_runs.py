@@ -97,13 +97,14 @@ def samples(plan: Plan, *, masked: bool = False) -> list[dict[str, Tensor]]:
 
 
 def initial_model(plan: Plan) -> torch.nn.Module:
-    """The plan's model; biases, which start at zero, are drawn too: a relative comparison of zeros says nothing."""
+    """The plan's model; what starts at zero is drawn too (biases, norms of gemma): a relative comparison of zeros says
+    nothing."""
     from parcompile.runtime import build_model
 
     model = build_model(plan)
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(".bias") or not parameter.any():
             parameter.data.normal_(std=0.2, generator=generator)
     return model
 
