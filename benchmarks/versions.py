@@ -68,7 +68,7 @@ def lines_of(python: str) -> tuple[int, int]:
 
 def lines_of_tools() -> int:
     """Lines of what earlier versions had in the compiler, and this one beside it."""
-    texts = [one.read_text(encoding="utf-8") for one in (Path(__file__).parents[1] / "tools").glob("*.py")]
+    texts = [one.read_text(encoding="utf-8") for one in (Path(__file__).parents[1] / ".ci" / "pages").glob("*.py")]
     return sum(bool(line.strip()) for text in texts for line in text.splitlines())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import warnings
@@ -20,7 +21,7 @@ from deepspeed.utils import logger
 from tqdm import tqdm
 
 from parcompile.plan import load_plan
-from parcompile.runtime import RunError, initialize, report_errors
+from parcompile.runtime import RunError, Stopped, StopSignals, initialize, report_errors
 from parcompile.runtime.checkpoint import load, save
 
 
@@ -30,7 +31,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps in all (default: the plan's train_steps)")
     parser.add_argument("--output", type=Path, help="folder for metrics, curve and checkpoints (default: the plan's)")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints; 0: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="last",
+        choices=("last", "auto"),
+        help="go on from the last checkpoint in the output folder; auto: if there is one",
+    )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     return parser.parse_args()
 
@@ -42,16 +49,23 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "metrics.jsonl"
         kept = self.rows()[:first_step] if first_step else []
-        self.file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.file.write_text("", encoding="utf-8")
+        for row in kept:
+            self.add(**row)
 
     def rows(self) -> list[dict[str, float]]:
         if not self.file.exists():
             return []
-        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+        lines = self.file.read_text(encoding="utf-8").splitlines()
+        return [
+            {name: math.nan if value is None else value for name, value in json.loads(line).items()} for line in lines
+        ]
 
     def add(self, **row: float) -> None:
+        # JSON has no NaN and no infinity.
+        values = {name: value if math.isfinite(value) else None for name, value in row.items()}
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+            stream.write(json.dumps(values, allow_nan=False) + "\n")
 
     def draw(self) -> Path | None:
         """The loss curve; None without matplotlib."""
@@ -87,7 +101,10 @@ def train(options: argparse.Namespace) -> None:
 
     text = StandardLibrary(training.sequence_length, training.seed)
     engine, _, loader, _ = initialize(plan=plan, training_data=text, measurements=output / "measurements.csv")
-    first_step = load(engine, checkpoints) if options.resume else 0
+    resumes = options.resume == "last" or (options.resume == "auto" and (checkpoints / "latest").exists())
+    first_step = load(engine, checkpoints) if resumes else 0
+    # SIGTERM or SIGUSR1, as schedulers send them before they take a node away: finish the step, save, and end.
+    stop = StopSignals()
     loader.step = first_step
 
     speaker = engine.mesh.rank == 0
@@ -107,8 +124,12 @@ def train(options: argparse.Namespace) -> None:
                 f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s", refresh=False
             )
             progress.update()
-        if options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps):
+        stops = stop.due(step)
+        if stops or (options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps)):
             save(engine, checkpoints, step)
+        if stops:
+            progress.close()
+            raise Stopped(f"stopped by {stop.signal}: step {step} is saved, --resume auto goes on from there")
     progress.close()
     if metrics:
         report(metrics, options, checkpoints)

@@ -12,11 +12,12 @@ from parcompile.plan import Plan, PlanError, load_plan
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
 from .engine.evaluation import evaluate
-from .errors import RunError, report_errors
+from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .inject.loading import load_pretrained
 from .labels import shift_labels
+from .liveness import Stopped, StopSignals, report_errors
 from .loss import ParallelCausalLoss, reduce_loss
 from .model.building import build_model
 from .preflight.live import live_check
@@ -29,6 +30,8 @@ __all__ = [
     "PlanError",
     "PlanLoader",
     "RunError",
+    "StopSignals",
+    "Stopped",
     "adapter_state",
     "build_model",
     "decay_groups",

@@ -93,6 +93,17 @@ def test_troubles_of_a_run_are_messages_that_the_source_holds() -> None:
         assert one.sign in source, one.sign
 
 
+def test_the_page_of_environment_variables_lists_what_the_runtime_reads() -> None:
+    from parcompile.runtime.settings import HEARTBEAT, VARIABLES
+
+    page = (DOCS / "environment.md").read_text(encoding="utf-8")
+    for one in VARIABLES:
+        assert f"| `{one.name}` | {one.default_seconds:g} s | {one.meaning} |" in page
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "runtime").rglob("*.py"))
+    read = set(re.findall(r'"(PARCOMPILE_[A-Z_]+)"', source))
+    assert read == {*(one.name for one in VARIABLES), HEARTBEAT} == set(re.findall(r"`(PARCOMPILE_[A-Z_]+)`", page))
+
+
 class _Fetched(HTMLParser):
     """What a page loads by itself; links that a reader follows are not among it."""
 

@@ -76,7 +76,7 @@ def _lock(folder: Path) -> dict[str, Any]:
     """The lock file of a folder; empty when there is none that can be understood."""
     try:
         tree = json.loads(locate(folder, LOCK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(tree, dict) or not isinstance(tree.get("files", {}), dict):
         return {}

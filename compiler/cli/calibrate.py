@@ -125,7 +125,7 @@ def read_set(path: Path) -> CoefficientSet:
         found = CoefficientSet.from_json(name, tree)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise click.ClickException(f"{path} was not written by parcompile calibrate") from None
     if more or not all(_complete(fit, table) for fit, table in ((found.memory, MEMORY), (found.time, TIME))):
         raise click.ClickException(f"{path} does not hold one complete set of coefficients")

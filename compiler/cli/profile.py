@@ -59,7 +59,7 @@ def _measured(
     ranks: int | None, seconds: float, like: str | None, name: str | None, *, launched: bool
 ) -> dict[str, Any] | None:
     try:
-        from parcompile.runtime.errors import RunError, report_errors
+        from parcompile.runtime import RunError, report_errors
         from parcompile.runtime.local import RankError, run_local
         from parcompile.runtime.profiling import measure, measure_rank
     except ImportError as error:

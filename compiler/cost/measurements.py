@@ -124,3 +124,5 @@ def rows_of(path: Path) -> list[dict[str, str]]:
             return list(csv.DictReader(file))
     except OSError as error:
         raise MeasurementError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise MeasurementError(f"{path} is no CSV file in UTF-8: {error}") from None

@@ -21,11 +21,13 @@ from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import prepare_user_module
+from parcompile.runtime.liveness import doing, follow
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
 
+from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop
 
 
@@ -40,6 +42,7 @@ def initialize(
     first_step: int = 0,
     self_check: bool | None = None,
     measurements: Path | str | bool = True,
+    stop_on_nonfinite: int | None = STOP_AFTER,
 ) -> tuple[Any, Any, PlanLoader | None, Any]:
     """A DeepSpeed engine that trains exactly as the plan says; the shape follows `deepspeed.initialize`.
 
@@ -62,6 +65,8 @@ def initialize(
             that are given whole.
         measurements: the file to which peak memory and step time are written, for `parcompile calibrate`. True:
             measurements.csv beside a plan that is given as a path; False: none.
+        stop_on_nonfinite: after how many optimizer steps in a row without a finite gradient norm `engine.step` raises
+            `RunError`, which names the last checkpoint before them; None: never. The first such step is a warning.
 
     Returns:
         engine, optimizer, loader (None without `training_data`), lr_scheduler.
@@ -75,7 +80,8 @@ def initialize(
     file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = join(plan)
-    model = prepare(plan, mesh, model, self_check)
+    with doing("building the model"):
+        model = prepare(plan, mesh, model, self_check)
     if callable(model_parameters):
         model_parameters = model_parameters(model)
     if model_parameters is None:
@@ -92,6 +98,7 @@ def initialize(
         dist_init_required=False,
     )
     take_over(engine, mesh)
+    FiniteWatch(engine, mesh, stop_on_nonfinite)
     if file is not None:
         Recorder(engine, mesh, file)
     loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
@@ -139,6 +146,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _check_engine(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
+    follow(engine)
     attach_loop(engine, mesh)
 
 

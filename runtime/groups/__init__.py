@@ -2,10 +2,9 @@
 
 from .joining import check_executable, create_groups, join, leave
 from .mesh import Mesh
-from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, start_world, store_of_world
+from .rendezvous import launcher_store, start_world, store_of_world
 
 __all__ = [
-    "HANDSHAKE_TIMEOUT",
     "Mesh",
     "check_executable",
     "create_groups",

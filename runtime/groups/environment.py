@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from parcompile.runtime.errors import RunError
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -19,11 +21,26 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK; without RANK there is no launcher."""
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK; without RANK there is no launcher.
+
+        Raises:
+            RunError: a value is no number, or the rank does not lie in the world.
+        """
         if "RANK" not in os.environ:
             return cls(0, 1, 0, launched=False)
-        rank = int(os.environ["RANK"])
-        return cls(rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank)), launched=True)
+        rank, world_size = _number("RANK"), _number("WORLD_SIZE", 1)
+        if rank >= world_size:
+            raise RunError(f"RANK is {rank}, WORLD_SIZE is {world_size}: ranks count from 0 to WORLD_SIZE - 1")
+        return cls(rank, world_size, _number("LOCAL_RANK", rank), launched=True)
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal():
+        raise RunError(f"the environment variable {name} is {text!r}: a launcher sets it to a whole number from 0 on")
+    return int(text)
 
 
 def device_of(environment: Environment) -> torch.device:

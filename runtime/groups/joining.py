@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -9,11 +11,13 @@ from parcompile.layout.grid import Axis
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness import end_watch, watch
+from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT, check_variables
 
 from .environment import Environment, device_of
 from .handshake import agree, statement
 from .mesh import Mesh
-from .rendezvous import HANDSHAKE_TIMEOUT, launcher_store, leave_world, start_world, store_of_world
+from .rendezvous import launcher_store, leave_world, name_of_job, start_world, store_of_world
 
 _mesh: Mesh | None = None
 
@@ -33,6 +37,7 @@ def join(plan: Plan) -> Mesh:
             raise RunError("this process has joined another plan already: DeepSpeed keeps one layout per process")
         return _mesh
     environment = Environment.read()
+    check_variables()
     check_executable(plan)
     _check_world(plan, environment)
     forbid_jit_builds()
@@ -49,6 +54,7 @@ def leave() -> None:
     """Disconnects, so that another plan can be joined. DeepSpeed keeps its own state: an engine needs a new process."""
     global _mesh
     _mesh = None
+    end_watch()
     leave_world()
 
 
@@ -78,8 +84,10 @@ def _check_world(plan: Plan, environment: Environment) -> None:
 
 def _connect(plan: Plan, environment: Environment, device: torch.device) -> None:
     mine, world = statement(plan.plan_hash), store_of_world()
-    store = launcher_store(environment) if world is None else world
-    agree(store, environment.rank, environment.world_size, mine, HANDSHAKE_TIMEOUT)
+    # Where the user has made the world, an earlier plan of this process has left its messages in the store.
+    store = launcher_store(environment) if world is None else dist.PrefixStore(name_of_job(), world)  # type: ignore[attr-defined]
+    agree(store, environment.rank, environment.world_size, mine, timedelta(seconds=HANDSHAKE_TIMEOUT.seconds()))
+    watch(store, environment.rank, environment.world_size, name_of_job())
     if world is None:
         start_world(store, environment, device)
 
@@ -102,16 +110,17 @@ def create_groups(plan: Plan, rank: int, device: torch.device, *, others: bool =
 def _create_group(plan: Plan, name: str, rank: int, *, others: bool) -> dist.ProcessGroup | None:
     """This rank's group of that name; None when it is in none."""
     created: dist.ProcessGroup | None = None
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
     mine = plan.groups.of_rank(name, rank)
     if not mine and not others:
         return None
     if len(mine) == 1 or not others:
         # Nobody else takes part: a world of n ranks need not create n groups of one.
-        created = dist.new_group(list(mine), use_local_synchronization=True)
+        created = dist.new_group(list(mine), timeout, use_local_synchronization=True)
         assert created is not None
         return created
     for ranks in plan.groups.all(name):
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout)
         if rank in ranks:
             created = group
     return created

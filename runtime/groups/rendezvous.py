@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
 
 from .environment import Environment, backend_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-HANDSHAKE_TIMEOUT = timedelta(seconds=float(os.environ.get("PARCOMPILE_HANDSHAKE_TIMEOUT", "120")))
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_GRACE_SECONDS = 2.0
+"""Beyond the time-out of a connection, which ends by itself where the other side is silent from the start."""
 
 _left = 0
 """How many plans this process has left.
@@ -33,14 +35,20 @@ def store_of_world() -> Store | None:
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
+def name_of_job() -> str:
+    """Of the plan that this process joins now; the same on all ranks, and another one after each `leave_world`."""
+    return f"job-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{_left}"
+
+
 def start_world(store: Store, environment: Environment, device: torch.device) -> None:
     """The default process group, of all ranks around the launcher's store."""
+    collective_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
     dist.init_process_group(
         backend_of(device),
         store=dist.PrefixStore("parcompile/world", store),  # type: ignore[attr-defined]
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=collective_timeout,
     )
 
 
@@ -52,33 +60,60 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def launcher_store(environment: Environment, timeout: timedelta = HANDSHAKE_TIMEOUT) -> Store:
+def launcher_store(environment: Environment, seconds: float | None = None) -> Store:
     """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing.
 
     Raises:
-        RunError: rank 0, which keeps it, cannot be reached within the time-out.
+        RunError: rank 0, which keeps it, cannot be reached within the time-out, or another program answers.
     """
     if not environment.launched:
         # DeepSpeed insists on this variable, which a launcher would have set.
         os.environ.setdefault("LOCAL_RANK", "0")
         return dist.HashStore()  # type: ignore[attr-defined]
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = _stores.get((host, port)) or dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            environment.world_size,
-            is_master=environment.rank == 0 and not agent,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except (RuntimeError, dist.DistError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunError(
-            f"rank {environment.rank} cannot reach the other ranks through {host}:{port}: {reason}"
-        ) from error
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _port()
+    store = _stores.get((host, port)) or _connect(environment, host, port, seconds or HANDSHAKE_TIMEOUT.seconds())
     _stores[host, port] = store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}/{_left}", store)  # type: ignore[attr-defined]
+
+
+def _port() -> int:
+    text = os.environ.get("MASTER_PORT", "29500")
+    if not text.strip().isdecimal() or not 0 < int(text) < 2**16:
+        raise RunError(f"the environment variable MASTER_PORT is {text!r}: a launcher sets it to a port, 1 to 65535")
+    return int(text)
+
+
+def _connect(environment: Environment, host: str, port: int, seconds: float) -> Store:
+    """In a thread of its own: a program of another kind that listens on the port may never answer."""
+    # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    found: list[Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                environment.world_size,
+                is_master=environment.rank == 0 and not agent,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            )
+            store.check(["parcompile"])
+            found.append(store)
+        except (RuntimeError, dist.DistError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="parcompile rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds + _GRACE_SECONDS)
+    who = f"rank {environment.rank} cannot reach the other ranks through {host}:{port}"
+    if not found:
+        raise RunError(
+            f"{who}: something listens there and has not answered as a rendezvous store within {seconds:.0f} s. Is the "
+            "port another program's? Choose one with --master_port"
+        )
+    if isinstance(found[0], Exception):
+        raise RunError(f"{who}: {str(found[0]).splitlines()[0]}") from found[0]
+    return found[0]

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from parcompile.runtime.errors import LOST_PEER
+from parcompile.runtime.settings import HEARTBEAT
 
 __all__ = ["MAX_RANKS", "LocalWorld", "RankError", "run_local"]
 
@@ -187,6 +188,7 @@ def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str
         "TORCHELASTIC_RESTART_COUNT": "0",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        HEARTBEAT: "0",  # the parent watches its processes
     }
 
 

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from parcompile.runtime.errors import LOST_PEER, RunError
 from parcompile.runtime.groups import Mesh, store_of_world
+from parcompile.runtime.settings import STAGE_TIMEOUT
 
-SILENT_SECONDS = float(os.environ.get("PARCOMPILE_STAGE_TIMEOUT", "60"))
-"""After so long without a sign of life, a neighbouring stage is given up."""
 BEAT_SECONDS = 1.0
 BEATS_EACH_SECOND = 2000
 """What one store takes from all ranks together."""
@@ -67,6 +66,7 @@ class StageWatch:
         self._rank, self._stage = mesh.rank, mesh.index("pp")
         self._ranks = mesh.plan.groups.of_rank("pp", mesh.rank)
         self._period = max(BEAT_SECONDS, mesh.plan.world_size / BEATS_EACH_SECOND)
+        self._silent_seconds = STAGE_TIMEOUT.seconds()
         self._running = threading.Event()
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._beats = 0
@@ -163,7 +163,7 @@ class StageWatch:
         if beat != last or pp_rank not in self._heard:
             self._heard[pp_rank] = beat, now
             return False
-        return now - since > SILENT_SECONDS
+        return now - since > self._silent_seconds
 
 
 def _run(watch: weakref.ref[StageWatch], period: float) -> None:

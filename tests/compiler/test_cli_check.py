@@ -209,7 +209,7 @@ class TestExplain:
         assert {code[0] for code in pages()} == set(GROUPS)
 
     def test_the_reference_is_up_to_date(self) -> None:
-        assert DOCS.read_text(encoding="utf-8") == reference(), "run: python tools/rules_page.py > docs/rules.md"
+        assert DOCS.read_text(encoding="utf-8") == reference(), "run: python .ci/pages/rules_page.py > docs/rules.md"
 
 
 class TestSchema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,95 @@ def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) ->
     assert "rank 1 of 2 did not report within 2 s" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60
+
+
+def start_rank(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One rank of two, started by hand."""
+    from parcompile.backends.writing import to_text
+
+    file = tmp_path / "plan.json"
+    file.write_text(to_text(plan_tree(make_plan(2, {"tp": 2}))), encoding="utf-8")
+    code = LATE.replace("from parcompile", f"os.environ.update({environment!r})\nfrom parcompile", 1)
+    return subprocess.run(
+        [sys.executable, "-c", code, str(file), "1", "29500"],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PARCOMPILE_HANDSHAKE_TIMEOUT": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "x"),
+        ("RANK", "5"),
+        ("WORLD_SIZE", "-2"),
+        ("MASTER_PORT", "http"),
+        ("PARCOMPILE_SILENT_TIMEOUT", "soon"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named(tmp_path: Path, name: str, value: str) -> None:
+    done = start_rank(tmp_path, **{name: value})
+    assert done.returncode == 1
+    assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_program_on_the_port_is_an_error_in_time(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        done = start_rank(tmp_path, MASTER_PORT=str(listener.getsockname()[1]))
+    assert done.returncode == 1
+    assert "rank 1 cannot reach the other ranks through 127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def join_after_another(rank: int, plans: list[Plan]) -> str:
+    """The second plan differs from rank to rank; the first rank comes late."""
+    import torch.distributed as dist
+
+    from parcompile.runtime import RunError, join, leave
+
+    dist.init_process_group("gloo")
+    join(plans[0])
+    leave()
+    dist.init_process_group("gloo")
+    time.sleep(0 if rank else 1)
+    try:
+        join(plans[1 + rank])
+    except RunError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_second_plan_does_not_read_the_verdict_on_the_first() -> None:
+    plans = [make_plan(2, {"tp": 2}), make_plan(2, {"cp": 2}), make_plan(2, {})]
+    for found in run_ranks(2, join_after_another, plans):
+        assert "the ranks do not run the same" in found
+
+
+def timeouts(rank: int, plan: Plan) -> dict[str, float]:
+    """Seconds, of every group."""
+    import torch
+    import torch.distributed as dist
+
+    from parcompile.runtime import join
+
+    os.environ["PARCOMPILE_COLLECTIVE_TIMEOUT"] = "77"
+    groups = {"world": None, **join(plan).groups}
+    groups["world"] = dist.group.WORLD
+    return {
+        name: group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
+        for name, group in groups.items()
+    }
+
+
+def test_the_time_of_collectives_holds_for_every_group() -> None:
+    found = run_ranks(2, timeouts, make_plan(2, {"tp": 2}))[0]
+    assert len(found) > 3
+    assert set(found.values()) == {77.0}
 
 
 def test_a_plan_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import free_port
 
@@ -22,8 +25,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = Path(sys.executable).with_name("deepspeed")
 
 
-def launch(ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Runs the example in a session of its own, so that no rank outlives the test."""
+def launch(
+    ranks: int, *arguments: str, timeout: float = 240, meanwhile: Callable[[int], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the example in a session of its own, so that no rank outlives the test; `meanwhile` gets its process."""
     command = [str(LAUNCHER), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(EXAMPLES / "train.py")]
     environment = {
         **os.environ,
@@ -40,6 +45,8 @@ def launch(ranks: int, *arguments: str, timeout: float = 240) -> subprocess.Comp
         start_new_session=True,
     )
     try:
+        if meanwhile is not None:
+            meanwhile(process.pid)
         output, _ = process.communicate(timeout=timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -59,18 +66,49 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -> None:
+def rank_of(launcher: int, rank: int) -> psutil.Process | None:
+    """The process of a rank, once it runs."""
+    for process in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if f"--local_rank={rank}" in process.cmdline():
+                return process
+    return None
+
+
+def stop_after(step: int, folder: Path) -> Callable[[int], None]:
+    """Sends SIGUSR1 to rank 2 as soon as that step is in the metrics."""
+
+    def stop(launcher: int) -> None:
+        end = time.monotonic() + 200
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError, ValueError):
+                if len(metrics(folder)) >= step:
+                    process = rank_of(launcher, 2)
+                    assert process is not None
+                    return process.send_signal(signal.SIGUSR1)
+            time.sleep(0.02)
+        raise AssertionError("the run does not begin")
+
+    return stop
+
+
+def test_a_run_that_was_stopped_and_resumed_has_the_losses_of_the_uninterrupted_one(tmp_path: Path) -> None:
     plan = compiled(tmp_path / "plan")
-    common = ("--plan", str(plan), "--checkpoint-every", "3")
-    whole = launch(4, *common, "--steps", "6", "--output", str(tmp_path / "whole"))
+    common = ("--plan", str(plan), "--checkpoint-every", "0", "--steps", "12", "--resume", "auto")
+    parts = (*common, "--output", str(tmp_path / "parts"))
+    whole = launch(4, *common, "--output", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stdout
-    first = launch(4, *common, "--steps", "3", "--output", str(tmp_path / "parts"))
-    assert first.returncode == 0, first.stdout
-    second = launch(4, *common, "--steps", "6", "--output", str(tmp_path / "parts"), "--resume")
+    first = launch(4, *parts, meanwhile=stop_after(2, tmp_path / "parts"))
+    assert first.returncode == 75, first.stdout
+    assert first.stdout.count("parcompile: stopped by SIGUSR1: step ") == 1
+    assert "Traceback" not in first.stdout
+    done = len(metrics(tmp_path / "parts"))
+    assert 2 <= done < 12
+    second = launch(4, *parts)
     assert second.returncode == 0, second.stdout
 
     uninterrupted, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
-    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in resumed] == list(range(1, 13))
     for name in ("loss", "gradient_norm"):
         assert [row[name] for row in resumed] == [row[name] for row in uninterrupted]
     assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"] - 1

@@ -31,7 +31,7 @@ def read_search(file: Path) -> dict[str, Any]:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SearchError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SearchError(f"{file} is not valid JSON: {error}") from None
     try:
         section(tree, {})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+from parcompile import schema
 from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
@@ -54,6 +56,10 @@ class ModelValues(ParallelismValues):
             raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
         if not isinstance(config, dict):
             raise ModelConfigError(f"{path} holds no JSON object", "hf_config")
+        for key, value in config.items():
+            most = _most(key)
+            if isinstance(value, int) and most is not None and value > most:
+                raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
         return config
 
     @functools.cached_property
@@ -82,3 +88,15 @@ class ModelValues(ParallelismValues):
         for key, value in self.model_config.items():
             self.record(("model", key), value, origin, source if origin is not Origin.SPEC else "")
         return Model(source, shape, dict(self.model_config))
+
+
+_LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
+"""Numbers of layers, as families name them."""
+
+
+def _most(key: str) -> int | None:
+    """The largest value of a dimension. It bounds the work of the compiler, which lists layers one by one."""
+    dimensions = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
+    entry = dimensions.get("num_hidden_layers" if _LAYERS.fullmatch(key) else key, {})
+    found = entry.get("maximum")
+    return None if found is None else int(found)

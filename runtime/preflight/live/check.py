@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
 from parcompile.runtime.groups.environment import Environment
+from parcompile.runtime.liveness.channel import StoreChannel
 
-from .channel import StoreChannel
 from .report import LiveReport
 from .session import Limits, Outcome, Session
 from .stages import STAGES, Job, go_through
@@ -111,7 +110,7 @@ def _store(environment: Environment, limits: Limits) -> Any:
     if (store := store_of_world()) is not None:
         return store
     try:
-        return launcher_store(environment, timedelta(seconds=limits.wait_seconds))
+        return launcher_store(environment, limits.wait_seconds)
     except RunError as error:
         # Rank 0 cannot speak for the others: rank 1 does, and the first of every further node.
         error.everywhere = environment.rank != 1 and environment.local_rank != 0

@@ -8,16 +8,15 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from parcompile.runtime.errors import LOST_PEER, RunError
-from parcompile.runtime.groups import HANDSHAKE_TIMEOUT
+from parcompile.runtime.liveness.channel import LOST, CalledOff, StoreChannel
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
+from parcompile.runtime.settings import HANDSHAKE_TIMEOUT
 
 from .agreement import Arrived
-from .channel import LOST, CalledOff, StoreChannel
 from .report import LiveReport, nodes_of
 from .watch import TERMINATED, Watch
 
@@ -34,7 +33,7 @@ Answer = dict[str, Any]
 class Limits:
     """How long a check may take."""
 
-    wait_seconds: float = HANDSHAKE_TIMEOUT / timedelta(seconds=1)
+    wait_seconds: float = field(default_factory=HANDSHAKE_TIMEOUT.seconds)
     """For all ranks to arrive."""
     measure_seconds: float = 10.0
     """To spend on links and matrix products."""

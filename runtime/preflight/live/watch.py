@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from .channel import LOST, Heartbeat, StoreChannel
+from parcompile.runtime.liveness.channel import LOST, Heartbeat, StoreChannel
 
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 5000

@@ -1,6 +1,6 @@
 """How far estimates err on models that were not fitted: fits every split, judges it, writes the figures.
 
-    python tools/accuracy.py FOLDER --fit compiler/cost/coefficients.json --page docs/accuracy.md
+    python .ci/pages/accuracy.py FOLDER --fit compiler/cost/coefficients.json --page docs/accuracy.md
 
 FOLDER holds the two measurement files. Without `--fit` the stored coefficients are judged as they are.
 """
@@ -144,7 +144,7 @@ def page(judged: Mapping[str, Judgement]) -> str:
     lines = [
         "# Accuracy of the estimates",
         "",
-        "Written by `python tools/accuracy.py FOLDER --page docs/accuracy.md`; a test compares it with a new",
+        "Written by `python .ci/pages/accuracy.py FOLDER --page docs/accuracy.md`; a test compares it with a new",
         "judgement. Coefficients are fitted on one model and judged on the other, never on rows that were fitted.",
         "",
         _row(_HEAD),

@@ -1,6 +1,6 @@
 """docs/troubleshooting.md: from what a user sees to a code and what to do.
 
-`python tools/troubleshooting_page.py` writes it: each rule is run on its own wrong example, so that the messages
+`python .ci/pages/troubleshooting_page.py` writes it: each rule is run on its own wrong example, so that the messages
 are those that the checker prints.
 """
 
@@ -28,7 +28,7 @@ _START = """\
 # Troubleshooting
 
 From the message that you see, to its code, to what to do. This page is written by
-`python tools/troubleshooting_page.py`: each rule is run on its wrong example, so the messages are the checker's
+`python .ci/pages/troubleshooting_page.py`: each rule is run on its wrong example, so the messages are the checker's
 own, with that example's numbers. The whole page of a code is in [rules](rules.md), and in `parcompile explain CODE`.
 
 First of all: `parcompile check SPEC` before every submission; exit code 0 means that a plan can be made.
@@ -100,6 +100,29 @@ RUN: tuple[Trouble, ...] = (
         "of what the estimate counts on",
         "A link or matrix products reach less than half of what the accelerator's preset leads one to expect.",
         "Look for a slow node in the report's list; when all are alike, measure a preset with `parcompile profile`.",
+    ),
+    Trouble(
+        "ended without a message",
+        "The process of a rank is gone and wrote nothing: mostly the system killed it, for memory or at the end of its "
+        "time. The line says its host, process, step and phase.",
+        "Look at `dmesg` and the scheduler's log of that host; go on from the last checkpoint.",
+    ),
+    Trouble(
+        "has given no sign of life for",
+        "A rank is stopped, or its host hangs or is cut off. PARCOMPILE_SILENT_TIMEOUT says how long that may last "
+        "(120 s).",
+        "Look at that host; go on from the last checkpoint on others.",
+    ),
+    Trouble(
+        "the gradient norm is not a finite number",
+        "A loss or a gradient overflowed, or a sample is broken. The line says on which ranks losses are not finite.",
+        "With fp16 some such steps are usual at the start. Otherwise go on from a checkpoint before that step with a "
+        "smaller learning rate, or without the samples of that step.",
+    ),
+    Trouble(
+        "has not answered as a rendezvous store",
+        "Another program listens on the port of the rendezvous.",
+        "Choose a free port with `--master_port`.",
     ),
     Trouble(
         "lost its connection to a rank that ended",

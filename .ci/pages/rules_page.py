@@ -1,4 +1,4 @@
-"""docs/rules.md: the pages of all codes as one document. `python tools/rules_page.py` writes it."""
+"""docs/rules.md: the pages of all codes as one document. `python .ci/pages/rules_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 120
 _START = """\
 # Rules
 
-Every finding of `parcompile check` has a code. This page is written by `python tools/rules_page.py` from the
+Every finding of `parcompile check` has a code. This page is written by `python .ci/pages/rules_page.py` from the
 rules themselves; `parcompile explain CODE` shows the same in a terminal.
 
 An **error** stops the compiler, a **warning** names something that is probably not meant, a **remark** (info) says what

@@ -1,6 +1,6 @@
 """Messages between ranks without a process group, through keys of the launcher's store. Every wait has a time-out.
 
-In each stage every rank sends one message to rank 0, which replies to all. Any rank can call the check off. Every rank
+In each stage every rank sends one message to rank 0, which replies to all. Any rank can call the job off. Every rank
 also sends a heartbeat with the stage that it is in.
 """
 
@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -46,11 +47,14 @@ class StoreChannel:
         rank: of this process.
         world_size: number of ranks that the launcher has announced.
         name: prefix of the keys; the same on all ranks, and another one for each check of a process.
+        timeout: of one request, where the process that keeps the store does not answer.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._name = store.clone(), name  # type: ignore[attr-defined]
+        if timeout is not None:
+            self._store.set_timeout(timeout)
 
     def send(self, stage: str, value: Any) -> None:
         """Send this rank's message of a stage to rank 0."""
@@ -85,6 +89,11 @@ class StoreChannel:
             self._set(f"failed/{self.rank}", {"stage": about, "why": why})
         self._set("off", why)
 
+    def call_off_first(self, why: str) -> bool:
+        """Like `call_off`; returns False where another rank was first: then its reason stands."""
+        mine = json.dumps([self.rank, why])
+        return bool(self._store.compare_set(self._key("off"), "", mine).decode() == mine)
+
     def is_off(self) -> bool:
         """Whether the check was called off."""
         return self._has("off")
@@ -102,6 +111,22 @@ class StoreChannel:
         """The last heartbeat of every rank, or of the first `count`."""
         found = (self._get(f"alive/{rank}") for rank in range(self.world_size if count is None else count))
         return [None if one is None else Heartbeat(*one) for one in found]
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a value for all ranks, in place of the one of that name."""
+        self._set(name, value)
+
+    def post_first(self, name: str, value: Any) -> Any:
+        """Leave a value for all ranks unless there is one; returns the one that stands."""
+        return json.loads(self._store.compare_set(self._key(name), "", json.dumps(value)))
+
+    def posted(self, name: str) -> Any:
+        """What was left under a name; None: nothing."""
+        return self._get(name)
+
+    def count(self, name: str, by: int = 0) -> int:
+        """Adds to a counter that all ranks share, and returns it."""
+        return int(self._store.add(self._key(f"count/{name}"), by))
 
     def reason(self) -> str:
         """Why it was called off."""

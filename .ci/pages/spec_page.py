@@ -1,4 +1,4 @@
-"""docs/spec.md: every key of the spec, from its schema. `python tools/spec_page.py` writes it."""
+"""docs/spec.md: every key of the spec, from its schema. `python .ci/pages/spec_page.py` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parcompile.schema.view import about, example, resolved
 _START = """\
 # The spec, key by key
 
-This page is written by `python tools/spec_page.py` from the schema itself; `parcompile schema spec` prints
+This page is written by `python .ci/pages/spec_page.py` from the schema itself; `parcompile schema spec` prints
 that, for editors. A spec is JSON or YAML. It is closed at every level: a key that is not on this page is an error.
 A key without a default may be left out where *required* does not stand; what then holds is said in its line, and
 `parcompile check SPEC --show-values` shows what became of every value.

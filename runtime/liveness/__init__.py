@@ -1,0 +1,18 @@
+"""Which ranks live, what each is doing, and how a job ends when one fails, is lost, or is asked to stop."""
+
+from .activity import doing, follow
+from .job import current, end_watch, watch
+from .reporting import report_errors
+from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
+
+__all__ = [
+    "STOPPED_EXIT_CODE",
+    "StopSignals",
+    "Stopped",
+    "current",
+    "doing",
+    "end_watch",
+    "follow",
+    "report_errors",
+    "watch",
+]

@@ -1,0 +1,51 @@
+"""What this rank is doing, in words for a message: the step and the phase of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_engine: Any = None
+_phase = "starting"
+
+
+def now_doing() -> str:
+    """Such as "at step 12, in the backward pass"."""
+    return _phase if _engine is None else f"at step {_engine.global_steps + 1}, {_phase}"
+
+
+@contextlib.contextmanager
+def doing(phase: str) -> Iterator[None]:
+    """Within it, this rank is in that phase."""
+    global _phase
+    before, _phase = _phase, phase
+    try:
+        yield
+    finally:
+        _phase = before
+
+
+def follow(engine: Any) -> None:
+    """From here on the phases of an engine's steps are known. Its `backward` and `step` are wrapped."""
+    global _engine, _phase
+    _engine, _phase = engine, "before the forward pass"
+    engine.register_forward_pre_hook(lambda *_: _enter("in the forward pass"))
+    engine.backward = _entering("in the backward pass", engine.backward)
+    engine.step = _entering("in the optimizer step", engine.step, "between two passes")
+
+
+def _enter(phase: str) -> None:
+    global _phase
+    _phase = phase
+
+
+def _entering(phase: str, call: Callable[..., Any], after: str | None = None) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        _enter(phase)
+        result = call(*args, **options)
+        if after is not None:
+            _enter(after)
+        return result
+
+    return wrapped

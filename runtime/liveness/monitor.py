@@ -1,0 +1,284 @@
+"""A thread beside training that says that this rank is alive, and ends the process when another rank is lost.
+
+A rank that waits in a collective for one that has died cannot be called back from there. So every rank sends heartbeats
+through the launcher's store with what it is doing. Rank 0 looks for ranks that have fallen silent, the others look at
+rank 0, and each looks at the processes of its own machine, whose end is seen at once. Whoever is first to see that a
+rank is lost says so in one line; then every rank ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing import util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parcompile.runtime.liveness.channel import LOST, StoreChannel
+from parcompile.runtime.liveness.processes import is_running
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+BEAT_SECONDS = 0.5
+BEATS_EACH_SECOND = 2000
+"""What one store takes from all ranks together, beside its other work."""
+PARTING_SECONDS = 3.0
+"""How long the rank that may keep the store waits until the others know why the job ends."""
+NAMED = 4
+"""Ranks that a message lists; of more it says how many."""
+FAILED, TERMINATED = 1, 128 + signal.SIGTERM
+
+
+class Monitor:
+    """Watches over the ranks of one job. At most one of a process runs at a time.
+
+    Args:
+        store: the launcher's, shared by all ranks.
+        rank: of this process.
+        world_size: number of ranks.
+        name: of this job in the store; the same on all ranks, and another one for each job of a process.
+        silent_seconds: after how long without a heartbeat a rank counts as lost.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str, silent_seconds: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.activity: Callable[[], str] = lambda: "starting"
+        self.stops_itself = False
+        """Whether the training loop acts on SIGTERM; otherwise the signal ends the process."""
+        self._channel = StoreChannel(store, rank, world_size, name, timedelta(seconds=silent_seconds))
+        self._mark = Path(tempfile.gettempdir()) / f"parcompile-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}"
+        self._silent = silent_seconds
+        self._agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._period = max(BEAT_SECONDS, world_size / BEATS_EACH_SECOND)
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._last: dict[int, tuple[int, str, float]] = {}
+        self._beats = 0
+        self._is_over, self._may_lose_store, self._was_stopped = threading.Event(), False, False
+        self._hears, self._tells = os.pipe()
+        os.set_blocking(self._tells, False)
+        self._thread = threading.Thread(target=self._run, name="parcompile heartbeat", daemon=True)
+        self._finalizer = util.Finalize(None, self.stop, exitpriority=100)
+
+    def start(self) -> None:
+        """Sends the first heartbeat; from here on the end of this process is noticed."""
+        self._channel.post(f"process/{self.rank}", [socket.gethostname(), os.getpid()])
+        self._beat()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # Python runs a handler only when the main thread comes back from wherever it waits; the number of the
+            # signal reaches the thread at once.
+            signal.signal(signal.SIGTERM, _do_nothing)
+            signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_forget_signals)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This rank ends, or leaves the job, as it should. Rank 0 waits a moment until the others know."""
+        self._finalizer.cancel()
+        self._is_over.set()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == _do_nothing:
+            _forget_signals()
+        with contextlib.suppress(*LOST):
+            self._channel.post(f"ended/{self.rank}", True)
+            if not self._may_lose_store:
+                self._channel.count("ended", 1)
+            if self.rank == 0:
+                self._wait_for_others("ended")
+
+    def fail(self, why: str, error: BaseException | None = None) -> None:
+        """Ends the job because of a failure of this rank, and says so, with the traceback of `error` if there is one.
+
+        Another rank may have been first: then this one is silent, since its failure follows from the other's.
+        """
+        self._is_over.set()
+        where = f"rank {self.rank} on host {socket.gethostname()}, {self.activity()}"
+        try:
+            is_first = self._channel.call_off_first(f"{where}: {why}")
+        except LOST:
+            is_first = True
+        if is_first:
+            if error is not None:
+                traceback.print_exception(error)
+            say(f"error ({where}): {why}")
+        with contextlib.suppress(*LOST):
+            if not is_first:
+                self._channel.count("heard", 1)
+            if is_first or self.rank == 0:
+                self._wait_for_others("heard")
+
+    def wait_for_end(self) -> None:
+        """For the main thread, whose collective has failed: waits until the thread ends the process.
+
+        It returns after some seconds when no rank turns out to be lost.
+        """
+        self._is_over.wait(PARTING_SECONDS + 4 * self._period)
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        try:
+            while True:
+                ready, _, _ = select.select([self._hears], [], [], self._period)
+                signals = os.read(self._hears, 64) if ready else b""
+                if self._is_over.is_set():
+                    return
+                self._was_stopped, before = time.monotonic() - before > self._silent, time.monotonic()
+                if self._keeper_has_ended():
+                    # A request to its store would fail with a page of frames of C++.
+                    self._store_is_gone()
+                    return
+                self._beat()
+                if self._channel.is_off():
+                    self._channel.count("heard", 1)
+                    if self.rank == 0:
+                        self._wait_for_others("heard")
+                    _end(FAILED)
+                lost = self._lost()
+                if lost:
+                    self._name(lost)
+                if signal.SIGTERM in signals and not self.stops_itself:
+                    self._look_until(time.monotonic() + 2 * self._period)
+                    _end(TERMINATED)
+        except LOST:
+            if not self._is_over.is_set() and not self._may_lose_store:
+                self._store_is_gone()
+
+    def _keeper_has_ended(self) -> bool:
+        """Whether rank 0 is on this machine, has ended without a word, and took the store with it."""
+        if self.rank == 0 or 0 not in self._processes or self._may_lose_store or self._agent_keeps_store:
+            return False
+        host, pid = self._processes[0]
+        return host == socket.gethostname() and not is_running(pid)
+
+    def _look_until(self, end: float) -> None:
+        """A launcher sends SIGTERM because a rank has died: it may be seen only a moment later."""
+        while time.monotonic() < end and not self._channel.is_off():
+            lost = self._lost()
+            if lost:
+                self._name(lost)
+            time.sleep(self._period / 5)
+
+    def _lost(self) -> dict[int, str]:
+        """Ranks that have ended without a word or have fallen silent, with what is known of each."""
+        here, now = socket.gethostname(), time.monotonic()
+        found = {}
+        for rank in self._watched():
+            last = self._heartbeat(rank, now)
+            host, pid = self._process(rank)
+            if host == here and not is_running(pid):
+                what = "ended without a message (killed by the system, or out of memory?)"
+            elif now - last[2] > self._silent:
+                what = f"has given no sign of life for {now - last[2]:.0f} s"
+            else:
+                continue
+            # What a rank says last stands in the store before its process ends.
+            if not self._has_ended(rank):
+                found[rank] = f"rank {rank} on host {host or 'unknown'} (process {pid}) {what}; it was {last[1]}"
+        return found
+
+    def _watched(self) -> Iterator[int]:
+        """Rank 0 looks at all, the others at rank 0 and at the processes of their machine."""
+        here = socket.gethostname()
+        for rank in range(self.world_size):
+            if rank != self.rank and (self.rank == 0 or rank == 0 or self._process(rank)[0] == here):
+                yield rank
+
+    def _process(self, rank: int) -> tuple[str, int]:
+        """Host and process of a rank; an empty host until the rank has come."""
+        if rank not in self._processes:
+            said = self._channel.posted(f"process/{rank}")
+            if said is None:
+                return "", 0
+            self._processes[rank] = str(said[0]), int(said[1])
+        return self._processes[rank]
+
+    def _heartbeat(self, rank: int, now: float) -> tuple[int, str, float]:
+        """Number, activity, and when this rank first saw the last heartbeat of another."""
+        said = self._channel.posted(f"alive/{rank}")
+        number, activity = (0, "starting") if said is None else (int(said[0]), str(said[1]))
+        known = self._last.get(rank)
+        if known is None or known[0] != number:
+            self._last[rank] = number, activity, now
+        return self._last[rank]
+
+    def _has_ended(self, rank: int) -> bool:
+        if self._channel.posted(f"ended/{rank}") is None:
+            return False
+        if rank == 0 and not self._may_lose_store:
+            self._may_lose_store = True
+            self._channel.count("ended", 1)
+        return True
+
+    def _name(self, lost: Mapping[int, str]) -> None:
+        """Ends the job with one line, unless another rank says it."""
+        lines = [lost[rank] for rank in sorted(lost)]
+        more = [f"and {len(lines) - NAMED} more"] if len(lines) > NAMED else []
+        text = "; ".join([*lines[:NAMED], *more])
+        if self._channel.call_off_first(text):
+            say(f"error: {text}")
+            self._wait_for_others("heard", without=len(lost))
+        else:
+            self._channel.count("heard", 1)
+        _end(FAILED)
+
+    def _store_is_gone(self) -> None:
+        """Rank 0, or the launcher's agent, has ended or hangs. Each machine says so once."""
+        if self._is_over.wait(self._period):
+            return  # the main thread ends by itself
+        if self._was_stopped:
+            _end(FAILED)  # the others have named this rank, and ended
+        host, pid = self._processes.get(0, ("unknown", 0))
+        activity = self._last.get(0, (0, "starting", 0.0))[1]
+        with contextlib.suppress(OSError):
+            os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
+            what = "has ended without a message" if host != socket.gethostname() or not is_running(pid) else "hangs"
+            say(f"error: rank 0 on host {host} (process {pid}) {what}; it was {activity}")
+        time.sleep(self._period)
+        with contextlib.suppress(OSError):
+            self._mark.unlink()
+        _end(FAILED)
+
+    def _wait_for_others(self, name: str, *, without: int = 0) -> None:
+        """Until all other ranks have counted up `name`, or some seconds have passed."""
+        wanted = self.world_size - without - (0 if name == "ended" else 1)
+        end = time.monotonic() + max(PARTING_SECONDS, 4 * self._period)
+        while self._channel.count(name) < wanted and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._channel.beat(self._beats, self.activity())
+        if self.rank and not self._may_lose_store:
+            self._has_ended(0)
+
+
+def say(text: str) -> None:
+    """Prints one line for the user."""
+    print(f"parcompile: {text}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+
+
+def _end(code: int) -> None:
+    """Ends the process from any thread, whatever its main thread waits for."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _do_nothing(*_: object) -> None:
+    """The monitor's thread acts on the signal."""
+
+
+def _forget_signals() -> None:
+    """Also in processes that this one forks, such as a loader's workers: they end on SIGTERM, and tell nobody."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,177 @@
+"""Contract: a rank that is killed, stopped or fails is named in one line, in bounded time, and every rank ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+from training_runs import make_plan
+
+from parcompile.backends.writing import to_text
+from parcompile.plan import plan_tree
+
+pytestmark = pytest.mark.ranks
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": lambda ranks, port: ["deepspeed", "--num_gpus", str(ranks), "--master_port", port],
+    "torchrun": lambda ranks, port: ["torchrun", "--nproc-per-node", str(ranks), "--master-port", port],
+}
+
+
+class Job:
+    """A launched job in a session of its own."""
+
+    def __init__(self, folder: Path, ranks: int, *fault: str, launcher: str = "deepspeed", silent: float = 60) -> None:
+        self.folder, self.ranks = folder, ranks
+        plan = folder / "plan.json"
+        plan.write_text(
+            to_text(plan_tree(make_plan(ranks, {}, training={"global_batch_size": ranks}))), encoding="utf-8"
+        )
+        words = LAUNCHERS[launcher](ranks, str(free_port()))
+        self.output = folder / "output"
+        with self.output.open("w") as stream:
+            self.process = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:], str(HERE / "watched_script.py"), str(plan), str(folder), *fault],
+                env={
+                    **os.environ,
+                    "DS_ACCELERATOR": "cpu",
+                    "OMP_NUM_THREADS": "1",
+                    "PATH": f"{BIN}:{os.environ['PATH']}",
+                    "PARCOMPILE_SILENT_TIMEOUT": str(silent),
+                },
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        end = time.monotonic() + 180
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.text
+            with contextlib.suppress(OSError, ValueError):
+                if int((self.folder / "step-0").read_text()) >= step:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"no step {step}: {self.text}")
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"rank-{rank}").read_text())
+
+    def end(self, timeout: float = 120) -> tuple[int, str]:
+        code = self.process.wait(timeout)
+        return code, self.text
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def said(self) -> list[str]:
+        return [line for line in self.text.splitlines() if "parcompile:" in line]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    jobs: list[Job] = []
+
+    def make(ranks: int, *fault: str, **options: object) -> Job:
+        jobs.append(Job(tmp_path, ranks, *fault, **options))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("deepspeed", 1), ("deepspeed", 0), ("torchrun", 2)])
+def test_a_killed_rank_is_named_once_with_what_it_did(start, launcher: str, rank: int) -> None:
+    job = start(3, launcher=launcher)
+    job.wait_for_step(3)
+    os.kill(job.pid(rank), signal.SIGKILL)
+    began = time.monotonic()
+    code, text = job.end()
+    assert code != 0
+    assert time.monotonic() - began < 60
+    (line,) = job.said
+    assert f"rank {rank} on host {socket.gethostname()} (process {job.pid(rank)})" in line
+    assert "ended without a message" in line
+    assert "at step " in line
+    assert 'watched_script.py", line' not in text
+    assert "terminate called" not in text
+
+
+def test_a_stopped_rank_is_named_after_the_time_that_was_set(start) -> None:
+    job = start(2, silent=15)
+    job.wait_for_step(2)
+    os.kill(job.pid(1), signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        while not job.said and time.monotonic() < began + 90:
+            time.sleep(0.1)
+        (line,) = job.said
+        assert f"rank 1 on host {socket.gethostname()} (process {job.pid(1)}) has given no sign of life for" in line
+    finally:
+        os.kill(job.pid(1), signal.SIGCONT)
+    assert job.end()[0] != 0
+    assert len(job.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "has_traceback"),
+    [
+        ("exception", "ValueError: this sample is broken", True),
+        ("memory", "OutOfMemoryError: tried to allocate 2 GiB", False),
+        ("disk", "No space left on device: 'samples.bin'", False),
+    ],
+)
+def test_what_one_rank_raises_ends_all_with_its_message(start, fault: str, message: str, has_traceback: bool) -> None:
+    job = start(2, fault, "1", "3")
+    code, text = job.end()
+    assert code == 1
+    (line,) = job.said
+    assert f"error (rank 1 on host {socket.gethostname()}, at step 3, between two passes)" in line
+    assert message in line
+    assert text.count("Traceback") == int(has_traceback)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(start, number: signal.Signals) -> None:
+    job = start(2, "stops")
+    job.wait_for_step(2)
+    os.kill(job.pid(1), number)
+    code, _ = job.end()
+    assert code == 75
+    (line,) = job.said
+    steps = {(job.folder / f"stopped-{rank}").read_text() for rank in range(2)}
+    assert len(steps) == 1
+    assert f"parcompile: stopped by {number.name} after step {steps.pop()}" in line
+
+
+def test_sigterm_ends_a_script_that_does_not_ask_for_it(start) -> None:
+    job = start(2)
+    job.wait_for_step(2)
+    os.kill(job.pid(0), signal.SIGTERM)
+    assert job.end(60)[0] != 0
+
+
+def test_losses_that_are_no_numbers_are_said_once_and_end_the_run(start) -> None:
+    job = start(2, "nan", "1", "3")
+    code, _ = job.end()
+    assert code == 1
+    warning, error = job.said
+    assert "warning: step 3: the gradient norm is not a finite number" in warning
+    assert "not been a finite number for 3 steps, from step 3 to step 5" in error
+    assert "checkpoint of step 2 or before" in error

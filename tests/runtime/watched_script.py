@@ -1,0 +1,57 @@
+"""A training script that tests interrupt: it trains until it is stopped, and writes a line for each step.
+
+    deepspeed --num_gpus N watched_script.py PLAN FOLDER [FAULT RANK STEP]
+
+A fault is an exception, a lack of memory, or loss values that are no numbers, on one rank at one step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from deepspeed.utils import logger
+from training_runs import samples
+
+from parcompile.runtime import Stopped, StopSignals, initialize, load_plan, report_errors
+
+
+def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_step: str = "-1") -> None:
+    logger.setLevel("ERROR")
+    plan = load_plan(plan_file)
+    data = samples(plan) * 1000
+    engine, _, loader, _ = initialize(plan=plan, training_data=data, measurements=False, stop_on_nonfinite=3)
+    mine = engine.mesh.rank == int(rank)
+    stop = StopSignals() if fault == "stops" else None
+    (Path(folder) / f"rank-{engine.mesh.rank}").write_text(str(os.getpid()))
+    step = 0
+    batches = iter(loader)
+    while True:
+        step += 1
+        time.sleep(0.02)
+        if mine and step == int(at_step):
+            if fault == "exception":
+                raise ValueError("this sample is broken")
+            if fault == "memory":
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+            if fault == "disk":
+                raise OSError(28, "No space left on device", "samples.bin")
+            if fault == "leaves":
+                os._exit(3)
+        loss = engine(**next(batches)).loss
+        if fault == "nan" and step >= int(at_step):
+            loss = loss * (float("nan") if mine else 1.0)
+        engine.backward(loss)
+        engine.step()
+        (Path(folder) / f"step-{engine.mesh.rank}").write_text(str(step))
+        if stop is not None and stop.due(step):
+            (Path(folder) / f"stopped-{engine.mesh.rank}").write_text(str(step))
+            raise Stopped(f"stopped by {stop.signal} after step {step}")
+
+
+if __name__ == "__main__":
+    with report_errors():
+        train(*(word for word in sys.argv[1:] if not word.startswith("--local_rank")))
