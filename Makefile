@@ -49,7 +49,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p parcompile
-	$(BIN)/mypy tools
+	$(BIN)/mypy .ci/pages
 
 # The tests of the report page need a browser. It is installed where that is possible; outside CI they are skipped without.
 browser:

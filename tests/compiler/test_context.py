@@ -137,8 +137,8 @@ def test_sizes_that_are_left_out_keep_the_inner_level_on_a_node() -> None:
 def test_megatrons_name_of_an_implementation(implementation: str, kind: str) -> None:
     plan = plan_of(tp=2, cp=4, cp_implementation=implementation)
     found = megatron.arguments(plan)
-    assert found["cp-comm-type"] == [kind]
-    assert found.get("hierarchical-context-parallel-sizes") == ([2, 2] if implementation == "usp" else None)
+    assert found["cp_comm_type"] == [kind]
+    assert found.get("hierarchical_context_parallel_sizes") == ([2, 2] if implementation == "usp" else None)
     lost = [one.what for one in megatron.losses(plan)]
     assert ("cp_implementation double_ring" in lost) == (implementation == "double_ring")
 
