@@ -99,7 +99,7 @@ def recover(folder: Path) -> None:
                 target = folder / file.relative_to(pending)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file.replace(target)
-        _sync_folder(folder)
+        sync_folder(folder)
     shutil.rmtree(pending)
 
 
@@ -125,7 +125,7 @@ def _swap(files: Mapping[str, bytes], folder: Path, executable: Collection[str])
             _exchange(new, folder)
         else:
             new.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
@@ -152,7 +152,7 @@ def _move_in(files: Mapping[str, bytes], folder: Path, executable: Collection[st
     try:
         _fill(pending, files, executable)
         write_file(pending / _COMPLETE, "".join(f"{name}\n" for name in gone))
-        _sync_folder(pending)
+        sync_folder(pending)
     except BaseException:
         shutil.rmtree(pending, ignore_errors=True)
         raise
@@ -193,7 +193,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes renames in a folder last; nothing where folders cannot be opened."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -20,6 +20,9 @@ Changed:
   backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
 - The `forward`, `backward` and `step` of an engine in pipeline stages refuse to be called by users. `pipeline.loop`
 - The accelerator gives way to one without memory. `preflight.stand_in`
+- `checkpoint_engine` of an engine (runtime/checkpoint_engine/checkpoint_engine.py): all that `save_checkpoint` and
+  `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
+  own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `use_checkpoint_engine`
 
 Read:
 
@@ -89,6 +92,16 @@ def initialize_with(mpu: Any, take_over: Callable[[Any], None]) -> Iterator[None
         return made
 
     with mock.patch.object(deepspeed, "initialize", initialize):
+        yield
+
+
+@contextlib.contextmanager
+def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]:
+    """Within it, an engine writes and opens files of checkpoints through this checkpoint engine alone."""
+    with (
+        mock.patch.object(engine, "checkpoint_engine", checkpoint_engine),
+        mock.patch.object(engine, "_copy_recovery_script", lambda _: None),
+    ):
         yield
 
 

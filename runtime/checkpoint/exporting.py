@@ -15,8 +15,8 @@ from parcompile.runtime.model.configuration import saved_config
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, merged, saved_name
 
-from .manifest import read_note
 from .reading import SavedRun
+from .verifying import whole_note
 
 _SHARD_BYTES = 2 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -34,9 +34,9 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
         shard_bytes: the size at which a new file is begun.
 
     Raises:
-        RunError: the checkpoint cannot be read, or `output` holds files.
+        RunError: the checkpoint is damaged (which file is said), or `output` holds files.
     """
-    note, output = read_note(Path(folder)), _empty(Path(output))
+    note, output = whole_note(folder), _empty(Path(output))
     saved = SavedRun(note)
     dtype = TORCH_DTYPES[note.plan.spec.training.precision]
     writer = _Writer(output, shard_bytes)
@@ -62,7 +62,7 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     """
     from safetensors.torch import save_file
 
-    note = read_note(Path(folder))
+    note = whole_note(folder)
     if not note.adapters:
         raise RunError(f"{note.folder} has no adapters: export the model")
     output, saved = _empty(Path(output)), SavedRun(note)

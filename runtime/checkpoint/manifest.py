@@ -17,6 +17,8 @@ NOTE = "parcompile.json"
 """The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""
 LATEST = "latest"
 """The file that names the checkpoint to resume, beside the checkpoints."""
+REPLACED = "replaced-"
+"""Precedes the name of a checkpoint while another of the same name takes its place."""
 
 _CHUNK_BYTES = 1 << 22
 
@@ -58,12 +60,16 @@ def locate(folder: Path) -> Path:
         return folder
     try:
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise RunError(f"{folder / LATEST} is no text", everywhere=True) from None
         raise RunError(
             f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True
         ) from None
     if not tag or Path(tag).name != tag:
         raise RunError(f"{folder / LATEST} names no checkpoint beside it: {tag!r}", everywhere=True)
+    if not (folder / tag / NOTE).is_file() and (folder / (REPLACED + tag) / NOTE).is_file():
+        return folder / (REPLACED + tag)  # a save ended between two renames
     if not (folder / tag / NOTE).is_file():
         raise RunError(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing", everywhere=True)
     return folder / tag
@@ -112,10 +118,3 @@ def damages(note: Note, names: Iterable[str], *, hashes: bool = True) -> list[st
         except OSError as error:
             found.append(f"{file} cannot be read: {error.strerror}")
     return found
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = file.with_name(file.name + ".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)

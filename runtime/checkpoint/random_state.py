@@ -11,17 +11,17 @@ import torch
 from parcompile.runtime.errors import RunError
 
 
-def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank's state lies."""
-    return folder / f"random_rank_{rank:05d}.pt"
+def random_file(rank: int) -> str:
+    """The file of a rank's state."""
+    return f"random_rank_{rank:05d}.pt"
 
 
-def save_random_state(folder: Path, rank: int) -> None:
-    """Torch's generators (of this process's device too) and Python's."""
+def random_state() -> dict[str, Any]:
+    """Torch's generators (of this process's device too) and Python's, as they are."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    torch.save(state, file_of(folder, rank))
+    return state
 
 
 def load_random_state(folder: Path, rank: int) -> None:
@@ -30,7 +30,7 @@ def load_random_state(folder: Path, rank: int) -> None:
     Raises:
         RunError: the file is damaged.
     """
-    file = file_of(folder, rank)
+    file = folder / random_file(rank)
     try:
         state = torch.load(file, weights_only=True)
         torch.set_rng_state(state["torch"])

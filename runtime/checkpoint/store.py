@@ -5,58 +5,64 @@ A checkpoint is complete or not there: it is written under another name, hashed,
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
+from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
-from .manifest import LATEST, NOTE, Note, damages, digest_of, locate, read_note, write_atomically
-from .random_state import file_of, load_random_state, save_random_state
+from .agreement import on_all_ranks
+from .contents import strange_contents
+from .manifest import Note, damages, read_note
+from .random_state import load_random_state, random_file
 from .reading import SavedRun
-from .trusted import check_trusted
+from .saving import saver_of
+from .verifying import refuse_damaged, wrong_files
 
-_UNFINISHED = "unfinished-"
 
-
-def save(engine: Any, folder: str | Path, step: int, *, keep: int | None = None) -> Path:
+def save(
+    engine: Any,
+    folder: str | Path,
+    step: int,
+    *,
+    keep: int | None = None,
+    wait: bool = True,
+    on_error: Literal["raise", "warn"] = "raise",
+) -> Path | None:
     """Writes the checkpoint `step-N`: weights, optimizer shards, scheduler, random states, and the step.
 
-    Every rank calls it. A crash at any moment leaves the checkpoint before this one in use.
+    Every rank calls it. A crash at any moment leaves the checkpoint before this one in use. A checkpoint of this step
+    that is there already is left alone when it is the same, and replaced when it is not.
 
     Args:
         engine: from `initialize`.
-        folder: the folder of all checkpoints of the run, the same for all ranks.
+        folder: the folder of all checkpoints of the run, the same for all ranks. One job at a time saves there.
         step: optimizer steps made so far; also the position in the data.
         keep: how many checkpoints remain, this one included; None keeps all.
+        wait: return when the checkpoint is in place. False: return when host memory holds what is to be saved, which
+            stays reserved for the next save; the rest is done while training goes on. One such save is under way at a
+            time: the next `save` waits for it. What goes wrong is raised by the first `engine.step`, `save`, `load` or
+            `wait_for_save` after it. Call `wait_for_save` before the process groups end.
+        on_error: what to do when the checkpoint cannot be written (the disk is full, the folder is gone): `raise`, or
+            `warn` in one line and go on. The checkpoints before it stay in either case.
+
+    Returns:
+        Where the checkpoint is, or will be; None when it was not written, and `on_error` is `warn`.
+
+    Raises:
+        RunError: it cannot be written, or another job saves into the folder. Every rank raises.
     """
-    mesh, folder = engine.mesh, Path(folder)
-    place, unfinished = folder / f"step-{step}", folder / f"{_UNFINISHED}step-{step}"
-    if mesh.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
-    engine.save_checkpoint(str(folder), tag=unfinished.name, client_state={"step": step}, save_latest=False)
-    save_random_state(unfinished, mesh.rank)
-    dist.barrier()
-    files = _hashes(unfinished, mesh.rank)
+    mesh, place = engine.mesh, Path(folder) / f"step-{step}"
     stages = _stages(engine)
-    if mesh.rank == 0:
-        sizes = [stage.group_sizes for stage in stages]
-        note = Note(unfinished, step, mesh.plan, file_layout(mesh.plan), files, _adapters(stages), sizes)
-        write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
-        shutil.rmtree(place, ignore_errors=True)
-        unfinished.rename(place)
-        write_atomically(folder / LATEST, place.name)
-        _forget(folder, place, keep)
-    dist.barrier()
-    return place
+    sizes = [stage.group_sizes for stage in stages]
+    note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, _adapters(stages), sizes)
+    return place if saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error) else None
 
 
 class _Stage(NamedTuple):
@@ -83,24 +89,13 @@ def _adapters(stages: Sequence[_Stage]) -> dict[str, Any] | None:
     return {**described[0], "linears": linears}
 
 
-def _hashes(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
-    """Size and hash of every file; each rank reads its share."""
-    names = sorted(file.name for file in folder.iterdir() if file.is_file())
-    mine = {name: digest_of(folder / name) for name in names[rank :: dist.get_world_size()]}
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return {name: entry for found in everyones for name, entry in sorted(found.items())}
+def wait_for_save(engine: Any) -> None:
+    """Waits until the checkpoint that `save(…, wait=False)` began is in place. Every rank calls it.
 
-
-def _forget(folder: Path, newest: Path, keep: int | None) -> None:
-    for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if keep is None:
-        return
-    old = [found for found in folder.glob("step-*") if found != newest and (found / NOTE).is_file()]
-    old.sort(key=lambda found: (found / NOTE).stat().st_mtime)
-    for found in old[: max(0, len(old) + 1 - max(1, keep))]:
-        shutil.rmtree(found, ignore_errors=True)
+    Raises:
+        RunError: it could not be written, and it was not to be a warning. Every rank raises.
+    """
+    saver_of(engine).finish()
 
 
 def load(engine: Any, folder: str | Path) -> int:
@@ -111,9 +106,10 @@ def load(engine: Any, folder: str | Path) -> int:
 
     Raises:
         RunError: there is no checkpoint, it is damaged (which file is said), or it is of another model or optimizer
-        (which values differ is said). Every rank raises.
+            (which values differ is said). Every rank raises, also when only one of them sees it.
     """
-    note = read_note(Path(folder))
+    wait_for_save(engine)
+    note = _note_on_all_ranks(Path(folder))
     different = layout_differences(note.layout, file_layout(engine.mesh.plan))
     fixed = [text for name, text in different.items() if name not in ADAPTABLE]
     if fixed:
@@ -124,12 +120,37 @@ def load(engine: Any, folder: str | Path) -> int:
     if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, SavedRun(note))
         return note.step
-    path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
+    _load_as_it_is(engine, note)
+    return note.step
+
+
+def _note_on_all_ranks(folder: Path) -> Note:
+    """The note, which every rank reads in its own view of the folder."""
+    found: list[Note] = []
+
+    def look() -> tuple[str, int, str, str]:
+        found.append(read_note(folder))
+        note = found[-1]
+        return note.folder.name, note.step, note.plan.plan_hash, str(sorted(note.files.items()))
+
+    views = on_all_ranks(look)
+    for rank, view in enumerate(views):
+        if view != views[0]:
+            difference = f"{views[0][0]} on rank 0 and another {view[0]} on rank {rank}"
+            raise RunError(f"{folder} holds {difference}", everywhere=True)
+    return found[0]
+
+
+def _load_as_it_is(engine: Any, note: Note) -> None:
+    from .deepspeed_engine import Reader
+
+    with use_checkpoint_engine(engine, Reader(note)):
+        path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
     if path is None or state.get("step") != note.step:
         raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
-    if note.plan.world_size == engine.mesh.plan.world_size and file_of(note.folder, engine.mesh.rank).exists():
-        load_random_state(note.folder, engine.mesh.rank)
-    return note.step
+    rank = engine.mesh.rank
+    if note.plan.world_size == engine.mesh.plan.world_size and random_file(rank) in note.files:
+        on_all_ranks(lambda: load_random_state(note.folder, rank))
 
 
 def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
@@ -144,21 +165,8 @@ def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
 
 
 def _agree_that_it_is_whole(note: Note) -> None:
-    """Each rank reads its share of the files; what one finds wrong, every rank raises."""
-    mine = sorted(note.files)[dist.get_rank() :: dist.get_world_size()]
-    wrong = damages(note, mine)
-    if not wrong:
-        try:
-            for name in mine:
-                if name.endswith(".pt"):
-                    check_trusted(note.folder / name)
-        except RunError as error:
-            wrong = [str(error)]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, wrong)
-    found = [sentence for sentences in everyones for sentence in sentences]
-    if found:
-        raise RunError(f"the checkpoint cannot be resumed: {'; '.join(found[:3])}", everywhere=True)
-
-
-__all__ = ["load", "locate", "save"]
+    """Every rank compares names and sizes, and reads its share of the files; what one finds wrong, all raise."""
+    names = sorted(note.files)
+    on_all_ranks(lambda: refuse_damaged(note, strange_contents(note) or damages(note, names, hashes=False)))
+    mine = names[dist.get_rank() :: dist.get_world_size()]
+    on_all_ranks(lambda: refuse_damaged(note, wrong_files(note, mine)))

@@ -31,8 +31,8 @@ def check_trusted(file: Path) -> None:
     """
     try:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-    except (RuntimeError, ValueError, OSError) as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a broken pickle raises what it likes
+        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
     strange = sorted(set(asked) - _classes().keys())
     if strange:
         raise RunError(f"{file} asks to load {', '.join(strange)}, which no checkpoint of DeepSpeed holds: not loaded")
@@ -49,4 +49,8 @@ def load_trusted(file: Path) -> Any:
         with torch.serialization.safe_globals(list(_classes().values())):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

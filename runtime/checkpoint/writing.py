@@ -5,7 +5,6 @@ The files are those that DeepSpeed's ZeRO-1 optimizer would write, so that the e
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,15 @@ from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
 
+from .agreement import one_line
+from .contents import check_listed
 from .deepspeed_files import MASTER, shard_file, weights_file
-from .manifest import LATEST, NOTE, Note, digest_of, read_note, write_atomically
+from .locking import hold, release
+from .manifest import LATEST, NOTE, Note, damages
+from .placing import begin, is_noted_there, put_in_place
 from .reading import SavedRun
+from .state_file import write_state
+from .verifying import whole_note
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -78,10 +83,10 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
     """A checkpoint for the layout of `plan` from one of any layout of the same model; returns the new checkpoint.
 
     Raises:
-        RunError: the checkpoint cannot be read, is of another model, or the plan keeps its optimizer states in a form
-        that only DeepSpeed writes.
+        RunError: the checkpoint is damaged (which file is said), is of another model, or the plan keeps its optimizer
+            states in a form that only DeepSpeed writes; or the new one cannot be written.
     """
-    saved = SavedRun(read_note(Path(folder)))
+    saved = SavedRun(whole_note(folder))
     if saved.note.adapters:
         raise RunError(
             f"{saved.note.folder} has adapters, which are not converted: resume from it, which cuts them anew"
@@ -137,26 +142,47 @@ def _write(source: Source, output: Path, step: int, counters: dict[str, Any]) ->
             "the plan does not say which module of your own is tied to the embedding, and DeepSpeed's files name both: "
             "resume from the checkpoint as it is, which adapts it"
         )
-    finished = output / f"step-{step}"
-    if finished.exists():
-        raise RunError(f"{finished} exists already: choose another folder")
-    unfinished = output / f"unfinished-step-{step}"
-    unfinished.mkdir(parents=True, exist_ok=True)
+    place = output / f"step-{step}"
+    if (place / NOTE).exists() and (output / LATEST).exists():
+        raise _exists(place)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        hold(output)
+        try:
+            return _write_files(source, begin(place), place, {**counters, "step": step})
+        finally:
+            release(output)
+    except OSError as error:
+        raise RunError(f"{place} cannot be written: {one_line(error)}") from None
+
+
+def _write_files(source: Source, folder: Path, place: Path, counters: dict[str, Any]) -> Path:
+    plan, files = source.plan, {}
     stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
-    for number, place in enumerate(model_parallel_places(plan)):
-        held = stages[place.pp]
-        _write_rank(source.of_stage(held), held, unfinished, (number, place.tp), {**counters, "step": step})
-    files = {file.name: digest_of(file) for file in sorted(unfinished.iterdir())}
+    for number, rank in enumerate(model_parallel_places(plan)):
+        held = stages[rank.pp]
+        files.update(_write_rank(source.of_stage(held), held, folder, (number, rank.tp), counters))
+    check_listed(plan, files)
     sizes = [[len(group.names) for group in source.of_stage(held).groups] for held in stages]
-    note = Note(unfinished, step, plan, file_layout(plan), files, groups=sizes)
-    write_atomically(unfinished / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
-    unfinished.rename(finished)
-    write_atomically(output / LATEST, finished.name)
-    return finished
+    note = Note(place, counters["step"], plan, file_layout(plan), files, groups=sizes)
+    same = is_noted_there(note) and not damages(note, files)
+    if place.exists() and not same:
+        raise _exists(place)
+    put_in_place(note, same=same)
+    return place
 
 
-def _write_rank(source: Source, held: Holding, folder: Path, place: tuple[int, int], counters: dict[str, Any]) -> None:
-    """The files of a model-parallel rank: `place` is its number and its tp rank."""
+def _exists(place: Path) -> RunError:
+    return RunError(f"{place} exists already: choose another folder")
+
+
+def _write_rank(
+    source: Source, held: Holding, folder: Path, place: tuple[int, int], counters: dict[str, Any]
+) -> dict[str, tuple[int, str]]:
+    """The files of a model-parallel rank, each with its size in bytes and SHA-256.
+
+    `place` is the number of the rank and its tp rank.
+    """
     plan, (mp_rank, tp_rank) = source.plan, place
     parallelism, precision = plan.spec.parallelism, plan.spec.training.precision
     names = held.names
@@ -185,10 +211,12 @@ def _write_rank(source: Source, held: Holding, folder: Path, place: tuple[int, i
         **_versions(plan),
         **counters,
     }
-    torch.save(states, folder / weights_file(mp_rank))
+    files = {weights_file(mp_rank): write_state(folder / weights_file(mp_rank), states)}
     for shard in range(parallelism.zero_shards):
-        file = folder / shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
-        torch.save({"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}, file)
+        name = shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
+        content = {"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}
+        files[name] = write_state(folder / name, content)
+    return files
 
 
 def _versions(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""From an engine's state to a checkpoint in place, at once or while training goes on.
+
+Each rank serialises its part to the disk, or to host memory; then all files are brought to the disk and hashed, rank 0
+compares their list with the plan's, writes the note, and puts the folder in place. Nothing after the first step needs
+the engine: with `wait=False` a thread of each rank does it, with a process group of its own. What goes wrong on one
+rank goes wrong on all of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
+from parcompile.runtime.errors import RunError
+
+from .agreement import await_seen, on_all_ranks, on_rank_0
+from .contents import check_listed
+from .locking import hold
+from .manifest import Note, damages, locate
+from .placing import begin, forget, is_noted_there, put_in_place, unfinished
+from .random_state import random_file, random_state
+
+Files = Mapping[str, tuple[int, str]]
+"""Size in bytes and SHA-256 of each file, by its name."""
+
+_SLOWEST_WRITE = timedelta(hours=6)
+"""How long the writer of one rank waits for that of another: disks differ."""
+
+
+class Saver:
+    """The saves of one engine, one after the other."""
+
+    def __init__(self) -> None:
+        self._memories: dict[str, bytearray] = {}
+        self._group: Any = None
+        self._thread: threading.Thread | None = None
+        self._place = Path()
+        self._error: RunError | None = None
+        self._warns = False
+
+    def save(self, engine: Any, note: Note, *, keep: int | None, wait: bool, on_error: str) -> bool:
+        """Saves, or begins to; see `store.save`. False: it went wrong, and was said to be a warning.
+
+        Args:
+            engine: whose state is saved.
+            note: of the checkpoint, without its files; its folder is where the checkpoint will be.
+            keep: how many checkpoints remain.
+            wait: for the end.
+            on_error: raise, or warn.
+
+        Raises:
+            RunError: see `store.save`.
+        """
+        if on_error not in ("raise", "warn"):
+            raise RunError(f"on_error is raise or warn, not {on_error!r}", everywhere=True)
+        self.finish()
+        self._place, self._warns = note.folder, on_error == "warn"
+        try:
+            writer = self._take(engine, note, in_memory=not wait)
+            if wait:
+                _complete(writer, note, keep, None)
+                return True
+        except RunError as error:
+            return self._failed(error)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE)
+            _after_each_step(engine, self)
+        self._thread = threading.Thread(target=self._run, args=(writer, note, keep), name=f"writes {note.folder.name}")
+        self._thread.start()
+        return True
+
+    def finish(self) -> None:
+        """Waits for the save under way, if there is one.
+
+        Raises:
+            RunError: it went wrong, and is not to be a warning. Every rank raises.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        try:
+            on_all_ranks(self._outcome)
+        except RunError as error:
+            self._failed(error)
+
+    def after_step(self, device: torch.device) -> None:
+        """Ends the save under way when all ranks have written; the same step on every rank.
+
+        Raises:
+            RunError: as `finish`.
+        """
+        if self._thread is None:
+            return
+        written = torch.tensor([0 if self._thread.is_alive() else 1], device=device)
+        dist.all_reduce(written, dist.ReduceOp.MIN)
+        if written.item():
+            self.finish()
+
+    def _take(self, engine: Any, note: Note, *, in_memory: bool) -> Any:
+        """Takes the engine's state as it is now."""
+        from .deepspeed_engine import Writer
+
+        folder = unfinished(note.folder)
+        on_rank_0(lambda: _open(note.folder))
+        on_all_ranks(lambda: await_seen(folder))
+        writer = Writer(folder, self._memories if in_memory else None)
+        with use_checkpoint_engine(engine, writer):
+            engine.save_checkpoint(
+                str(folder.parent), tag=folder.name, client_state={"step": note.step}, save_latest=False
+            )
+        writer.save(random_state(), random_file(engine.mesh.rank))
+        return writer
+
+    def _run(self, writer: Any, note: Note, keep: int | None) -> None:
+        """In a thread of its own."""
+        try:
+            _complete(writer, note, keep, self._group)
+        except RunError as error:
+            self._error = error
+        except Exception as error:  # no one else would hear of it
+            self._error = RunError(f"{type(error).__name__}: {error}")
+
+    def _give_up(self) -> str:
+        """Frees the disk of what was written; says what remains."""
+        shutil.rmtree(unfinished(self._place), ignore_errors=True)
+        try:
+            return f"the last checkpoint is {locate(self._place.parent).name}"
+        except RunError:
+            return "there is no checkpoint before it"
+
+    def _outcome(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _failed(self, error: RunError) -> bool:
+        message = f"{self._place} was not saved: {error}; {on_rank_0(self._give_up)}"
+        if not self._warns:
+            raise RunError(message, everywhere=True) from None
+        if dist.get_rank() == 0:
+            print(f"parcompile: warning: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+        return False
+
+
+_savers: weakref.WeakKeyDictionary[Any, Saver] = weakref.WeakKeyDictionary()
+
+
+def saver_of(engine: Any) -> Saver:
+    """The one saver of an engine."""
+    return _savers.setdefault(engine, Saver())
+
+
+def _after_each_step(engine: Any, saver: Saver) -> None:
+    step, device = engine.step, engine.mesh.device
+
+    def step_and_look(*args: Any, **options: Any) -> Any:
+        result = step(*args, **options)
+        saver.after_step(device)
+        return result
+
+    engine.step = step_and_look
+
+
+def _open(place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    hold(place.parent)
+    begin(place)
+
+
+def _complete(writer: Any, note: Note, keep: int | None, group: Any) -> None:
+    """Brings the files of all ranks to the disk, and makes them a checkpoint.
+
+    Raises:
+        RunError: some rank could not. Every rank raises.
+    """
+    by_rank: list[Files] = on_all_ranks(writer.finish, group)
+    note = replace(note, files=dict(sorted(entry for files in by_rank for entry in files.items())))
+    same = _is_there_already(note, sorted(by_rank[dist.get_rank()]), group)
+    on_rank_0(lambda: _commit(note, keep, same=same), group)
+
+
+def _is_there_already(note: Note, mine: list[str], group: Any) -> bool:
+    """Whether this very checkpoint is in place; each rank compares the files that it would replace."""
+    return on_rank_0(lambda: is_noted_there(note), group) and not any(on_all_ranks(lambda: damages(note, mine), group))
+
+
+def _commit(note: Note, keep: int | None, *, same: bool) -> None:
+    check_listed(note.plan, note.files)
+    await_seen(unfinished(note.folder), {name: size for name, (size, _) in note.files.items()})
+    put_in_place(note, same=same)
+    forget(note.folder, keep)
