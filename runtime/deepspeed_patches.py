@@ -22,7 +22,8 @@ Changed:
 - The accelerator gives way to one without memory. `preflight.stand_in`
 - `checkpoint_engine` of an engine (runtime/checkpoint_engine/checkpoint_engine.py): all that `save_checkpoint` and
   `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
-  own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `use_checkpoint_engine`
+  own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `use_checkpoint_engine`,
+  `checkpoint.deepspeed_engine`
 
 Read:
 
@@ -47,6 +48,8 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
 - The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
   `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.trusted`
+- `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for
+  `ds_to_universal`. `checkpoint.universal`
 - The environment variable `LOCAL_RANK` (runtime/engine.py): the engine asks for it without a launcher too.
   `groups.rendezvous`
 """

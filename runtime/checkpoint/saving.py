@@ -30,11 +30,12 @@ from .locking import hold
 from .manifest import Note, damages, locate
 from .placing import begin, forget, is_noted_there, put_in_place, unfinished
 from .random_state import random_file, random_state
+from .universal import universal_checkpoint_info
 
 Files = Mapping[str, tuple[int, str]]
 """Size in bytes and SHA-256 of each file, by its name."""
 
-_SLOWEST_WRITE = timedelta(hours=6)
+_SLOWEST_WRITE = timedelta(hours=1)
 """How long the writer of one rank waits for that of another: disks differ."""
 
 
@@ -116,10 +117,9 @@ class Saver:
         on_rank_0(lambda: _open(note.folder))
         on_all_ranks(lambda: await_seen(folder))
         writer = Writer(folder, self._memories if in_memory else None)
+        state = {"step": note.step, **universal_checkpoint_info(note.plan, adapters=note.adapters is not None)}
         with use_checkpoint_engine(engine, writer):
-            engine.save_checkpoint(
-                str(folder.parent), tag=folder.name, client_state={"step": note.step}, save_latest=False
-            )
+            engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 

@@ -36,6 +36,7 @@ from .manifest import LATEST, NOTE, Note, damages
 from .placing import begin, is_noted_there, put_in_place
 from .reading import SavedRun
 from .state_file import write_state
+from .universal import universal_checkpoint_info
 from .verifying import whole_note
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -208,6 +209,7 @@ def _write_rank(
         "random_ltd": None,
         "dp_world_size": parallelism.zero_shards,
         "mp_world_size": parallelism.tp * parallelism.pp,
+        **universal_checkpoint_info(plan, adapters=False),
         **_versions(plan),
         **counters,
     }

@@ -244,7 +244,7 @@ def test_a_step_that_is_saved_again_is_left_alone_or_replaced(saved: Path, tmp_p
     for found in run_ranks(2, save_again, a_plan(), str(folder)):
         assert found == {"same": True, "mended": True, "other": True}
     assert verify(folder) == []
-    assert sorted(one.name for one in folder.iterdir()) == [".parcompile-lock", "latest", "step-1"]
+    assert sorted(one.name for one in folder.iterdir()) == [".parcompile-lock", "latest", "step-1", "zero_to_fp32.py"]
 
 
 def end_at(owner: Any, name: str, number: int) -> None:
@@ -372,7 +372,7 @@ def test_a_save_that_one_rank_cannot_write_is_one_line_and_the_last_checkpoint_s
     assert first["too large"].startswith(f"{folder}/step-2 was not saved: rank 1: {folder}/unfinished-step-2/")
     assert first["too large"].endswith("File too large; the last checkpoint is step-1")
     assert first["warned"] is None
-    assert first["after it"] == ([".parcompile-lock", "latest", "step-1"], 1)
+    assert first["after it"] == ([".parcompile-lock", "latest", "step-1", "zero_to_fp32.py"], 1)
     assert first["recovered"] == (3, [])
     assert "/proc/checkpoints/step-4 was not saved: rank 0: /proc/checkpoints: " in first["read-only"]
     assert first["made again"] == (5, [])

@@ -22,6 +22,8 @@ PUBLIC = {
 NAMED_BY_LISTS = {
     "deepspeed_patches",
     "checkpoint/trusted",
+    "checkpoint/deepspeed_engine",
+    "checkpoint/universal",
     "checkpoint/writing",
     "preflight/stand_in",
 }

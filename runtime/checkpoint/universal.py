@@ -1,0 +1,97 @@
+"""What DeepSpeed's own tools need to know of a checkpoint: how tensor-parallel ranks cut each parameter.
+
+`ds_to_universal` puts slices together by `universal_checkpoint_info` in the files of weights (0.19.8,
+checkpoint/affine_ir_spec.md): of each parameter, which blocks of it a rank holds. Without it, every slice is taken for
+a block of rows. `zero_to_fp32.py`, which DeepSpeed writes beside a checkpoint, knows no slices; ours says what does.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from parcompile.atomic import write_file
+from parcompile.layout.tensor import TensorLayout
+from parcompile.plan import Plan
+
+SCRIPT = "zero_to_fp32.py"
+
+_POINTER = '''"""DeepSpeed's own zero_to_fp32.py does not join the slices of tensor-parallel ranks."""
+import pathlib
+import sys
+
+sys.exit(f"run: parcompile checkpoint export {pathlib.Path(__file__).resolve().parent} --hf OUTPUT")
+'''
+
+
+def universal_checkpoint_info(plan: Plan, *, adapters: bool) -> dict[str, Any]:
+    """As an entry of a file of weights; nothing where DeepSpeed's converter has no words for the layout.
+
+    That is so with pipeline stages, which the converter does not join, and with LoRA adapters, which the plan does not
+    describe. A vocabulary is cut to its size, where it is a matrix.
+    """
+    from deepspeed.checkpoint import constants
+    from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
+
+    parallelism = plan.spec.parallelism
+    if adapters or parallelism.pp > 1:
+        return {}
+    rows, maps, padded = plan.tensors(), {}, []
+    for name, parameter in plan.parameters.expanded():
+        layout, pattern = rows[parameter.name][1], f"^{re.escape(name)}$"
+        maps[pattern] = _affine_map(layout, parallelism.tp)
+        if layout.full_shape != tuple(parameter.shape) and len(layout.full_shape) == 2:
+            padded.append(pattern)
+    return {
+        constants.UNIVERSAL_CHECKPOINT_INFO: {
+            constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+            constants.AFFINE_MAP: {
+                constants.AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION,
+                constants.AFFINE_MAP_PARAMS: maps,
+            },
+            constants.VOCABULARY_PARAMETER_PATTERNS: padded,
+            constants.ORIGINAL_VOCAB_SIZE: plan.spec.model.shape.vocab_size,
+        }
+    }
+
+
+def leave_pointer(folder: Path) -> None:
+    """Writes the script that stands in for DeepSpeed's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = folder / SCRIPT
+    if not file.is_file() or file.read_bytes() != _POINTER.encode():
+        write_file(file, _POINTER)
+
+
+def _affine_map(layout: TensorLayout, tp: int) -> dict[str, Any]:
+    from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
+
+    whole, local, dim = layout.full_shape, layout.local_shape, layout.dim or 0
+    ranges = layout.ranges or (((0, whole[dim]),),) * tp
+    to_whole, to_local = _strides(whole), _strides(local)
+    pieces = {}
+    for rank, held in enumerate(ranges):
+        offsets = accumulate((stop - start for start, stop in held), initial=0)
+        pieces[rank] = [
+            AffinePiece(
+                shape=(*whole[:dim], stop - start, *whole[dim + 1 :]),
+                source_offset=start * to_whole[dim],
+                source_strides=to_whole,
+                dest_offset=offset * to_local[dim],
+                dest_strides=to_local,
+                locations=[other for other in range(tp) if (start, stop) in ranges[other]],
+            )
+            for (start, stop), offset in zip(held, offsets, strict=False)
+        ]
+    found: dict[str, Any] = ParamAffineMap(whole, dict.fromkeys(pieces, local), pieces).to_dict()
+    return found
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor in one piece, row by row."""
+    return tuple(accumulate(reversed((*shape[1:], 1)), lambda one, other: one * other))[::-1]
