@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
 from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness import doing
 from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
@@ -62,7 +63,13 @@ def save(
     stages = _stages(engine)
     sizes = [stage.group_sizes for stage in stages]
     note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, _adapters(stages), sizes)
-    return place if saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error) else None
+    with doing("saving a checkpoint"):
+        if not saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error):
+            return None
+    finite = getattr(engine, "finite_watch", None)
+    if finite is not None:
+        finite.saved(place, step)
+    return place
 
 
 class _Stage(NamedTuple):

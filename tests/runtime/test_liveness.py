@@ -174,4 +174,4 @@ def test_losses_that_are_no_numbers_are_said_once_and_end_the_run(start) -> None
     warning, error = job.said
     assert "warning: step 3: the gradient norm is not a finite number" in warning
     assert "not been a finite number for 3 steps, from step 3 to step 5" in error
-    assert "checkpoint of step 2 or before" in error
+    assert f"checkpoint of step 2 or before: {job.folder / 'checkpoints' / 'step-2'}" in error

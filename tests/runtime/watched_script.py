@@ -17,6 +17,7 @@ from deepspeed.utils import logger
 from training_runs import samples
 
 from parcompile.runtime import Stopped, StopSignals, initialize, load_plan, report_errors
+from parcompile.runtime.checkpoint import save
 
 
 def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_step: str = "-1") -> None:
@@ -47,6 +48,8 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
         engine.backward(loss)
         engine.step()
         (Path(folder) / f"step-{engine.mesh.rank}").write_text(str(step))
+        if fault == "nan":
+            save(engine, Path(folder) / "checkpoints", step)
         if stop is not None and stop.due(step):
             (Path(folder) / f"stopped-{engine.mesh.rank}").write_text(str(step))
             raise Stopped(f"stopped by {stop.signal} after step {step}")
