@@ -45,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json, or the folder that holds it")
     parser.add_argument("--model", type=Path, help="folder with config.json and safetensors (default: drawn weights)")
+    parser.add_argument(
+        "--differs", nargs="+", default=(), metavar="KEY", help="keys of --model's config.json that the plan changes"
+    )
     parser.add_argument("--lora", type=int, metavar="R", help="train adapters of rank R for --model, not its weights")
     parser.add_argument("--steps", type=int, help="optimizer steps in all (default: the plan's train_steps)")
     parser.add_argument("--output", type=Path, help="folder for checkpoints and the export (default: the plan's)")
@@ -73,11 +76,11 @@ def model_of(options: argparse.Namespace, plan: Plan) -> torch.nn.Module | None:
     if options.model is None:
         return None
     if not options.lora:
-        return load_pretrained(options.model, plan)
+        return load_pretrained(options.model, plan, differs=options.differs)
     from peft import LoraConfig
 
     config = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    return load_pretrained(options.model, plan, adapter=config)
+    return load_pretrained(options.model, plan, adapter=config, differs=options.differs)
 
 
 def train(options: argparse.Namespace) -> None:

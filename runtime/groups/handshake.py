@@ -75,7 +75,12 @@ def _verdict(store: Store, world_size: int, mine: Mapping[str, str], timeout: ti
         return f"rank {', '.join(missing)} of {world_size} did not report within {timeout.total_seconds():.0f} s"
     differing: dict[tuple[str, str], list[int]] = {}
     for rank, key in enumerate(keys):
-        theirs = json.loads(store.get(key))
+        try:
+            theirs = dict(json.loads(store.get(key)))
+        except (ValueError, TypeError):
+            return (
+                f"what stands in the store for rank {rank} is no statement of parcompile: is the store another job's?"
+            )
         for name, value in mine.items():
             if theirs.get(name) != value:
                 differing.setdefault((name, str(theirs.get(name))), []).append(rank)

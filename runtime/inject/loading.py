@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from .adapters import add_adapter
 from .injection import inject, register_gradient_sums
 
 
-def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.Module:
+def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None, *, differs: Collection[str] = ()) -> nn.Module:
     """The plan's model with the weights of a Hugging Face folder, injected: each rank reads its own slices only.
 
     The model is built without memory for its parameters, cut, and then filled from the safetensors, one slice at a time
@@ -34,13 +34,15 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None) -> nn.M
         folder: config.json and safetensors.
         plan: the plan.
         adapter: a `LoraConfig` of peft for adapters that are drawn from the plan's seed, or the folder of saved ones.
+        differs: keys of config.json that the plan changes on purpose, such as `max_position_embeddings` and
+            `rope_parameters` for a longer context. All others have to be the plan's.
 
     Raises:
         RunError: the folder does not hold the plan's model; what is missing, misshapen or too much is named, and every
             key of config.json that would change numbers.
     """
     mesh, source = join(plan), PretrainedFolder(folder)
-    check_folder(folder, plan)
+    check_folder(folder, plan, differs)
     dtype = TORCH_DTYPES[plan.spec.training.precision]
     with parameters_without_memory():
         model = instantiate(plan, dtype)

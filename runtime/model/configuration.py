@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,13 @@ def folder_config(folder: str | Path) -> Any:
     return _read(values, str(path))
 
 
-def check_folder(folder: str | Path, plan: Plan) -> None:
-    """The configuration of a folder is the plan's.
+def check_folder(folder: str | Path, plan: Plan, differs: Collection[str] = ()) -> None:
+    """The configuration of a folder is the plan's, except for the keys in `differs`.
 
     Raises:
-        RunError: keys that change numbers differ; each is named with both values.
+        RunError: other keys that change numbers differ; each is named with both values.
     """
-    sentence = difference(folder_config(folder), plan, str(Path(folder) / FILE))
+    sentence = difference(folder_config(folder), plan, str(Path(folder) / FILE), differs)
     if sentence is not None:
         raise RunError(sentence, everywhere=True)
 
@@ -129,15 +129,18 @@ def check_model(model: Any, mesh: Mesh) -> None:
     raise RunError(f"{where}{first}", everywhere=True)
 
 
-def difference(config: Any, plan: Plan, where: str) -> str | None:
-    """What of a configuration is not the plan's, in a sentence; None when nothing is that changes numbers."""
+def difference(config: Any, plan: Plan, where: str, differs: Collection[str] = ()) -> str | None:
+    """What of a configuration is not the plan's, in a sentence; None when nothing is that changes numbers.
+
+    Keys in `differs` do not count.
+    """
     planned, family = planned_config(plan), plan.spec.model.shape.model_type
     if config.model_type != family:
         return f"model_type is {config.model_type!r} in {where} and {family!r} in the plan"
     found, expected = _values(config), _values(planned)
     stated = {planned.attribute_map.get(key, key) for key in plan.spec.model.hf_config}
     parts = []
-    for key in sorted(_read_keys(planned.__class__) & (found.keys() | expected.keys())):
+    for key in sorted((_read_keys(planned.__class__) & (found.keys() | expected.keys())) - set(differs)):
         for path, here, there in _leaves(key, found.get(key), expected.get(key)):
             default = "" if key in stated or key == "rope_parameters" else " (transformers' default)"
             parts.append(f"{path} is {here!r} in {where} and {there!r} in the plan{default}")
@@ -146,7 +149,8 @@ def difference(config: Any, plan: Plan, where: str) -> str | None:
     if len(parts) > _SHOWN:
         parts[_SHOWN:] = [f"{len(parts) - _SHOWN} more keys differ"]
     way_out = (
-        f'write "hf_config": "{where}" under model in the spec'
+        f'write "hf_config": "{where}" under model in the spec; or, where the plan changes keys on purpose, name them: '
+        "load_pretrained(..., differs=[...])"
         if where.endswith(FILE)
         else "save its configuration and name the file as model.hf_config in the spec"
     )

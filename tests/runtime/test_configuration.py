@@ -211,3 +211,14 @@ def replace_config(plan: Plan, **changes: Any) -> Plan:
     """The plan with further keys in its model's configuration."""
     model = replace(plan.spec.model, hf_config={**plan.spec.model.hf_config, **changes})
     return replace(plan, spec=replace(plan.spec, model=model))
+
+
+def test_keys_that_the_plan_changes_on_purpose_do_not_count() -> None:
+    plan = make_plan(1, {})
+    config = planned_config(plan)
+    config.rms_norm_eps, config.max_position_embeddings = 1e-3, 9
+    sentence = difference(config, plan, "the model", ["max_position_embeddings"])
+    assert sentence is not None
+    assert "rms_norm_eps is 0.001" in sentence
+    assert "max_position_embeddings" not in sentence
+    assert difference(config, plan, "the model", ["max_position_embeddings", "rms_norm_eps"]) is None

@@ -74,6 +74,10 @@ def on_nodes(plan: Plan, folder: Path, *arguments: str) -> list[float]:
     return [float(line.split()[4]) for line in output.splitlines() if line.startswith("step ")]
 
 
+LONGER = ("--differs", "max_position_embeddings", "rope_parameters")
+"""What the second spec changes of the first one's model."""
+
+
 def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Path) -> None:
     """Each from its spec to an exported model, with which the next one starts."""
     from peft import PeftModel
@@ -86,7 +90,7 @@ def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Pat
     known, losses = 0.0, {}
     for name, spec, model, options in (
         ("first", "byte_llama.json", "", ["--steps", "12"]),
-        ("longer", "byte_finetune.json", "first", ["--steps", "8"]),
+        ("longer", "byte_finetune.json", "first", ["--steps", "8", *LONGER]),
         ("adapted", "byte_finetune.json", "longer", ["--steps", "4", "--lora", "4"]),
     ):
         plan = compiled(spec, tmp_path / name / "plan")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,19 @@ def join_after_another(rank: int, plans: list[Plan]) -> str:
     except RunError as error:
         return str(error)
     return "joined"
+
+
+def test_a_statement_that_is_none_is_an_error() -> None:
+    import torch.distributed as dist
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.groups.handshake import agree
+
+    store = dist.HashStore()
+    for key in ("1", "read/1"):
+        store.set(f"parcompile/handshake/{key}", "\x00{")
+    with pytest.raises(RunError, match="in the store for rank 1 is no statement"):
+        agree(store, 0, 2, {"plan": "x"}, timedelta(seconds=5))
 
 
 def test_a_second_plan_does_not_read_the_verdict_on_the_first() -> None:

@@ -113,6 +113,15 @@ def test_a_killed_rank_is_named_once_with_what_it_did(start, launcher: str, rank
     assert "terminate called" not in text
 
 
+def test_a_rank_that_dies_between_the_handshake_and_the_first_group_is_named(start) -> None:
+    job = start(2, "early", "1", "0")
+    code, _ = job.end()
+    assert code != 0
+    (line,) = job.said
+    assert f"rank 1 on host {socket.gethostname()}" in line
+    assert "ended without a message" in line
+
+
 def test_a_stopped_rank_is_named_after_the_time_that_was_set(start) -> None:
     job = start(2, silent=15)
     job.wait_for_step(2)

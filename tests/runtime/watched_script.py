@@ -8,6 +8,7 @@ A fault is an exception, a lack of memory, or loss values that are no numbers, o
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,12 +19,15 @@ from training_runs import samples
 
 from parcompile.runtime import Stopped, StopSignals, initialize, load_plan, report_errors
 from parcompile.runtime.checkpoint import save
+from parcompile.runtime.groups import joining
 
 
 def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_step: str = "-1") -> None:
     logger.setLevel("ERROR")
     plan = load_plan(plan_file)
     data = samples(plan) * 1000
+    if fault == "early" and os.environ["RANK"] == rank:
+        joining.start_world = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     engine, _, loader, _ = initialize(plan=plan, training_data=data, measurements=False, stop_on_nonfinite=3)
     mine = engine.mesh.rank == int(rank)
     stop = StopSignals() if fault == "stops" else None
