@@ -38,12 +38,18 @@ class Reach:
 
 def reach(family: GroupFamily, per_node: int) -> Reach:
     """How far the groups of a family reach, without enumerating them."""
-    places = _places(family.starts, per_node)
-    nodes = {place: nodes_touched(place, family.members, per_node) for place in places}
-    rails = {place: _rails(place, family.members, per_node) for place in places}
-    leaving = sum(count for place, count in places.items() if nodes[place] > 1)
+    return _reach(tuple(family.starts), tuple(family.members), family.count, per_node)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reach(starts: Steps, members: Steps, count: int, per_node: int) -> Reach:
+    """Kept: rules, the plan's hash and the plan itself ask for the same orders of the axes."""
+    places = _places(starts, per_node)
+    nodes = {place: nodes_touched(place, members, per_node) for place in places}
+    rails = {place: _rails(place, members, per_node) for place in places}
+    leaving = sum(times for place, times in places.items() if nodes[place] > 1)
     return Reach(
-        count=family.count,
+        count=count,
         leaving_node=leaving,
         nodes=(min(nodes.values()), max(nodes.values())),
         rails=(min(rails.values()), max(rails.values())),
