@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -26,10 +27,8 @@ def test_damaged_files_end_in_a_message(fuzz, tmp_path: Path) -> None:
 
 
 def test_a_traceback_would_be_found(fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parcompile.cli import main
-
     def fail() -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(main, "main", fail)
+    monkeypatch.setattr(importlib.import_module("parcompile.cli.main"), "main", fail)
     assert "KeyError" in fuzz.run_case(tmp_path, 0)
