@@ -22,10 +22,14 @@ from .rendezvous import launcher_store, leave_world, name_of_job, start_world, s
 _mesh: Mesh | None = None
 
 
-def join(plan: Plan) -> Mesh:
+def join(plan: Plan, *, watched: bool = True) -> Mesh:
     """Connects this process with the others of the plan and creates its groups. Calling it again returns the same mesh.
 
     Every rank creates all groups in the same order; then the groups it got are compared with the plan.
+
+    Args:
+        plan: the same on all ranks.
+        watched: send heartbeats, and end when a rank is lost. False: somebody else watches over the ranks.
 
     Raises:
         RunError: the plan is not executable, is for another world size, or the ranks do not agree. Every rank raises,
@@ -42,7 +46,7 @@ def join(plan: Plan) -> Mesh:
     _check_world(plan, environment)
     forbid_jit_builds()
     device = device_of(environment)
-    _connect(plan, environment, device)
+    _connect(plan, environment, device, watched)
     mesh = create_groups(plan, environment.rank, device)
     for name, live, planned in mesh.differing_groups():
         raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")
@@ -82,12 +86,13 @@ def _check_world(plan: Plan, environment: Environment) -> None:
         )
 
 
-def _connect(plan: Plan, environment: Environment, device: torch.device) -> None:
+def _connect(plan: Plan, environment: Environment, device: torch.device, watched: bool) -> None:
     mine, world = statement(plan.plan_hash), store_of_world()
     # Where the user has made the world, an earlier plan of this process has left its messages in the store.
     store = launcher_store(environment) if world is None else dist.PrefixStore(name_of_job(), world)  # type: ignore[attr-defined]
     agree(store, environment.rank, environment.world_size, mine, timedelta(seconds=HANDSHAKE_TIMEOUT.seconds()))
-    watch(store, environment.rank, environment.world_size, name_of_job())
+    if watched:
+        watch(store, environment.rank, environment.world_size, name_of_job())
     if world is None:
         start_world(store, environment, device)
 

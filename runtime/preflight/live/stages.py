@@ -70,7 +70,7 @@ def _join(job: Job, joined: list[Mesh]) -> list[Any]:
     assert job.plan is not None
     if not dist.is_initialized():
         start_world(job.store, job.environment, device_of(job.environment))
-    joined.append(join(job.plan))
+    joined.append(join(job.plan, watched=False))  # the session has a watch of its own
     return [one.to_wire() for one in compare_live_groups(joined[0])]
 
 
