@@ -77,7 +77,7 @@ class Torture:
         self.folder, self.chance = folder, random.Random(seed)
         self.kills = dict.fromkeys(("compile", "training", "convert"), 0)
         tree = json.loads((ROOT / "examples" / "byte_llama.json").read_text(encoding="utf-8"))
-        self.specs = [self._spec("tp2", tree, {"tp": 2}), self._spec("dp2", tree, {})]
+        self.specs = [self._spec("tp2", tree, {"tp": 2}), self._spec("cp2", tree, {"cp": 2})]
         self.plans = [self.folder / f"{spec.stem}-plan" for spec in self.specs]
         for spec, plan in zip(self.specs, self.plans, strict=True):
             self._finish(parcompile(spec, "-o", plan))
