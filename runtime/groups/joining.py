@@ -121,11 +121,11 @@ def _create_group(plan: Plan, name: str, rank: int, *, others: bool) -> dist.Pro
         return None
     if len(mine) == 1 or not others:
         # Nobody else takes part: a world of n ranks need not create n groups of one.
-        created = dist.new_group(list(mine), timeout, use_local_synchronization=True)
+        created = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
         assert created is not None
         return created
     for ranks in plan.groups.all(name):
-        group = dist.new_group(list(ranks), timeout)
+        group = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
             created = group
     return created
