@@ -193,9 +193,9 @@ def _table(letter: str, rows: Sequence[tuple[str, Diagnostic | None]]) -> str:
 def _advice(page: Page) -> str:
     """What to do where the message itself does not say it."""
     if page.severity is Severity.INFO:
-        return "nothing: it says what was decided"
+        return "nothing to do; this reports a decision"
     right = " ".join(page.right.split())
-    return f"such as `{right}`" if 2 < len(right) <= _SHORT else "see its page"
+    return f"for example `{right}`" if 2 < len(right) <= _SHORT else "see the page of the code"
 
 
 def _messages() -> dict[str, Diagnostic | None]:

@@ -205,9 +205,16 @@ def _rest(flat: dict[str, Any], result: Imported, tree: Mapping[str, Any], *, de
             _set(result.spec, ("deepspeed", *path), value)
             result.carried[name] = f"deepspeed.{name}"
         elif path[0] in known:
-            result.lost[name] = "the plan decides it, or cannot go with it"
+            result.lost[name] = _dropped(path)
         else:
             result.lost[name] = DECIDED.get(name, "a spec has no such key")
+
+
+def _dropped(path: Path) -> str:
+    """Why a DeepSpeed key is left out of the spec."""
+    from .deepspeed.facts import refusal
+
+    return f"dropped: {refusal(path) or 'it has no value'}"
 
 
 def _set(tree: dict[str, Any], path: Path, value: Any) -> None:

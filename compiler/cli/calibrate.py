@@ -46,7 +46,7 @@ def command(
         raise click.ClickException(str(error)) from None
     both = {one.model for one in rows} & {one.model for one in rest} if others is None or others in runs else set()
     if both:
-        raise click.UsageError(f"{', '.join(sorted(both))} would be fitted and judged: errors would say nothing")
+        raise click.UsageError(f"{', '.join(sorted(both))} cannot be both fitted and judged")
     if importlib.util.find_spec("scipy") is None:
         raise click.ClickException("fitting needs scipy: pip install 'parcompile[calibrate]'")
     names = ", ".join(path.name for path in runs)

@@ -90,7 +90,7 @@ def command(
     or a file that cannot be read.
     """
     if show_values and format_ not in ("text", "json"):
-        raise click.UsageError("--show-values goes with --format text or json")
+        raise click.UsageError("--show-values needs --format text or json")
     chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
     mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
     asked = _asked(deepspeed_version, used_with)
@@ -271,7 +271,7 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
         click.echo(f"{run.fixed} fixed")
     if run.checked and not found:
         count = len(run.checked)
-        click.echo(f"{count} file{'s' if count > 1 else ''} checked: nothing to report")
+        click.echo(f"{count} file{'s' if count > 1 else ''} checked: no errors, no remarks")
 
 
 def _values(checked: Checked) -> dict[str, dict[str, object]]:

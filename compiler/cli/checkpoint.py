@@ -81,7 +81,7 @@ def verify(context: click.Context, folder: Path) -> None:
         click.echo(sentence)
     if found:
         context.exit(1)
-    click.echo(f"{folder}: every file is as it was saved")
+    click.echo(f"{folder}: every file has the size and hash that it was saved with")
 
 
 @command.command()

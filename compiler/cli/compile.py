@@ -36,7 +36,7 @@ def command(spec: str, output: Path | None, targets: tuple[str, ...], *, check: 
     written before unless some are named.
     """
     if check and output is None:
-        raise click.UsageError("--check compares with the files of a folder: add -o DIR")
+        raise click.UsageError("--check needs the folder to compare with: add -o DIR")
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
         plan, checked = compile_file(spec, rule_targets(targets))

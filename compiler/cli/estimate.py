@@ -58,9 +58,9 @@ def command(
     How far estimates err on models that were not fitted stands in docs/accuracy.md.
     """
     if more and not sweep:
-        raise click.UsageError(f"{more[0]!r} belongs behind --sweep")
+        raise click.UsageError(f"{more[0]!r} needs --sweep before it")
     if sweep and plot:
-        raise click.UsageError("--plot draws one layout, --sweep compares many")
+        raise click.UsageError("--plot and --sweep cannot be combined: --plot draws one layout")
     fitted = read_set(coefficients) if coefficients else None
     axes = dict(_values(text) for text in (*sweep, *more))
     checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes))
@@ -153,7 +153,7 @@ def _print_sweep(
 ) -> None:
     cells = list(itertools.product(*axes.values()))
     if len(cells) > MOST_CELLS:
-        raise click.UsageError(f"{len(cells)} layouts are more than {MOST_CELLS}")
+        raise click.UsageError(f"{len(cells)} layouts exceed the limit of {MOST_CELLS}")
     _refuse_wrong_values(tree, axes)
     try:
         found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted)) for cell in cells]

@@ -76,7 +76,7 @@ def command(
     if not recognition.is_checked:
         raise click.ClickException(f"{file} is not recognised as a configuration of DeepSpeed, Megatron-LM or gpt-neox")
     if found.document is None or not isinstance(found.document.tree, dict):
-        raise click.ClickException(f"{file} is no configuration that can be read; `parcompile check {file}` says why")
+        raise click.ClickException(f"{file} cannot be read; `parcompile check {file}` shows why")
     folder = output.parent if output else Path()
     given: dict[SpecPath, Any] = {
         ("model",): _model(model, folder) if model else None,

@@ -52,13 +52,13 @@ def command(
     """
     if is_live:
         if ranks is not None:
-            raise click.UsageError("--ranks are looked at without a launcher: --live checks all ranks of its job")
+            raise click.UsageError("--ranks cannot be used with --live, which checks all ranks of its job")
         if model is not None:
-            raise click.UsageError("--model is built without a launcher: --live takes the plan's own model")
+            raise click.UsageError("--model cannot be used with --live, which builds the plan's own model")
         check_job(Path(plan), form, checkpoints, times)
         return
     if checkpoints is not None or any(times.values()):
-        raise click.UsageError("--checkpoints, --wait, --limit and --seconds are for --live")
+        raise click.UsageError("--checkpoints, --wait, --limit and --seconds need --live")
     loaded = read_plan(plan)[0]
     chosen = None if ranks is None else _numbers(ranks)
     # torch warns that the fake group has no hooks, on every rank.

@@ -35,11 +35,11 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
     """
     speaks, launched = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
     if ranks and launched:
-        raise click.UsageError("--ranks starts ranks itself: leave it out under a launcher")
+        raise click.UsageError("--ranks cannot be used under a launcher, because it starts its own ranks")
     if output is not None and not is_preset_file(output.name):
         raise click.UsageError(f"{output}: a spec names a preset's file by its ending, write {output.name}.json")
     if output is not None and speaks and not os.access(output.resolve().parent, os.W_OK):
-        raise click.ClickException(f"{output.resolve().parent} is no folder that can be written")
+        raise click.ClickException(f"{output.resolve().parent} is not a writable folder")
     tree = _measured(ranks, seconds, like, name or (output.stem if output else None), launched=launched)
     if tree is None:
         return

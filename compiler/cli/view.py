@@ -58,9 +58,9 @@ def command(
     """
     form = _format(form, output, name)
     if name is None and (axis or rank is not None):
-        raise click.UsageError("--axis and --rank belong to a picture: add --picture grid")
+        raise click.UsageError("--axis and --rank need a picture: add --picture grid")
     if searched and form != "html":
-        raise click.UsageError("--search belongs to the page: add -o report.html")
+        raise click.UsageError("--search needs the HTML page: add -o report.html")
     compiled, diagnostics = read_plan(plan)
     subject = _subject(compiled)
     try:
@@ -98,9 +98,9 @@ def _format(form: str | None, output: Path | None, name: str | None) -> str:
     if found in ("svg", "png") and name is None:
         raise click.UsageError(f"{found} holds one picture: add --picture {'|'.join(KINDS)}")
     if found == "html" and name is not None:
-        raise click.UsageError("html is the whole report: leave --picture out, or write svg, png or md")
+        raise click.UsageError("html is the whole report: remove --picture, or use the format svg, png or md")
     if found == "png" and output is None:
-        raise click.UsageError("png is not for a terminal: add -o FILE.png")
+        raise click.UsageError("a terminal cannot show PNG: add -o FILE.png")
     return found
 
 

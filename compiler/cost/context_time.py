@@ -152,7 +152,7 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
 def context_fault(context: ContextParallel, heads: int, kv_heads: int, layout: CpLayout) -> str | None:
     """Why an implementation cannot run with these heads of a tensor-parallel rank and this layout; None when it can."""
     if context.implementation is CpImplementation.USP and layout is CpLayout.STRIPED:
-        return "neighbouring stripes are not a stripe of a shorter ring"
+        return "usp cannot run striped chunks"
     return heads_fault(heads, kv_heads, context.head_ranks) if context.head_ranks > 1 else None
 
 

@@ -52,7 +52,7 @@ def _context(plan: Plan) -> dict[str, str]:
     listed = ", ".join(f"{name} {format_milliseconds(value)}" for name, value in seconds.items())
     return {
         "cp": (
-            f"{parallelism.context.name}, {parallelism.cp_layout.value}; estimates for each layer and micro-batch "
-            f"beyond even attention: {listed}"
+            f"{parallelism.context.name}, {parallelism.cp_layout.value}; context-parallel overhead per layer and "
+            f"micro-batch: {listed}"
         )
     }

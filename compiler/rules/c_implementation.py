@@ -109,7 +109,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
     """Fires for usp with the striped layout."""
     if _named(spec) is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
         yield Finding(
-            "cp_implementation usp with cp_layout striped: neighbouring stripes are not a stripe of a shorter ring",
+            "cp_implementation usp with cp_layout striped: usp cannot run striped chunks",
             _NAME,
             help="write cp_layout zigzag, or another implementation",
             fixes=(
@@ -144,7 +144,7 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
         faults = "; ".join(f"{inner} · {outer}: {heads_fault(heads, kv_heads, inner)}" for inner, outer in levels)
         message = f"{kind.value} with cp {cp}: no inner level fits the heads ({faults})"
     else:
-        message = f"{kind.value} with cp {cp}: it has no two factors above 1"
+        message = f"{kind.value} with cp {cp}: cp must be the product of two numbers above 1"
     yield Finding(
         message,
         _NAME,
@@ -212,6 +212,6 @@ def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
             f"inner level {sizes[0]} · {stride} ranks from one to the next = {stride * sizes[0]} ranks > gpus_per_node "
             f"{per_node}",
             _SIZES,
-            help=f"an inner level of at most {max(1, per_node // stride)} stays on its node",
+            help=f"write an inner level of at most {max(1, per_node // stride)} keeps each inner group on one node",
             related=also(spec, _CP, ("cluster", "gpus_per_node")),
         )

@@ -100,9 +100,9 @@ def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
     if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
         share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
         yield Finding(
-            f"cp_layout contiguous with cp {cp}: ranks do {share:.0%} of the busiest rank's attention on average",
+            f"cp_layout contiguous with cp {cp}: on average a rank does {share:.0%} of the busiest rank's attention",
             _LAYOUT,
-            help="zigzag does 100%",
+            help="zigzag gives all ranks equal work",
             fixes=(Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),),
             related=also(spec, _CP),
         )

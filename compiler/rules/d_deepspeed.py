@@ -67,7 +67,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
     def search(node: object, path: Path) -> Iterator[Finding]:
         if node == "auto":
             yield Finding(
-                '"auto" would reach DeepSpeed as it stands',
+                '"auto" would be passed to DeepSpeed unchanged',
                 path,
                 help="write a value, or remove the key",
                 fixes=(Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),

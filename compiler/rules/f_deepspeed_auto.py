@@ -64,7 +64,7 @@ def auto_is_not_a_value(settings: Settings) -> Iterator[Finding]:
         if around.filler in (TRANSFORMERS, ACCELERATE):
             if not _fills(around.filler, path, settings) and not _fills(TRANSFORMERS, path, settings):
                 said = TITLES[around.filler]
-                yield Finding(f'{said} refuses "auto" in {name}: it has nothing to put there', path, help=_advice(key))
+                yield Finding(f'{said} refuses "auto" in {name}: it has no value for this key', path, help=_advice(key))
             elif not _fills(around.filler, path, settings):
                 message = f'accelerate alone does not replace "auto" in {name}, only the Trainer of transformers does'
                 yield Finding(message, path, help=_advice(key))
@@ -114,8 +114,8 @@ def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
     if around.filler in (TRANSFORMERS, ACCELERATE):
         if around.filler_from == GUESSED:
             count = f'{len(paths)} times "auto"' if len(paths) > 1 else '"auto"'
-            message = f"{count}: read as a file for {TITLES[around.filler]}, which replaces it"
-            yield Finding(message, paths[0], help="--used-with says who reads the file")
+            message = f"{count}: the file is taken to be for {TITLES[around.filler]}, which replaces it"
+            yield Finding(message, paths[0], help="name the tool that reads the file with --used-with")
         return
     defaults = [
         path for path in paths if (key := find(around.version, *path)) and not key.loose and path[-1] != "stage"
@@ -130,7 +130,7 @@ def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
 @file_rule(
     "F011",
     DEEPSPEED,
-    "the one who reads the file refuses it",
+    "the tool that reads the file refuses it",
     """accelerate, and the Trainer of transformers through it, refuse a file without zero_optimization. Lightning
     refuses one that sets gradient_accumulation_steps, which its Trainer sets itself.""",
     wrong={"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0},

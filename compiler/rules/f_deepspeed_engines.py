@@ -84,7 +84,7 @@ def _intervals(flow: Mapping[str, Any]) -> Iterator[Finding]:
     strategy = flow.get("select_strategy", "auto")
     select, update = flow.get("select_interval", "auto"), flow.get("update_interval", "auto")
     if strategy == "auto" and _is_whole(select):
-        message = f'select_interval {select} with select_strategy "auto", which sets it: DeepSpeed refuses both'
+        message = f'select_interval {select} with select_strategy "auto", which sets it: DeepSpeed refuses this'
         yield Finding(message, (*_ZENFLOW, "select_interval"), help="remove it, or choose a strategy")
     elif strategy in _STRATEGIES[1:] and select == "auto":
         message = f'select_strategy "{strategy}" needs select_interval as a number'

@@ -122,7 +122,7 @@ def autoep_routes_agree(settings: Settings) -> Iterator[Finding]:
             'comm_backend "deepep"': backend == "deepep" and size > 1,
         }
         for reason in (text for text, holds in reasons.items() if holds):
-            yield Finding(f'combine_impl "fused_weighted_sum" does not go with {reason}', _at("combine_impl"))
+            yield Finding(f'combine_impl "fused_weighted_sum" cannot be combined with {reason}', _at("combine_impl"))
     if _value(settings, "gate_up_impl") == "fused" and _value(settings, "use_grouped_mm", True) is False:
         yield Finding(
             'gate_up_impl "fused" needs use_grouped_mm true', _at("gate_up_impl"), help="remove one of the two"
@@ -136,7 +136,7 @@ def autoep_routes_agree(settings: Settings) -> Iterator[Finding]:
         advice = "write micro-batch · longest sequence"
         yield Finding('comm_backend "deepep" needs comm_max_tokens_per_rank', _at("comm_backend"), help=advice)
     if _value(settings, "async_split_plan") is True and size > 1 and tp > 1:
-        message = f"async_split_plan does not go with tensor_parallel.autotp_size {tp}"
+        message = f"async_split_plan cannot be combined with tensor_parallel.autotp_size {tp}"
         yield Finding(message, _at("async_split_plan"), help="remove one of the two")
 
 
@@ -177,14 +177,14 @@ def autoep_has_the_layout(settings: Settings) -> Iterator[Finding]:
 def _at_stage_3(settings: Settings, sequence: float | None) -> Iterator[Finding]:
     related = (Related("AutoEP is enabled here", _at("enabled")),)
     if sequence is not None:
-        message = f"sequence_parallel_size {sequence:g} with AutoEP at stage 3: DeepSpeed refuses both"
+        message = f"sequence_parallel_size {sequence:g} with AutoEP at stage 3: DeepSpeed refuses the combination"
         yield Finding(message, ("sequence_parallel_size",), help="use stage 1 or 2, or remove it", related=related)
     if settings.get(ZERO, "zero_quantized_gradients") is True:
-        message = "zero_quantized_gradients with AutoEP at stage 3: DeepSpeed refuses both"
+        message = "zero_quantized_gradients with AutoEP at stage 3: DeepSpeed refuses the combination"
         yield Finding(message, (ZERO, "zero_quantized_gradients"), help="remove it", related=related)
     shards = settings.number(ZERO, "zero_hpz_partition_size")
     if shards is not None and shards > 1:
-        message = f"zero_hpz_partition_size {shards:g} with AutoEP at stage 3: DeepSpeed refuses both"
+        message = f"zero_hpz_partition_size {shards:g} with AutoEP at stage 3: DeepSpeed refuses the combination"
         yield Finding(message, (ZERO, "zero_hpz_partition_size"), help="remove it", related=related)
 
 
@@ -205,14 +205,14 @@ def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None)
         message = f'preset_model "{presets[1]}" of AutoEP with "{presets[0]}" of AutoTP: they must be the same'
         yield Finding(message, _at("preset_model"), related=(Related("AutoTP's", ("tensor_parallel", "preset_model")),))
     if settings.get("use_data_before_expert_parallelism") is True:
-        message = "use_data_before_expert_parallelism does not go with AutoEP and AutoTP together"
+        message = "use_data_before_expert_parallelism cannot be combined with AutoEP and AutoTP"
         yield Finding(message, ("use_data_before_expert_parallelism",), help="remove it")
     for part in ("offload_param", "offload_optimizer"):
         if isinstance(settings.get(ZERO, part), dict):
-            message = f"{part} does not go with AutoEP and AutoTP together"
+            message = f"{part} cannot be combined with AutoEP and AutoTP"
             yield Finding(message, (ZERO, part), help="remove it", related=related)
     if settings.get("compile", "deepcompile") is True:
-        message = "deepcompile does not go with AutoEP and AutoTP together"
+        message = "deepcompile cannot be combined with AutoEP and AutoTP"
         yield Finding(message, ("compile", "deepcompile"), help="remove it", related=related)
 
 
@@ -232,7 +232,7 @@ def autoep_is_on(settings: Settings) -> Iterator[Finding]:
     section = settings.section(_SECTION)
     if section and settings.left_out(_SECTION, "enabled") and len(section) > 0:
         fix = Fix("switch it on", Safety.CHANGES_COST, (Edit(_at("enabled"), value=True),))
-        message = "expert_parallel has no effect: it is off without enabled"
+        message = 'expert_parallel has no effect because "enabled" is not set'
         yield Finding(message, (_SECTION,), help='add "enabled": true', fixes=(fix,))
     elif _enabled(settings) and _size(settings) == 1 and autotp_size(settings) == 1:
         message = "autoep_size 1: every rank keeps all experts"

@@ -75,7 +75,7 @@ def sums_have_their_engine(settings: Settings) -> Iterator[Finding]:
     for name in (name for name, given in others.items() if given):
         path: Path = ("gradient_allreduce_op",)
         fix = Fix("remove gradient_allreduce_op", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
-        yield Finding(f'gradient_allreduce_op "sum" with {name}: DeepSpeed refuses both', path, fixes=(fix,))
+        yield Finding(f'gradient_allreduce_op "sum" with {name}: DeepSpeed refuses the combination', path, fixes=(fix,))
 
 
 @file_rule(
@@ -133,7 +133,9 @@ def callers_can_manage_accumulation(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, path, help='write "overlap_comm": false')
     if settings.get("compile", "deepcompile") is True:
         yield Finding(
-            "managed_gradient_accumulation false does not go with DeepCompile", path, help="remove one of the two"
+            "managed_gradient_accumulation false cannot be combined with DeepCompile",
+            path,
+            help="remove one of the two",
         )
 
 

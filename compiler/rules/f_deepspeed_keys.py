@@ -41,7 +41,7 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
         beside = next((name for name in target.names if name in holder), None)
         if beside is not None:
             yield Finding(
-                f"{path[-1]} beside {beside}, which replaced it: DeepSpeed refuses both",
+                f"{path[-1]} beside {beside}, which replaced it: DeepSpeed refuses the combination",
                 path,
                 help=f"remove {path[-1]}",
                 fixes=(Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),

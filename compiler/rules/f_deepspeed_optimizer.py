@@ -40,7 +40,7 @@ def optimizer_goes_with_zero(settings: Settings) -> Iterator[Finding]:
     related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
     own = kind.lower() in optimizers(settings.around.version)
     if own and kind.lower() in _COMPRESSED:
-        message = f"{kind} compresses gradients itself and does not go with ZeRO stage {stage}"
+        message = f"{kind} compresses gradients itself and cannot be combined with ZeRO stage {stage}"
         fixes = (Fix("set stage to 0", Safety.CHANGES_COST, (Edit((ZERO, "stage"), 0),)),)
         yield Finding(message, _TYPE, help="use stage 0, or AdamW", fixes=fixes, related=related)
     elif not (own and kind.lower() in _TESTED) and kind not in _TESTED_OF_TORCH:
@@ -95,7 +95,7 @@ def muon_has_whole_matrices(settings: Settings) -> Iterator[Finding]:
         return
     if settings.get(*path, default=True) is not False:
         yield Finding(
-            "Muon at stage 3 with reduce_scatter: DeepSpeed refuses both",
+            "Muon at stage 3 with reduce_scatter: DeepSpeed refuses the combination",
             _TYPE,
             help='write "reduce_scatter": false',
             fixes=(Fix("set reduce_scatter to false", Safety.CHANGES_COST, (Edit(path, value=False),)),),

@@ -108,7 +108,7 @@ def half_master_weights_have_their_place(settings: Settings) -> Iterator[Finding
 @file_rule(
     "F014",
     DEEPSPEED,
-    "a type that does not go with the weights",
+    "a type that cannot be combined with the weights",
     """data_types.param_dtype must name the type that fp16 or bf16 switches on, fp32 without them. Without ZeRO
     data_types.grad_accum_dtype must be that type too: sums in another type need stage 1 or more.""",
     wrong={**BATCH, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -178,7 +178,7 @@ def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
     """Fires when both stand in the file."""
     if "bf16" in settings.tree and "bfloat16" in settings.tree:
         yield Finding(
-            "bfloat16 has no effect beside bf16, whose old name it is",
+            "bfloat16 has no effect: it is the old name of bf16, which is set too",
             ("bfloat16",),
             help="remove it",
             fixes=(Fix("remove bfloat16", Safety.SAFE, (Edit(("bfloat16",), remove=True),)),),

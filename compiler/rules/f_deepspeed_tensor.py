@@ -53,7 +53,7 @@ def tensor_parallelism_shards(settings: Settings) -> Iterator[Finding]:
         )
     elif other is not None and given and other not in (1, given):
         fix = Fix(f"set tp_size to {given:g}", Safety.SAFE, (Edit(path, int(given)),))
-        message = f"tp_size {other:g} ≠ autotp_size {given:g}: DeepSpeed refuses both"
+        message = f"tp_size {other:g} ≠ autotp_size {given:g}: DeepSpeed refuses the combination"
         yield Finding(message, path, help="remove tp_size", fixes=(fix,), related=(Related("the size", _SIZE),))
     preset = settings.get(_SECTION, "preset_model")
     key = find(settings.around.version, _SECTION, "preset_model")

@@ -26,7 +26,7 @@ def keys_of_its_own(settings: Settings) -> Iterator[Finding]:
     told = next((key for key in settings.tree if key.replace("-", "_") in NEOX_KEYS), "")
     if told:
         yield Finding(
-            "this is a gpt-neox configuration: only the values of its DeepSpeed keys are checked",
+            "this is a gpt-neox configuration; only its DeepSpeed keys are checked",
             (told,),
             help="`parcompile import` turns it into a spec, which is checked whole",
         )

@@ -56,8 +56,8 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
         f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {machine.name}, without "
         f"activations; the largest part is {largest}",
         model_path(spec, "hidden_size"),
-        help=f"tp {spec.axis(Axis.TP)} and pp {spec.axis(Axis.PP)} divide all of it; dp · cp {shards} divides the fp32 "
-        "master weights and the optimizer state, at ZeRO stage 1",
+        help=f"raise tp (now {spec.axis(Axis.TP)}) or pp (now {spec.axis(Axis.PP)}): both shrink everything; at ZeRO "
+        f"stage 1 a larger dp · cp (now {shards}) shrinks the fp32 master weights and the optimizer state",
         related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
     )
 

@@ -26,7 +26,7 @@ def selective_recomputes_nothing(spec: Resolution) -> Iterator[Finding]:
     """Fires for selective."""
     if spec.get(*_PATH) == "selective":
         yield Finding(
-            "activation_checkpointing selective does what none does: fused attention never stores the scores",
+            "activation_checkpointing selective saves nothing: fused attention never stores the scores",
             _PATH,
             help="full saves memory, for about a third more computation",
         )

@@ -34,7 +34,7 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
     yield Finding(
         f"min_lr {schedule.min_lr:g} > optimizer.lr {lr:g}",
         _MIN,
-        help=f"write a min_lr of {lr:g} or less; a tenth is {lr / 10:g}",
+        help=f"write a min_lr of {lr:g} or less, for example {lr / 10:g}",
         fixes=(
             Fix("remove min_lr", Safety.CHANGES_NUMERICS, (Edit(_MIN, remove=True),)),
             Fix(f"set min_lr to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(_MIN, lr),)),
@@ -95,7 +95,7 @@ def one_schedule(spec: Resolution) -> Iterator[Finding]:
     """Fires when both are given."""
     if spec.lr_scheduler is not None and spec.given(*_FURTHER):
         yield Finding(
-            "deepspeed.scheduler beside training.lr_scheduler: there is one learning rate",
+            "deepspeed.scheduler and training.lr_scheduler are both given: a run has one schedule",
             _FURTHER,
             help="keep one of them; training.lr_scheduler is known to every target",
             fixes=(

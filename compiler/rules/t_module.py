@@ -57,7 +57,7 @@ def module_divides(spec: Resolution) -> Iterator[Finding]:
                 f"{row} is cut along {what} on tp {tp}: {part.units} / {tp} is not whole; "
                 f"nearest tp: {listed(near[:2])}",
                 ("model", "injection", name),
-                help="choose another tp, or leave out the rules of a row and of its columns: they are then held whole",
+                help="choose another tp, or remove the rules of the row and its columns to hold them whole",
                 fixes=tp_fixes(spec, near),
                 related=also(spec, _TP),
             )

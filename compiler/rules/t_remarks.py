@@ -73,7 +73,7 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
     path = ("parallelism", "sequence_parallel")
     if spec.sequence_parallel and spec.axis(Axis.TP) == 1:
         yield Finding(
-            "sequence_parallel has no effect with tp 1: it is switched off",
+            "sequence_parallel has no effect with tp 1: the plan switches it off",
             path,
             help="remove it, or set tp to 2 or more",
             fixes=(Fix("remove sequence_parallel", Safety.SAFE, (Edit(path, remove=True),)),),

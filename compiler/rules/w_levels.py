@@ -37,7 +37,7 @@ def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
     yield Finding(
         f"hierarchical_cp_sizes {sizes[0]} · {sizes[1]} = {sizes[0] * sizes[1]} ≠ cp {cp}",
         _SIZES,
-        help="left out, the cost model chooses them",
+        help="remove it, and the cost model chooses the sizes",
         fixes=tuple(resize(one) for one in possible_sizes(spec, kind)),
         related=also(spec, _CP),
     )

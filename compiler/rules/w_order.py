@@ -78,7 +78,7 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}",
             _ORDER,
-            help="let the order end in pp",
+            help="move pp to the end of the order",
             fixes=(_reorder("-".join((*inner, Axis.PP)), Safety.CHANGES_COST),),
             related=also(spec, ("parallelism", "pp")),
         )

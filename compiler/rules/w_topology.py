@@ -71,7 +71,7 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
             continue
         found, order = here.reaches[axis], "-".join(better.order)
         yield Finding(
-            f"{found.leaving_node} of {found.count} {axis} groups leave their node ({found.nodes[1]} nodes each): with "
+            f"{found.leaving_node} of {found.count} {axis} groups span {found.nodes[1]} nodes: with "
             f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
             f"leave it, with order {order} {format_bytes(better.leaving_bytes)}",
             _place(spec, axis),

@@ -119,7 +119,7 @@ def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"ep {ep} does not divide dp {dp} · cp {cp} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
             ("parallelism", "ep"),
-            help="experts are shared by ranks of dp · cp: choose ep among its divisors",
+            help="choose an ep that divides dp · cp",
             fixes=tuple(_resize(spec, Axis.EP, size) for size in near),
             related=also(spec, ("parallelism", "dp"), ("parallelism", "cp")),
         )

@@ -108,7 +108,11 @@ def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> t
     work, ours = best.candidate.work, best.time.step
     here = (work.order, work.context)
     others = all_executions(work, choices, values_of(work, time))
-    return tuple((one, _slower(one.step, ours)) for one in others if (one.work.order, one.work.context) != here)
+    return tuple(
+        (one, _slower(one.step, ours) or f"{_tied(one.step, ours)}; the chosen one is simpler")
+        for one in others
+        if (one.work.order, one.work.context) != here
+    )
 
 
 def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResult:
@@ -123,19 +127,29 @@ def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResul
 
 
 def _lost(one: Ranked, best: Ranked) -> Ranked:
-    return replace(one, reason=_slower(one.time.step, best.time.step))
+    reason = _slower(one.time.step, best.time.step)
+    if reason is not None:
+        return replace(one, reason=reason)
+    tied = _tied(one.time.step, best.time.step)
+    if one.peak_bytes > 1.005 * best.peak_bytes:
+        return replace(one, reason=f"{tied}; uses {format_bytes(one.peak_bytes)}, not {format_bytes(best.peak_bytes)}")
+    return replace(one, reason=f"{tied}; the chosen layout is simpler")
 
 
-def _slower(step: StepTime, best: StepTime) -> str:
-    """Why a layout with this step loses to the best one: by how much it is slower, and through which component."""
+def _tied(step: StepTime, best: StepTime) -> str:
+    gain = 1 - step.seconds / best.seconds
+    return "tied" if gain < 0.0005 else f"tied: {gain:.1%} faster, and predictions err by {TIE - 1:.0%}"
+
+
+def _slower(step: StepTime, best: StepTime) -> str | None:
+    """By how much a step is slower than the best one, and through which component; None when it is not slower."""
     ratio = step.seconds / best.seconds
     if ratio < 1.0005:
-        shown = "as fast" if ratio > 0.9995 else f"{1 - ratio:.1%} faster, within the {TIE - 1:.0%} that count as equal"
-        return f"{shown}; less simple, or more memory"
+        return None
     theirs, ours = step.parts, best.parts
     part = max(theirs, key=lambda name: theirs[name] - ours[name])
     difference = theirs[part] - ours[part]
-    return f"{ratio - 1:.1%} slower, most of it through {part} (+{format_seconds(difference)})"
+    return f"{ratio - 1:.1%} slower, mostly because of {part} (+{format_seconds(difference)})"
 
 
 def _unsafe(one: Ranked) -> Ranked:

@@ -217,7 +217,7 @@ class Scanner:
         self.once(
             self.source.problem(
                 "J015",
-                f"strings stand in double quotes, not in {quote}…{close}",
+                f"strings need double quotes, not {quote}…{close}",
                 start,
                 advice=f'write "{shown(value)}"',
             )

@@ -63,7 +63,7 @@ _KNOWN: tuple[tuple[str, str, str, str | None], ...] = (
     ),
     ("expected the node content", "J020", "a value is missing here", None),
     ("found duplicate anchor", "J023", "this anchor is defined twice", None),
-    ("multiple documents", "J024", "a second document starts here: a file holds one", None),
+    ("multiple documents", "J024", "a second document starts here; a file may hold only one", None),
     ("special characters are not allowed", "J005", "a control character that YAML does not allow", None),
     ("control characters are not allowed", "J005", "a control character that YAML does not allow", None),
     ("maximum nesting", "J008", "too many levels inside each other", "nest less"),

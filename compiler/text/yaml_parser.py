@@ -99,7 +99,7 @@ class _Composer:
             start, end = _index(event.start_mark), _index(event.end_mark)
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
-                    message = "a second document starts here: a file holds one"
+                    message = "a second document starts here; a file may hold only one"
                     raise self.fatal("J024", message, start, "put it into a file of its own")
                 continue
             if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):

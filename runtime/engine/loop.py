@@ -117,7 +117,7 @@ def _whole_step(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """The micro-batches of a step. The first is taken here: data that ends between two steps ends as iterators do."""
     if not hasattr(batches, "__next__"):
         raise RunError(
-            f"a {type(batches).__name__} is no iterator: make one before the first step, batches = iter(loader)",
+            f"a {type(batches).__name__} is not an iterator: create one before the first step, batches = iter(loader)",
             everywhere=True,
         )
     first = next(batches)

@@ -47,7 +47,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     """
     if plan.spec.model.shape.user_module is not None:
         raise RunError(
-            "the plan is for a module of your own, which only you can build: give it to initialize as model=",
+            "the plan is for a module of your own, which only you can build: pass it to initialize as model=",
             everywhere=True,
         )
     config = planned_config(plan)

@@ -83,14 +83,14 @@ def folder_config(folder: str | Path) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error.strerror}; weights without their configuration do not say which numbers "
+            f"{path} cannot be read: {error.strerror}; weights need their configuration, which says which numbers "
             "they were trained with",
             everywhere=True,
         ) from None
     except ValueError as error:
         raise RunError(f"{path} is not valid JSON: {error}", everywhere=True) from None
     if not isinstance(values, dict):
-        raise RunError(f"{path} holds no JSON object", everywhere=True)
+        raise RunError(f"{path} does not hold a JSON object", everywhere=True)
     return _read(values, str(path))
 
 

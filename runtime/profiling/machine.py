@@ -176,7 +176,7 @@ def alike(device: torch.device) -> str:
     for part, name in DEVICES:
         if part in found:
             return name
-    raise RunError(f"{found!r} is like no preset: say with --like which one is nearest", everywhere=True)
+    raise RunError(f"{found!r} resembles no preset: name the nearest one with --like", everywhere=True)
 
 
 def _title(device: torch.device) -> str:

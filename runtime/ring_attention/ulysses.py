@@ -87,7 +87,7 @@ def usp_attention(
             neighbourhood holds what one rank of a shorter ring would.
     """
     if CpLayout(options.get("layout", CpLayout.ZIGZAG)) is CpLayout.STRIPED:
-        raise ValueError("usp: neighbouring stripes are not a stripe of a shorter ring; use zigzag or contiguous")
+        raise ValueError("usp: usp cannot run striped chunks; use zigzag or contiguous")
     across: AttentionOptions = {**options, "group": groups.ring}
     if dist.get_world_size(groups.heads) == 1:
         return ring_attention(query, key, value, **across)

@@ -67,7 +67,7 @@ class TestExitCodes:
     def test_a_good_spec_is_0(self, run: Any) -> None:
         done = run("check", "good.json")
         assert (done.code, done.err) == (0, "")
-        assert "1 file checked: nothing to report" in done.out
+        assert "1 file checked: no errors, no remarks" in done.out
 
     def test_errors_are_1(self, run: Any) -> None:
         done = run("check", "good.json", "bad.json")

@@ -55,7 +55,7 @@ def test_every_loser_has_a_reason(found: SearchResult) -> None:
     assert found.best is not None
     assert found.best.reason is None
     assert all(one.reason for one in (*found.fitting[1:], *found.too_large))
-    assert any("most of it through" in (one.reason or "") for one in found.fitting)
+    assert any("mostly because of" in (one.reason or "") for one in found.fitting)
     assert all("usable on rank" in (one.reason or "") for one in found.too_large)
     assert found.too_large
     assert all(one.code and one.message for one in found.refused)
@@ -195,7 +195,7 @@ def test_the_other_executions_of_the_chosen_layout_say_why_they_lost() -> None:
     names = {one.work.cp_implementation for one, _ in outcome.other_executions}
     assert names == {one.value for one in CpImplementation}
     assert {one.work.order for one, _ in outcome.other_executions} == set(orders(outcome.best.candidate.work))
-    assert any("slower, most of it through cp, exposed" in reason for _, reason in outcome.other_executions)
+    assert any("slower, mostly because of cp, exposed" in reason for _, reason in outcome.other_executions)
     chosen = variant(tree, outcome.best.candidate.changes, FOLDER, executable=True).work
     assert chosen is not None
     assert timing(chosen).step.seconds == pytest.approx(outcome.best.seconds)

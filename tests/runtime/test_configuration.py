@@ -121,7 +121,11 @@ def test_a_key_that_only_the_model_code_reads_counts(tmp_path: Path) -> None:
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"config\.json cannot be read: No such file"):
         folder_config(tmp_path)
-    for text, reason in (("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"model_type": "x"}', "'x'")):
+    for text, reason in (
+        ("{", "is not valid JSON"),
+        ("[]", "does not hold a JSON object"),
+        ('{"model_type": "x"}', "'x'"),
+    ):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         with pytest.raises(RunError, match=reason):
             folder_config(tmp_path)

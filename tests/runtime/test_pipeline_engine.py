@@ -77,7 +77,7 @@ def test_train_batch_and_eval_batch_are_one_form_for_all_layouts(parallelism: di
         assert found["evaluate odd"] != found["evaluate"]
         assert found["training"]
         no_iterator, too_few, by_hand, ended = found["said"]
-        assert no_iterator == "a list is no iterator: make one before the first step, batches = iter(loader)"
+        assert no_iterator == "a list is not an iterator: create one before the first step, batches = iter(loader)"
         assert too_few == "the batches ended after 3 of the 4 micro-batches of a step"
         assert ("Write loss = engine.train_batch(batches)" in by_hand) == ("pp" in parallelism)
         assert ended == "stopped"

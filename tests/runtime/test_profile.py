@@ -80,7 +80,7 @@ def test_one_process_measures_itself_and_takes_its_links_from_the_preset_it_is_l
     ("arguments", "message"),
     [
         (("-o", "box.txt"), "write box.txt.json"),
-        (("-o", "nowhere/box.json"), "is no folder that can be written"),
+        (("-o", "nowhere/box.json"), "is not a writable folder"),
         (("--ranks", "1"), "--ranks"),
     ],
 )

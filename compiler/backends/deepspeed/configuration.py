@@ -183,9 +183,7 @@ class _Walk:
         """Alias and field name side by side: pydantic takes the alias, and the other one is unknown then."""
         first = next((name for name in key.names if name in holder), None)
         if len(key.names) > 1 and first != path[-1]:
-            message = (
-                f"{quoted(path[-1])} is another name of {quoted(first)}, which is given too: DeepSpeed refuses both"
-            )
+            message = f"{quoted(path[-1])} is another name of {quoted(first)}, which is set too: DeepSpeed refuses this"
             self.findings.say("K008", path, message, "keep one of the two", at_key=True)
 
     def _removed(self, path: Path, key: Key) -> None:

@@ -55,7 +55,7 @@ class ModelValues(ParallelismValues):
         except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
         if not isinstance(config, dict):
-            raise ModelConfigError(f"{path} holds no JSON object", "hf_config")
+            raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
         for key, value in config.items():
             most = _most(key)
             if isinstance(value, int) and most is not None and value > most:
