@@ -51,10 +51,7 @@ SILENT_TIMEOUT = Variable(
     120,
     "After how long without a heartbeat a rank counts as lost, and the job ends with a message that names it.",
 )
-STAGE_TIMEOUT = Variable(
-    "PARCOMPILE_STAGE_TIMEOUT", 60, "After how long without a sign of life a neighbouring pipeline stage is given up."
-)
-VARIABLES = (HANDSHAKE_TIMEOUT, COLLECTIVE_TIMEOUT, SILENT_TIMEOUT, STAGE_TIMEOUT)
+VARIABLES = (HANDSHAKE_TIMEOUT, COLLECTIVE_TIMEOUT, SILENT_TIMEOUT)
 
 HEARTBEAT = "PARCOMPILE_HEARTBEAT"
 """`0` switches heartbeats off: a lost rank is then noticed when a collective fails or its time is over."""

@@ -11,7 +11,7 @@ from parcompile.layout.grid import Axis
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import forbid_jit_builds
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.liveness import end_watch, watch
+from parcompile.runtime.liveness import end_watch, set_stage, watch
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT, check_variables
 
 from .environment import Environment, device_of
@@ -50,6 +50,7 @@ def join(plan: Plan, *, watched: bool = True) -> Mesh:
     mesh = create_groups(plan, environment.rank, device)
     for name, live, planned in mesh.differing_groups():
         raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")
+    set_stage(mesh.index("pp") if mesh.size("pp") > 1 else None)
     _mesh = mesh
     return mesh
 

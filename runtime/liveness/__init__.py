@@ -1,6 +1,6 @@
 """Which ranks live, what each is doing, and how a job ends when one fails, is lost, or is asked to stop."""
 
-from .activity import doing, follow
+from .activity import doing, follow, set_stage
 from .job import current, end_watch, watch
 from .reporting import report_errors
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
@@ -14,5 +14,6 @@ __all__ = [
     "end_watch",
     "follow",
     "report_errors",
+    "set_stage",
     "watch",
 ]

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _engine: Any = None
+_place = ""
 _phase = "starting"
 
 
 def now_doing() -> str:
-    """Such as "at step 12, in the backward pass"."""
-    return _phase if _engine is None else f"at step {_engine.global_steps + 1}, {_phase}"
+    """Such as "at step 12, in the backward pass, on pipeline stage 1"."""
+    step = "" if _engine is None else f"at step {_engine.global_steps + 1}, "
+    return f"{step}{_phase}{_place}"
 
 
 @contextlib.contextmanager
@@ -24,6 +26,12 @@ def doing(phase: str) -> Iterator[None]:
         yield
     finally:
         _phase = before
+
+
+def set_stage(stage: int | None) -> None:
+    """The pipeline stage of this rank; None: there is only one."""
+    global _place
+    _place = "" if stage is None else f", on pipeline stage {stage}"
 
 
 def follow(engine: Any) -> None:

@@ -85,7 +85,7 @@ class Monitor:
     def stop(self) -> None:
         """This rank ends, or leaves the job, as it should. Rank 0 waits a moment until the others know."""
         self._finalizer.cancel()
-        self._is_over.set()
+        self._end_thread()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == _do_nothing:
             _forget_signals()
         with contextlib.suppress(*LOST):
@@ -122,6 +122,14 @@ class Monitor:
         It returns after some seconds when no rank turns out to be lost.
         """
         self._is_over.wait(PARTING_SECONDS + 4 * self._period)
+
+    def _end_thread(self) -> None:
+        """A thread that is in the store's C++ when Python ends aborts the process."""
+        self._is_over.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._tells, b"\0")
+        if self._thread.is_alive():
+            self._thread.join(PARTING_SECONDS)
 
     def _run(self) -> None:
         before = time.monotonic()

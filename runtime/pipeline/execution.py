@@ -13,7 +13,6 @@ from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
 from .boundary import Boundary
-from .watch import talking_to
 
 Batch = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]
@@ -71,13 +70,11 @@ class Step:
 
     def _pass(self, one: Pass) -> None:
         received: Outputs = ()
-        if (source := self._schedule.source(self._rank, one)) is not None:
-            with talking_to(source):
-                received = self._asked.pop(one).wait()
+        if self._schedule.source(self._rank, one) is not None:
+            received = self._asked.pop(one).wait()
         outputs = self._forward(one, received) if one.forward else self._backward(one, received)
         if (to := self._schedule.target(self._rank, one)) is not None:
-            with talking_to(to):
-                self._lanes.send(to, outputs, forward=one.forward)
+            self._lanes.send(to, outputs, forward=one.forward)
 
     def _ask(self, one: Pass) -> None:
         """Posts the receive of what a pass begins with."""

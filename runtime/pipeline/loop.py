@@ -19,7 +19,6 @@ from parcompile.runtime.transport import Lanes
 from .chunk import handed
 from .execution import Batch, Outputs, Step, Work
 from .tied import TiedEmbedding
-from .watch import StageWatch
 
 
 class PipelinedLoop:
@@ -30,15 +29,13 @@ class PipelinedLoop:
     Args:
         engine: of DeepSpeed; `forward`, `backward` and `step` are the loop's from here on.
         mesh: this rank's place.
-        watch: end with the name of the stage when another one fails.
     """
 
-    def __init__(self, engine: Any, mesh: Mesh, *, watch: bool = True) -> None:
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
         self._engine, self._mesh = engine, mesh
         self._schedule, self._rank = mesh.plan.spec.schedule, mesh.index("pp")
         self._lanes = Lanes(self._schedule, mesh.lanes, self._rank, mesh.device)
         self._tied = TiedEmbedding(engine.module, mesh)
-        self._watch = StageWatch(mesh) if watch else None
         self._running = False
         for name in ("forward", "backward", "step"):
             setattr(engine, name, self._guarded(name, getattr(engine, name)))
@@ -73,11 +70,10 @@ class PipelinedLoop:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Within it the engine's methods may be called; a stage that fails ends the others."""
+        """Within it the engine's methods may be called."""
         self._running = True
         try:
-            with contextlib.nullcontext() if self._watch is None else self._watch.over():
-                yield
+            yield
         finally:
             self._running = False
 

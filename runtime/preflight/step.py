@@ -143,7 +143,7 @@ def _run_stages(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[]
 
     The messages are those of the schedule; what comes in has shapes and no values.
     """
-    loop, chunks = PipelinedLoop(engine, mesh, watch=False), range(mesh.plan.spec.schedule.virtual)
+    loop, chunks = PipelinedLoop(engine, mesh), range(mesh.plan.spec.schedule.virtual)
     with loop.together(), loop.step(iter([_batch(mesh) for _ in range(RUN)])) as step:
         for micro in range(RUN):
             held = _begin(tracker, f"micro {micro}")

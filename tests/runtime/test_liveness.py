@@ -156,6 +156,29 @@ def test_what_one_rank_raises_ends_all_with_its_message(start, fault: str, messa
     assert text.count("Traceback") == int(has_traceback)
 
 
+BUSY = """
+import contextlib, datetime
+import torch.distributed as dist
+from parcompile.runtime.liveness.monitor import Monitor
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+other = store.clone()
+def slow():
+    with contextlib.suppress(RuntimeError):
+        other.wait(["never"], datetime.timedelta(seconds=0.5))
+    return "slow"
+monitor = Monitor(store, 0, 1, "job", 60)
+monitor.start()
+monitor.activity = slow
+import time; time.sleep(0.8)
+"""
+
+
+def test_a_process_ends_well_while_its_heartbeat_talks_to_the_store() -> None:
+    """Python stops threads at its end. A thread that is in the store's C++ then takes the process with it."""
+    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(start, number: signal.Signals) -> None:
     job = start(2, "stops")
