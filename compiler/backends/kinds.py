@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -167,12 +168,14 @@ def recognise_text(text: str) -> Recognition:
 
 def _spec_sections(tree: Mapping[str, Any]) -> set[str]:
     """Sections of a spec, also misspelt ones: keys of its names with an object under them."""
-    return {
-        near[0]
-        for key, value in tree.items()
-        if isinstance(value, dict)
-        and (near := [key] if key in _SPEC_SECTIONS else difflib.get_close_matches(str(key), _SPEC_SECTIONS, 1, 0.75))
-    }
+    return {near for key, value in tree.items() if isinstance(value, dict) and (near := _spec_section(str(key)))}
+
+
+@functools.lru_cache(maxsize=512)
+def _spec_section(key: str) -> str | None:
+    """The section that a key names, or misspells."""
+    near = [key] if key in _SPEC_SECTIONS else difflib.get_close_matches(key, _SPEC_SECTIONS, 1, 0.75)
+    return near[0] if near else None
 
 
 def _deepspeed_signs(tree: Mapping[str, Any]) -> int:

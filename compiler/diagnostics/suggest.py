@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 LONGEST = 80
 """Longer words are no misspelt names."""
 _LEAST_RATIO = 0.7
 """Of difflib, whose 0.6 takes a DeepSpeed key of one's own, `comms_config`, for `comms_logger`."""
+
+_SEPARATORS = str.maketrans("", "", "-_. ")
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
@@ -26,5 +29,6 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
+@functools.lru_cache(maxsize=4096)
 def _bare(word: str) -> str:
-    return word.lower().translate({ord(character): None for character in "-_. "})
+    return word.lower().translate(_SEPARATORS)

@@ -6,6 +6,8 @@ A user who brings a name from there is told the name here. Names are compared wi
 
 from __future__ import annotations
 
+import functools
+
 from parcompile.diagnostics.suggest import closest
 
 _SPEC_KEYS: dict[str, tuple[str, ...]] = {
@@ -188,6 +190,7 @@ _GUESSES: dict[str, tuple[str, ...]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def bare(name: str) -> str:
     """`name` without case and separators, for comparing."""
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")

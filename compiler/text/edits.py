@@ -50,7 +50,8 @@ def _edited(tree: object, edit: Edit) -> object:
         if edit.remove or edit.rename_to is not None:
             raise EditError("the whole document cannot be removed or renamed")
         return edit.value
-    changed: Any = copy.deepcopy(tree)
+    # Copied is only what lies on the way: the rest is shared with the tree as it was.
+    changed: Any = copy.copy(tree)
     node: Any = changed
     *parents, last = edit.path
     for step in parents:
@@ -59,11 +60,10 @@ def _edited(tree: object, edit: Edit) -> object:
                 if edit.remove or edit.rename_to is not None:
                     raise EditError(f"there is no {step!r}")
                 node[step] = {}
-            node = node[step]
-        elif isinstance(node, list) and isinstance(step, int) and step < len(node):
-            node = node[step]
-        else:
+        elif not (isinstance(node, list) and isinstance(step, int) and step < len(node)):
             raise EditError(f"there is no {step!r}")
+        node[step] = copy.copy(node[step])
+        node = node[step]
     _change(node, last, edit)
     return changed
 

@@ -125,6 +125,8 @@ class _Parser:
     def _first_entry(self) -> Token | None:
         """After an opening bracket: the first value's first token, None when the bracket closes at once."""
         frame = self.frames[-1]
+        if self._key(frame, after_comma=False):
+            return self.scanner.next()
         token = self.scanner.next(as_key=isinstance(frame.value, dict))
         if self._closes(token):
             return None
@@ -135,6 +137,8 @@ class _Parser:
     def _next_entry(self) -> Token | None:
         """After a value: the next value's first token, None when the bracket closes."""
         frame = self.frames[-1]
+        if self._key(frame, after_comma=True):
+            return self.scanner.next()
         after = self.scanner.offset
         is_object = isinstance(frame.value, dict)
         token = self.scanner.next(as_key=is_object)
@@ -169,6 +173,13 @@ class _Parser:
             self.source.problem("J004", "a comma is missing here", after, advice="write , between two entries")
         )
         return self._entry(token)
+
+    def _key(self, frame: _Frame, *, after_comma: bool) -> bool:
+        """Reads the key of an entry that is written without a mistake, which most are."""
+        found = self.scanner.key(after_comma=after_comma) if isinstance(frame.value, dict) else None
+        if found is not None:
+            frame.key, frame.key_start, frame.key_end = found
+        return found is not None
 
     def _closes(self, token: Token) -> bool:
         if token.kind != PUNCTUATION or token.value not in ("}", "]"):

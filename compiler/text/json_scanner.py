@@ -32,6 +32,7 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE,
 )
+_KEY = re.compile(r"""[ \t\n\r]*(?P<comma>,)?[ \t\n\r]*(?P<key>"(?P<name>[^"\\\x00-\x1f]*)")[ \t\n\r]*:""")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _ODD_SPACE = re.compile(r"[\u00a0\u2000-\u200b\u2028\u2029\u202f\u3000\ufeff\x0b\x0c\x85]+")
 _COMMENT = re.compile(r"//[^\n\r]*|#[^\n\r]*|/\*.*?\*/", re.DOTALL)
@@ -101,6 +102,17 @@ class Scanner:
         if kind == "end":
             return Token(END, None, self.offset, self.offset)
         return self._number(match["number"], match.start("number"), match["fraction"], match["exponent"])
+
+    def key(self, *, after_comma: bool) -> tuple[str, int, int] | None:
+        """A key that stands as it should between its comma and its colon, with its offsets; both are read with it.
+
+        Of anything else nothing is read.
+        """
+        match = _KEY.match(self.text, self.offset)
+        if match is None or (match.start("comma") >= 0) is not after_comma:
+            return None
+        self.offset = match.end()
+        return match["name"], *match.span("key")
 
     def report(self, diagnostic: Diagnostic) -> None:
         """Report, and give the file up when there is no end to it."""
