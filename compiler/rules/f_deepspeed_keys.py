@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from parcompile.backends.deepspeed.table import Key, find, table
@@ -69,12 +70,21 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
 
 def _deprecated(settings: Settings) -> Iterator[tuple[Path, Key]]:
     """The deprecated keys of the file; they stand in sections at the top."""
-    for name, section in table(settings.around.version).keys.items():
-        holder = settings.section(name)
-        for inner in holder:
-            key = section.keys.get(inner)
-            if key is not None and key.deprecated is not None and holder[inner] != "auto":
+    for name, known in _deprecated_keys(settings.around.version).items():
+        for inner, value in settings.section(name).items():
+            key = known.get(inner)
+            if key is not None and value != "auto":
                 yield (name, inner), key
+
+
+@functools.cache
+def _deprecated_keys(version: str) -> dict[str, dict[str, Key]]:
+    """Those of a version, by the name of their section and their own."""
+    found = {
+        name: {inner: key for inner, key in section.keys.items() if key.deprecated is not None}
+        for name, section in table(version).keys.items()
+    }
+    return {name: keys for name, keys in found.items() if keys}
 
 
 @file_rule(

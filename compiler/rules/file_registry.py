@@ -31,7 +31,7 @@ class Settings:
         """The value at a path; the default when there is none, or none that can be used."""
         node: Any = self.tree
         for length, step in enumerate(path, 1):
-            if not isinstance(node, dict) or step not in node or path[:length] in self._invalid:
+            if not isinstance(node, dict) or step not in node or (self._invalid and path[:length] in self._invalid):
                 return default
             node = node[step]
         return default if node == "auto" else node
@@ -115,6 +115,11 @@ def file_rules() -> tuple[FileRule, ...]:
     return tuple(_RULES[code] for code in sorted(_RULES))
 
 
+@functools.cache
+def _rules_of(kind: str) -> tuple[FileRule, ...]:
+    return tuple(entry for entry in file_rules() if entry.kind == kind)
+
+
 def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
     """Runs every rule for files of `kind` once."""
     return [
@@ -127,7 +132,6 @@ def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
             fixes=finding.fixes,
             related=finding.related,
         )
-        for entry in file_rules()
-        if entry.kind == kind
+        for entry in _rules_of(kind)
         for finding in entry.check(settings)
     ]

@@ -92,13 +92,18 @@ def check(document: Document, version: str, *, needs_batch: bool = True) -> Conf
 def _with_switches(tree: Any, switches: Mapping[Path, bool]) -> Any:
     if not switches:
         return tree
-    tree = copy.deepcopy(tree)
     for path, value in switches.items():
-        node = tree
-        for step in path[:-1]:
-            node = node[step]
-        node[path[-1]] = value
+        tree = _with(tree, path, value)
     return tree
+
+
+def _with(tree: Any, path: Path, value: Any) -> Any:
+    """A copy of the objects and lists on the way to `path`, with `value` at its end; all others are shared."""
+    if not path:
+        return value
+    changed = copy.copy(tree)
+    changed[path[0]] = _with(tree[path[0]], path[1:], value)
+    return changed
 
 
 class _Walk:
@@ -181,8 +186,10 @@ class _Walk:
 
     def _twice(self, path: Path, key: Key, holder: Mapping[str, Any]) -> None:
         """Alias and field name side by side: pydantic takes the alias, and the other one is unknown then."""
+        if len(key.names) == 1:
+            return
         first = next((name for name in key.names if name in holder), None)
-        if len(key.names) > 1 and first != path[-1]:
+        if first != path[-1]:
             message = f"{quoted(path[-1])} is another name of {quoted(first)}, which is set too: DeepSpeed refuses this"
             self.findings.say("K008", path, message, "keep one of the two", at_key=True)
 

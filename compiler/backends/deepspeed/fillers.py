@@ -47,8 +47,9 @@ def version(filler: str) -> str | None:
 
 def autos(tree: object, path: Path = ()) -> Iterator[Path]:
     """The paths of all values that are "auto"."""
-    if tree == "auto":
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if isinstance(value, (dict, list, str)):
+                yield from autos(value, (*path, key))
+    elif tree == "auto":
         yield path
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in entries:
-        yield from autos(value, (*path, key))

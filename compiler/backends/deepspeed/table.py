@@ -24,11 +24,11 @@ class Key:
     path: str
     facts: Mapping[str, Any]
     keys: dict[str, Key] = field(default_factory=dict)
+    name: str = field(init=False)
+    """Its name in a file, as the documentation has it."""
 
-    @property
-    def name(self) -> str:
-        """Its name in a file, as the documentation has it."""
-        return self.path.rpartition(".")[2]
+    def __post_init__(self) -> None:
+        self.name = self.path.rpartition(".")[2]
 
     @property
     def names(self) -> tuple[str, ...]:
