@@ -6,7 +6,8 @@ The folders hold configurations that others wrote. Each goes through DeepSpeed's
 "auto" when there is one, through DeepSpeedConfig and `deepspeed.initialize` of a small model. An error is right when
 that refuses the file, or never looks at the key. A warning is right when it can be shown: an unknown key that is not
 looked up, a deprecated one that DeepSpeed speaks of, a key that is missing. Warnings that nothing here can show are
-counted apart. Then mistakes are planted into a configuration that DeepSpeed takes.
+counted apart. Then mistakes are planted into a configuration that DeepSpeed takes, and with --drawn values are drawn
+for its keys, which DeepSpeed's classes and the checker are to refuse both, or neither.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import collections
 import contextlib
 import io
+import itertools
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -26,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 
+from deepspeed_draws import drawn, is_agreed  # noqa: E402
 from deepspeed_judge import Judge, Verdict  # noqa: E402
 from deepspeed_mistakes import finds, mistakes  # noqa: E402
 
@@ -162,13 +166,25 @@ def planted() -> tuple[int, int, list[str]]:
     return count - len(missed), count, missed
 
 
-def files_per_second(files: Sequence[Path], rounds: int = 5) -> tuple[float, float, float]:
-    rates = []
-    for _ in range(rounds):
-        start = time.process_time()
-        for file in files:
-            check_any(file)
-        rates.append(len(files) / (time.process_time() - start))
+def draws(count: int, judge: Judge) -> tuple[int, list[str]]:
+    """How many of so many drawn configurations, from two seeds, both or neither refuse, and those that they do not."""
+    texts = (*itertools.islice(drawn(1), count - count // 2), *itertools.islice(drawn(2), count // 2))
+    others = [text for text in texts if not is_agreed(text, judge.ask(text, engine=False).refused)]
+    return count - len(others), others
+
+
+def pace(files: Sequence[Path]) -> float:
+    """Files checked in a second of processor time, each once."""
+    start = time.process_time()
+    for file in files:
+        check_any(file)
+    return len(files) / (time.process_time() - start)
+
+
+def files_per_second(files: Sequence[Path], rounds: int = 9) -> tuple[float, float, float]:
+    """Least, median and most of some rounds, each in a process of its own, which has kept nothing of the files."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+        rates = fresh.map(pace, [files] * rounds, chunksize=1)
     return min(rates), statistics.median(rates), max(rates)
 
 
@@ -179,11 +195,14 @@ def share(part: int, whole: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path)
-    files = list(configurations(parser.parse_args().folders))
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="so many drawn values (0)")
+    options = parser.parse_args()
+    files = list(configurations(options.folders))
     tally = Tally()
     with Judge() as judge:
         for file in files:
             judge_file(tally, file, judge)
+        agreed, disputed = draws(options.drawn, judge)
     found, count, missed = planted()
     right = tally.errors - len(tally.false_errors)
     judged = tally.right_warnings + len(tally.wrong_warnings)
@@ -197,6 +216,7 @@ def main() -> None:
     print(f"remarks                      {tally.infos}")
     print(f"files that --fix changes     {tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}")
     print(f"planted mistakes found       {share(found, count)}")
+    print(f"drawn values agreed upon     {share(agreed, options.drawn)}")
     if files:
         low, middle, high = files_per_second(files)
         print(f"files per second             {middle:.0f} ({low:.0f} to {high:.0f}), one core")
@@ -206,6 +226,7 @@ def main() -> None:
         ("false warning", tally.wrong_warnings),
         ("wrong fix", tally.rewritten_wrongly),
         ("planted and missed", missed),
+        ("drawn and disputed", disputed),
     ):
         for line in lines:
             print(f"{title}: {line}")
