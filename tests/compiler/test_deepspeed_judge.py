@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from parcompile.backends.deepspeed.constructors import on_host
 from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.kinds import DEEPSPEED
+from parcompile.cli.check import command as check_command
 from parcompile.diagnostics import Severity
 from parcompile.pipeline import check_any
 from parcompile.rules.file_registry import FileRule, file_rules
@@ -87,3 +89,21 @@ def test_drawn_values_are_refused_by_both_or_by_none(judge: Any) -> None:
     draws = module("deepspeed_draws")
     asked = [(text, judge.ask(text, engine=False).refused) for text in itertools.islice(draws.drawn(0), DRAWN)]
     assert [one for one in asked if not draws.is_agreed(*one)] == []
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(("old", "new"), [("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")])
+def test_the_fix_of_an_old_offload_key_is_read_as_the_key_was(old: str, new: str, value: bool, tmp_path: Path) -> None:
+    zero = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    written = {"stage": 3, old: value}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": written}))
+    assert [one.code for one in check_any(file).diagnostics] == ["F010"]
+    with pytest.raises(SystemExit, match="0"):
+        check_command.main(["--fix", "--kind", DEEPSPEED, str(file)])
+    fixed = json.loads(file.read_text())["zero_optimization"]
+    assert old not in fixed
+    before, after = zero(**written), zero(**fixed)
+    assert (getattr(before, new) is not None) == value
+    assert getattr(after, new) == getattr(before, new)
+    assert on_host({"zero_optimization": written}) == (before.offload_optimizer is not None)

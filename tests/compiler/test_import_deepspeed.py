@@ -222,6 +222,17 @@ def test_what_breaks_a_plan_is_lost_with_its_reason() -> None:
     assert result.spec["deepspeed"] == {"zero_optimization": {"overlap_comm": True}}
 
 
+def test_what_is_switched_off_is_not_lost() -> None:
+    zero = {"stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}, "elastic_checkpoint": False}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": zero})
+    assert [one.option for one in result.of(Outcome.LOST)] == []
+    assert {one.option for one in result.of(Outcome.NO_EFFECT)} == {
+        "zero_optimization.cpu_offload",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.elastic_checkpoint",
+    }
+
+
 def test_an_answer_does_not_replace_what_the_file_says() -> None:
     with pytest.raises(ImportConflictError, match=r"the file says training\.global_batch_size 8"):
         imported({"train_batch_size": 8}, training_global_batch_size=16)

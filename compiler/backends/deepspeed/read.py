@@ -14,6 +14,8 @@ from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, Unde
 from parcompile.schema import load
 
 from . import facts
+from .table import find
+from .versions import newest
 from .write import ds_config
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
@@ -167,10 +169,22 @@ def _further(source: Source, draft: Draft) -> None:
             source.lose(name, "DeepSpeed has no such key")
         elif isinstance(source.given[name], Undecided):
             source.lose(name, f"left to {_TRAINER}; the plan has a value of its own")
+        elif reason is not None and _is_off(path, source.given[name]):
+            source.ignore(name, "DeepSpeed does the same without it")
         elif reason is not None:
             source.lose(name, reason)
         else:
             draft.carry(source, name, ("deepspeed", *path))
+
+
+def _is_off(path: tuple[str, ...], value: Any) -> bool:
+    """Whether a key of ZeRO asks for nothing: by DeepSpeed's default, or as an old key that stands for none."""
+    key = find(newest(), *path) if path[0] == "zero_optimization" else None
+    if key is None:
+        return False
+    if key.deprecated is not None:
+        return key.deprecated.get("changes", {}).get(str(value).lower(), value) is None
+    return bool(value == key.default) and type(value) is type(key.default)
 
 
 IMPORTER = Importer(
