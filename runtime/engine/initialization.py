@@ -18,7 +18,7 @@ from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.recomputation import recompute_as_planned
-from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck
+from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow
@@ -60,9 +60,10 @@ def initialize(
         training_data: samples for `PlanLoader`.
         lr_scheduler: as in `deepspeed.initialize`.
         first_step: the step at which the loader starts, after a resume.
-        self_check: compare one forward and backward of the injected model with the original on a short sequence, and
-            refuse to go on when they differ. None: for user modules, and models of up to 20 million parameters,
-            that are given whole.
+        self_check: compare one forward and backward of the injected model with the original, and refuse to go on when
+            they differ. None: the model itself where it is given whole and has up to 20 million parameters, or is a
+            user module; a small model of the same configuration for others, and where windows are long. True: the
+            model itself in any case. False: nothing.
         measurements: the file to which peak memory and step time are written, for `parcompile calibrate`. True:
             measurements.csv beside a plan that is given as a path; False: none.
         stop_on_nonfinite: after how many optimizer steps in a row without a finite gradient norm `engine.step` raises
@@ -124,6 +125,8 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     _make_replicated_parameters_equal(model, mesh)
     if check is not None:
         check.compare(without_peft(model))
+    if self_check is not False and rules is None and (check is None or not check.crosses_all):
+        check_small_copy(mesh)
     return model
 
 

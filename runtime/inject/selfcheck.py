@@ -1,14 +1,16 @@
 """Before training: does the injected model compute what the original did?
 
-One forward and backward of the original on a short sequence is recorded on every rank, then repeated by the injected
-model on its split. Outputs are compared module by module in the order in which they come, then the gradients.
+One forward and backward of the original is recorded on every rank, then repeated by the injected model on its split.
+Outputs are compared module by module in the order in which they come, then the gradients. Of the two sequences one is a
+single document and the other two; both are long enough to cross windows and whatever else begins within a sequence.
+Where that would take a long one, or a large model, a small model of the same configuration is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,17 +19,25 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.labels import shift_labels
+from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
+from parcompile.runtime.micro_batch import DOCUMENTS
+from parcompile.runtime.model.building import build_model
+from parcompile.runtime.model.shrinking import borders, shrunk
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
-from parcompile.runtime.ring_attention import local_positions, split_sequence
+from parcompile.runtime.ring_attention import document_borders, split_sequence
 from parcompile.runtime.tensor_parallel import take_ranges
 
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
+from .injection import inject
+from .recomputation import recompute_as_planned
 
 SMALL_NUMEL = 20_000_000
-"""Models up to this many parameters are checked when nothing else is said."""
+"""Models up to this many parameters are themselves checked when nothing else is said."""
+
+SHORT, LONG = 16, 256
+"""Tokens of a check's sequences: at least, and at most."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 # Sums in another order, on another kernel, differ by about 1e-6 in float32; a wrong slice by about 1.
@@ -45,16 +55,24 @@ class SelfCheck:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._length = _length(mesh)
+        places = _borders(model, mesh)
+        self.crosses_all = not places or places[-1] < LONG
+        """Whether the sequences reach everything that begins within one of the plan's."""
+        self._length = _length(mesh, [place for place in places if place < LONG])
         shape = mesh.plan.spec.model.shape
         generator = torch.Generator().manual_seed(mesh.plan.spec.training.seed)
         self._ids = torch.randint(0, shape.vocab_size, (2, self._length), generator=generator)
+        self._positions = torch.arange(self._length).repeat(2, 1)
+        # Off the middle, where no rank's tokens begin.
+        border = self._length // 2 - 1
+        if shape.user_module is None and border > 1:
+            self._positions[1, border:] -= border
+        self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)
         # Parts of a sum over the tensor-parallel ranks, inside blocks of experts, equal nothing of the original.
         self._hidden = tuple(
             f"{name.rpartition('.')[0]}." for name, style in entries(model).items() if style == EXPERTS
         )
-        positions = torch.arange(self._length).expand(2, -1)
-        self._expected = self._run(model, self._ids, positions, {})
+        self._expected = self._run(model, self._ids, self._positions, {"labels": self._labels})
 
     def compare(self, model: nn.Module) -> None:
         """Runs the injected model on this rank's part. A collective call.
@@ -64,12 +82,11 @@ class SelfCheck:
             gradient does.
         """
         mesh = self._mesh
-        ids, labels = self._on_rank(self._ids), self._on_rank(shift_labels(self._ids))
-        layout, cp = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp")
-        positions = local_positions(layout, cp, mesh.index("cp"), self._length).expand(2, -1)
-        device = mesh.device
+        local = [self._on_rank(one) for one in (self._ids, self._positions, shift_labels(self._labels))]
+        ids, positions, labels = (one.to(mesh.device) for one in local)
+        split = {"labels": labels, "shift_labels": labels, **self._documents()}
         try:
-            found = self._run(model, ids.to(device), positions.to(device), {"shift_labels": labels.to(device)})
+            found = self._run(model, ids, positions, split)
         except (RuntimeError, IndexError) as error:
             if isinstance(error, RunError) or mesh.plan.spec.model.shape.user_module is None:
                 raise
@@ -91,9 +108,9 @@ class SelfCheck:
         outputs: dict[str, Tensor] = {}
         modes = {module: module.training for module in model.modules()}
         model.eval()
-        batch = {"input_ids": ids, "position_ids": positions, "labels": ids, "use_cache": False, **further}
+        batch = {"input_ids": ids, "position_ids": positions, "use_cache": False, **further}
         with _recording(model, outputs):
-            if further and self._mesh.size("pp") > 1:
+            if "shift_labels" in further and self._mesh.size("pp") > 1:
                 forward_and_backward(model, self._mesh, batch)
             else:
                 model(**batch).loss.backward()
@@ -132,6 +149,10 @@ class SelfCheck:
                 return place, f"the gradient of {name} differs (relative error {error:.1e})"
         return None
 
+    def _documents(self) -> dict[str, Any]:
+        documents = document_borders(self._positions)
+        return {DOCUMENTS: documents} if any(len(row) > 2 for row in documents) else {}
+
     def _on_rank(self, tensor: Tensor) -> Tensor:
         mesh = self._mesh
         layout = mesh.plan.spec.parallelism.cp_layout
@@ -148,10 +169,46 @@ class SelfCheck:
         return local if local.shape == shape else None
 
 
-def _length(mesh: Mesh) -> int:
-    """A short sequence that can be dealt to the ranks; no longer than the plan's, which can."""
+def check_small_copy(mesh: Mesh) -> None:
+    """Compares a small model of the plan's configuration: the same layout, and every kind of layer. A collective call.
+
+    Its weights are drawn, norms and biases too; the random state of the caller is left as it was.
+
+    Raises:
+        RunError: on every rank alike, as `SelfCheck.compare`.
+    """
+    small = replace(mesh, plan=shrunk(mesh.plan))
+    model = build_model(small.plan)
+    generator = torch.Generator().manual_seed(small.plan.spec.training.seed)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    check = SelfCheck(model, small)
+    inject(model, small)
+    recompute_as_planned(model, small.plan)
+    model.to(mesh.device)
+    try:
+        check.compare(model)
+    except RunError as error:
+        shape = small.plan.spec.model.shape
+        raise RunError(
+            f"{error} (found in a small model of the same configuration: {shape.num_hidden_layers} layers, "
+            f"{shape.num_attention_heads} heads, {small.plan.spec.training.sequence_length} tokens)",
+            everywhere=True,
+        ) from error
+
+
+def _borders(model: nn.Module, mesh: Mesh) -> list[int]:
+    if mesh.plan.spec.model.shape.user_module is not None:
+        return []  # nobody says what is within it
+    return borders(model.config, mesh.plan.spec.training.sequence_length)
+
+
+def _length(mesh: Mesh, places: Sequence[int]) -> int:
+    """A sequence that can be dealt to the ranks and goes on behind those places; no longer than the plan's."""
     unit = 2 * mesh.size("cp") * mesh.size("tp")
-    return min(max(unit, 16 // unit * unit), mesh.plan.spec.training.sequence_length)
+    wanted = max([SHORT, *(2 * place for place in places)])
+    return min(max(unit, -(-wanted // unit) * unit), mesh.plan.spec.training.sequence_length)
 
 
 def _error(found: Tensor, expected: Tensor) -> float | None:

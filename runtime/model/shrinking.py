@@ -1,0 +1,229 @@
+"""A small model of the same kind as a plan's: what computes differently stays, what is only more of the same goes.
+
+Each kind of layer, the heads of a rank, how kv heads are repeated, routing, rotary embeddings, scales and norms stay.
+Windows, and the lengths at which rotary embeddings change, become so short that a short sequence crosses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from parcompile.layout.stages import PipelineSplit
+from parcompile.model.families import FAMILIES
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.shape import ModelShape
+from parcompile.plan import Plan
+from parcompile.plan.tree import identified
+
+from .configuration import planned_config
+
+WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
+"""Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
+most this many beside what is left over when the real one is divided by it)."""
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK = 32, 16
+
+
+def borders(config: Any, sequence_length: int) -> list[int]:
+    """The lengths, in tokens, from which on a model computes otherwise: of windows, and where rotary embeddings change.
+
+    Args:
+        config: of transformers.
+        sequence_length: of the plan's sequences. What is not shorter never begins, and is left out.
+    """
+    found = [getattr(config, key, None) for key in _WINDOWS]
+    found += [_switch(rope, config) for rope in _ropes(config)]
+    return sorted({place for place in found if isinstance(place, int) and 0 < place < sequence_length})
+
+
+def shrunk(plan: Plan) -> Plan:
+    """A plan of the same layout for a small model of the same kind, and short sequences that cross its borders.
+
+    Raises:
+        ModelConfigError: the small configuration does not describe a model.
+    """
+    config, spec, shape = planned_config(plan), plan.spec, plan.spec.model.shape
+    unit = 2 * spec.parallelism.cp * spec.parallelism.tp
+    length = min(-(-LENGTH // unit) * unit, spec.training.sequence_length)
+    layers = _layers(plan, config)
+    changes = {
+        **_heads(plan, config),
+        **_widths(plan, config),
+        **_of_layers(config, shape, layers),
+        **_lengths(config, spec.training.sequence_length, length),
+        **_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
+    }
+    # Weights of this size keep the variance of what they multiply: with smaller ones scores are all but equal, and
+    # whatever is wrong with positions hardly shows.
+    changes["initializer_range"] = 1 / math.sqrt(changes["hidden_size"])
+    # What rope_scaling says stands in rope_parameters too.
+    replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
+    hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
+    model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
+    axes = spec.parallelism
+    if len(layers) < shape.num_hidden_layers:
+        axes = replace(
+            axes,
+            num_layers_in_first_pipeline_stage=None,
+            num_layers_in_last_pipeline_stage=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+        )
+    training = replace(spec.training, sequence_length=length)
+    return identified(replace(plan, spec=replace(spec, model=model, parallelism=axes, training=training)))
+
+
+def _heads(plan: Plan, config: Any) -> dict[str, Any]:
+    """One or two kv heads on a rank, a few query heads for each; as many ranks as before share a kv head."""
+    shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    exchanging = plan.spec.parallelism.context.head_ranks
+    ratio = heads // kv_heads
+    of_rank = max(kv_heads // tp, 1)
+    few = max(exchanging, 2 if tp <= 4 else 1)
+    if of_rank > few and of_rank % exchanging == 0:
+        of_rank = few
+    fewer = of_rank * tp if kv_heads >= tp else kv_heads
+    unit = math.lcm(max(tp // kv_heads, 1), exchanging // math.gcd(of_rank, exchanging))
+    if ratio % unit == 0:
+        ratio = min(ratio, unit if unit > 1 else 2)
+    found: dict[str, Any] = {
+        "num_attention_heads": fewer * ratio,
+        "hidden_size": fewer * ratio * max(shape.hidden_size // heads, 1),
+    }
+    if hasattr(config, "num_key_value_heads"):
+        found["num_key_value_heads"] = fewer
+    if "head_dim" in plan.spec.model.hf_config or FAMILIES[shape.model_type].defaults.get("head_dim"):
+        found["head_dim"] = shape.head_dim
+    return found
+
+
+def _widths(plan: Plan, config: Any) -> dict[str, Any]:
+    """A narrow MLP, and a few narrow experts of every group."""
+    shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    found: dict[str, Any] = {"intermediate_size": min(shape.intermediate_size, _WIDTH_OF_A_RANK * tp)}
+    experts = FAMILIES[shape.model_type].experts
+    if shape.moe is None or experts is None:
+        return found
+    found[experts.width[0]] = min(shape.moe.intermediate_size, _EXPERT_OF_A_RANK * tp)
+    if experts.shared_width is not None:
+        found[experts.shared_width[0]] = min(shape.moe.shared_intermediate_size, _EXPERT_OF_A_RANK * tp)
+    groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+    per_token = shape.moe.num_experts_per_token
+    in_group = max(2, -(-per_token // chosen), -(-2 * per_token // groups))
+    count = min(shape.moe.num_experts, groups * in_group)
+    for name in (experts.count[0], experts.count_alias):
+        if name is not None and (name == experts.count[0] or name in plan.spec.model.hf_config):
+            found[name] = count
+    return found
+
+
+def _layers(plan: Plan, config: Any) -> list[int]:
+    """One layer of each kind, in order, and further ones until every stage has as many."""
+    shape, split = plan.spec.model.shape, plan.spec.parallelism.pipeline_split
+    kinds: dict[tuple[Any, ...], int] = {}
+    lists = [value for _, value in _by_layer(config, shape.num_hidden_layers)]
+    for layer in range(shape.num_hidden_layers):
+        dense = shape.moe is not None and layer < shape.moe.first_moe_layer
+        kinds.setdefault((dense, *(value[layer] for value in lists)), layer)
+    stages = split.pp * split.virtual
+    wanted = -(-max(len(kinds), 2) // stages) * stages
+    if wanted >= shape.num_hidden_layers:
+        return list(range(shape.num_hidden_layers))
+    chosen = list(kinds.values())
+    chosen += [layer for layer in range(shape.num_hidden_layers) if layer not in chosen][: wanted - len(chosen)]
+    assert len(PipelineSplit(split.pp, split.virtual).counts(wanted)) == stages
+    return sorted(chosen)
+
+
+def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, Any]:
+    """The keys that say how many layers there are, and of which kind each is."""
+    found: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    for key, value in _by_layer(config, shape.num_hidden_layers):
+        found[key] = [value[layer] for layer in layers]
+    experts = FAMILIES[shape.model_type].experts
+    if shape.moe is not None and experts is not None:
+        dense = sum(layer < shape.moe.first_moe_layer for layer in layers)
+        if experts.dense_layers is not None:
+            found[experts.dense_layers[0]] = dense
+        elif getattr(config, "mlp_only_layers", None):
+            found["mlp_only_layers"] = list(range(dense))
+    return found
+
+
+def _by_layer(config: Any, count: int) -> list[tuple[str, list[Any]]]:
+    return [
+        (key, value)
+        for key, value in config.to_dict().items()
+        if key.endswith(("layer_types", "_layers")) and isinstance(value, list) and len(value) == count
+        if key != "mlp_only_layers"
+    ]
+
+
+def _tokens(config: Any, vocabulary: int) -> dict[str, Any]:
+    """A small vocabulary, with the special tokens in it: the padding's row of an embedding gets no gradient."""
+
+    def inside(token: Any) -> Any:
+        return [min(one, vocabulary - 1) for one in token] if isinstance(token, list) else min(token, vocabulary - 1)
+
+    special = {key: getattr(config, key, None) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    return {"vocab_size": vocabulary} | {key: inside(token) for key, token in special.items() if token is not None}
+
+
+def _lengths(config: Any, before: int, length: int) -> dict[str, Any]:
+    """Windows and switches that a real sequence crosses are crossed by a short one; others are not."""
+    found: dict[str, Any] = {}
+    for key in _WINDOWS:
+        if isinstance(window := getattr(config, key, None), int):
+            found[key] = min(window, WINDOW) if window < before else max(window, length)
+    switches = [switch for rope in _ropes(config) if (switch := _switch(rope, config)) is not None]
+    if not switches:
+        return found
+    crossed = min(switches) < before
+    start = min(*switches, SWITCH) if crossed else max(*switches, length)
+    ropes = config.to_dict()["rope_parameters"]
+    found["rope_parameters"] = _moved(ropes, start)
+    if any(_kind(rope) == "dynamic" for rope in _ropes(config)):
+        return {**found, "max_position_embeddings": start}
+    # The attention factor of longrope follows from how much longer a sequence may become.
+    longer = config.max_position_embeddings / min(switches)
+    found["max_position_embeddings"] = max(round(start * longer), length)
+    if getattr(config, "original_max_position_embeddings", None):
+        found["original_max_position_embeddings"] = start
+    return found
+
+
+def _moved(rope: Mapping[str, Any], start: int) -> dict[str, Any]:
+    """Rotary parameters, of all layers or by the type of the layer, with another original length."""
+    return {
+        key: _moved(value, start)
+        if isinstance(value, Mapping)
+        else start
+        if key == "original_max_position_embeddings"
+        else value
+        for key, value in rope.items()
+    }
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_type = [value for value in rope.values() if isinstance(value, Mapping)]
+    return by_type or [rope]
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _switch(rope: Mapping[str, Any], config: Any) -> int | None:
+    """The position from which on other frequencies, or another scale of queries, hold."""
+    original = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+    if _kind(rope) == "dynamic":
+        return int(config.max_position_embeddings)
+    if _kind(rope) == "longrope" or rope.get("llama_4_scaling_beta") is not None:
+        return None if original is None else int(original)
+    return None
