@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from parcompile.search.ranking import search
-from parcompile.search.space import open_space
+from parcompile.searching.ranking import search
+from parcompile.searching.space import open_space
 
 LAYERS = {"llama-3-8b": 32, "llama-3-70b": 80}
 WORLDS = (8, 64, 512, 4096, 16384)

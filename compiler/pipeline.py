@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
 from .rules import DEFAULT_TARGETS, check
 from .spec.resolve import Resolution
-from .text import STDIN, Document, Result, SourceText, read_file
+from .text import STDIN, Document, Result, SourceText, parse, read_file
 
 _FURTHER = "deepspeed"
 """The section of a spec that holds further DeepSpeed keys."""
@@ -67,13 +68,41 @@ class Checked:
         return not has_errors(self.diagnostics)
 
 
-def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
-    """Everything that is wrong with a spec for these targets, in one pass.
+def is_plan(path: str | Path) -> bool:
+    """Whether a path is that of a plan: a folder, a plan.json, or a file of another name that begins as plans do."""
+    file = Path(path)
+    if file.is_dir() or file.name == "plan.json":
+        return True
+    try:
+        return file.is_file() and '"plan_version"' in file.read_bytes()[:64].decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return False
+
+
+def read_spec(path: str | Path) -> Result:
+    """Reads a spec or, of a plan, the spec that it was compiled from.
 
     Raises:
         SourceError: the file cannot be read.
+        PlanError: the plan cannot be read.
     """
-    return check_read(read_file(path), _folder(path), targets, kind=SPEC)
+    if not is_plan(path):
+        return read_file(path)
+    from .plan import load_plan
+    from .plan.written import written
+
+    text = json.dumps(written(load_plan(path)), indent=2, ensure_ascii=False)
+    return parse(text, f"the spec of {path}", "json")
+
+
+def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:
+    """Everything that is wrong with a spec, or with that of a plan, for these targets, in one pass.
+
+    Raises:
+        SourceError: the file cannot be read.
+        PlanError: the plan cannot be read.
+    """
+    return check_read(read_spec(path), _folder(path), targets, kind=SPEC)
 
 
 def check_any(
@@ -90,7 +119,7 @@ def check_any(
     Raises:
         SourceError: the file cannot be read.
     """
-    found, recognition = recognised(read_file(path), kind)
+    found, recognition = recognised(read_spec(path) if Path(path).is_dir() else read_file(path), kind)
     if not recognition.is_checked:
         return Checked(found.source, found.document, (), None, recognition.kind, recognition.certainty)
     checked = check_read(found, _folder(path), targets, kind=recognition.kind, asked=asked)

@@ -7,10 +7,13 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 
-def format_bytes(size: float) -> str:
-    """Bytes in the largest binary unit that they fill: `79.65 GiB`, `512.00 MiB`, `1.00 KiB`, `12 B`."""
+def format_bytes(size: float, beside: float | None = None) -> str:
+    """Bytes in the largest binary unit that they fill: `79.65 GiB`, `512.00 MiB`, `1.00 KiB`, `12 B`.
+
+    The parts of a sum are written in the unit of the whole, `beside`: `0.93 GiB` of `362.33 GiB`.
+    """
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(size) >= scale:
+        if abs(size if beside is None else beside) >= scale:
             return f"{size / scale:,.2f} {unit}"
     return f"{size:.0f} B"
 

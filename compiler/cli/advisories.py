@@ -19,7 +19,7 @@ from parcompile.backends.deepspeed.versions import UnknownVersionError, order
     "--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output."
 )
 def command(tool: str | None, deepspeed_version: str | None, format_: str) -> None:
-    """List the numerics advisories: versions that compute something else than the configuration says.
+    """List the versions of tools that compute wrong numbers.
 
     `parcompile check` shows those that a file is subject to.
     """

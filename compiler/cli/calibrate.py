@@ -34,7 +34,9 @@ def command(
     judged: tuple[str, ...],
     output: Path | None,
 ) -> None:
-    """Fit memory and time coefficients to RUNS, CSV files of measured layouts, within their physical bounds.
+    """Fit the coefficients of the estimates to measured runs.
+
+    RUNS are CSV files of measured layouts. Coefficients stay within their physical bounds.
 
     What is judged must not have been fitted: give --judge another file, or --fit-model and --judge-model of one file.
     docs/estimates.md lists the columns. The result is used by `estimate` and `search` through --coefficients.

@@ -22,6 +22,7 @@ from parcompile.diagnostics import Diagnostic, Severity, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.pipeline import Checked, check_any, check_read
+from parcompile.plan import PlanError
 from parcompile.rules import rule_targets
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
@@ -57,16 +58,21 @@ class _Run:
 @click.command("check")
 @click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
 @click.option("--format", "format_", type=click.Choice(FORMATS), default="text", show_default=True, help="Output.")
-@click.option("--kind", type=click.Choice(CHECKED), help="What the files are, when their keys do not tell.")
+@click.option(
+    "--kind", type=click.Choice(CHECKED), help="Kind of the files. By default it is recognised by their keys."
+)
 @click.option("--skip-unrecognised", is_flag=True, help="Exit with 0 also when no file was recognised.")
 @click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
-@target_option("Whose rules to ask besides those of every plan")
+@target_option("Check the rules of these targets too")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="Check DeepSpeed files for this version.")
-@click.option("--used-with", type=click.Choice(FILLERS), help='Who reads DeepSpeed files and replaces "auto" in them.')
+@click.option(
+    "--used-with", type=click.Choice(FILLERS), help='The tool that reads DeepSpeed files and replaces "auto" in them.'
+)
 @click.option("--warnings-as-errors", is_flag=True, help="Fail on warnings.")
 @click.option("--fix", is_flag=True, help="Apply the fixes that are safe, keeping the file's formatting.")
 @click.option("--unsafe-fixes", is_flag=True, help="Apply also those that change numerics or cost.")
+@click.option("-v", "--verbose", is_flag=True, help="Print remarks in full, with their places.")
 @click.option("--show-values", is_flag=True, help="Show each resolved value and where it comes from (text, json).")
 def command(
     specs: tuple[str, ...],
@@ -82,12 +88,14 @@ def command(
     warnings_as_errors: bool,
     fix: bool,
     unsafe_fixes: bool,
+    verbose: bool,
     show_values: bool,
 ) -> None:
-    """Check specs, and DeepSpeed and Megatron-LM configurations, without writing a plan.
+    """Check specs and DeepSpeed or Megatron-LM configurations.
 
-    SPEC is a file, a pattern such as 'specs/**/*.json', or - for standard input. Exit codes: 0 fine, 1 errors, 2 usage
-    or a file that cannot be read.
+    SPEC is a file, a pattern such as 'specs/**/*.json', the folder of a plan, or - for standard input. Nothing is
+    written. The exit code is 0 when there are no errors, 1 when there are, and 2 when the command line is wrong or a
+    file cannot be read.
     """
     if show_values and format_ not in ("text", "json"):
         raise click.UsageError("--show-values needs --format text or json")
@@ -96,7 +104,7 @@ def command(
     asked = _asked(deepspeed_version, used_with)
     run = _checked(_expanded(specs), rule_targets(chosen_targets(targets)), kind, mending, asked)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
-    _print(run, found, format_, show_values=show_values)
+    _print(run, found, format_, show_values=show_values, folded=not verbose)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
         click.echo(line, err=True)
     if run.unreadable or (run.skipped and not run.checked and not skip_unrecognised):
@@ -189,8 +197,8 @@ def _checked(
 ) -> _Run:
     run, waiting = _Run(), list(files)
     for file in waiting:
-        checked = _check_one(run, file, targets, kind, None if file == "-" else mending, asked)
-        if checked is not None and checked.document is not None and file != "-":
+        checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, asked)
+        if checked is not None and checked.document is not None and file != "-" and not Path(file).is_dir():
             followed = named_files(checked.kind, checked.document.tree, Path(file))
             waiting += [name for name in followed if name not in waiting]
     return run
@@ -209,7 +217,7 @@ def _check_one(
         elif mending:
             checked, count = _fixed(checked, targets, mending, asked)
             run.fixed += count
-    except SourceError as error:
+    except (PlanError, SourceError) as error:
         run.unreadable.append(str(error))
     except OSError as error:
         run.unreadable.append(f"{file} cannot be written: {error.strerror}")
@@ -247,7 +255,7 @@ def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending, asked:
     return checked, count
 
 
-def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: bool) -> None:
+def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool) -> None:
     titles = {}
     if format_ == "sarif" and found:
         from parcompile.rules.pages import titles as all_titles
@@ -261,7 +269,17 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
         tree["values"] = {file: _values(one) for file, one in zip(run.files, run.checked, strict=True)}
         click.echo(json.dumps(tree, indent=2, default=str))
         return
-    report(found, run.texts, format_, sys.stdout, files=run.files, titles=titles, fix_hint=hint, kinds=run.kinds)
+    report(
+        found,
+        run.texts,
+        format_,
+        sys.stdout,
+        files=run.files,
+        titles=titles,
+        fix_hint=hint,
+        kinds=run.kinds,
+        folded=folded,
+    )
     if format_ != "text":
         return
     if show_values:

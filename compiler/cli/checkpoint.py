@@ -33,7 +33,7 @@ def _explained() -> Iterator[None]:
 
 @click.group("checkpoint")
 def command() -> None:
-    """Look into checkpoints; verify, convert, export and import them.
+    """Inspect, verify, convert, export and import checkpoints.
 
     FOLDER is a checkpoint, or the folder of a run's checkpoints, whose last one is meant.
     """
@@ -43,7 +43,7 @@ def command() -> None:
 @_FOLDER
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def inspect(folder: Path, form: str) -> None:
-    """Say what a checkpoint is of, and how it is laid out."""
+    """Show the model, step and layout of a checkpoint."""
     with _explained():
         from parcompile.runtime.checkpoint import read_note
 
@@ -72,7 +72,10 @@ def inspect(folder: Path, form: str) -> None:
 @_FOLDER
 @click.pass_context
 def verify(context: click.Context, folder: Path) -> None:
-    """Compare every file with the size and hash that it was saved with. Exit code 1: something is wrong."""
+    """Compare every file with its saved size and hash.
+
+    The exit code is 1 when something is wrong.
+    """
     with _explained():
         from parcompile.runtime.checkpoint import verify as verified
 
@@ -89,7 +92,7 @@ def verify(context: click.Context, folder: Path) -> None:
 @click.option("--to", "plan", type=click.Path(path_type=Path), required=True, help="The plan of the new layout.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
 def convert(folder: Path, plan: Path, output: Path) -> None:
-    """Cut a checkpoint anew for another layout.
+    """Convert a checkpoint to another layout.
 
     Resuming does that by itself; this saves the time at the start of each of many runs.
     """
@@ -107,7 +110,10 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
 )
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapters alone, as peft does.")
 def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> None:
-    """Write the weights as a Hugging Face model that `from_pretrained` loads; LoRA adapters are merged."""
+    """Export the weights as a Hugging Face model.
+
+    `from_pretrained` loads the folder. LoRA adapters are merged.
+    """
     with _explained():
         from parcompile.runtime.checkpoint import export as exported
         from parcompile.runtime.checkpoint import export_adapter
@@ -122,7 +128,7 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> No
 @click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan of the run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
 def import_(folder: Path, plan: Path, output: Path) -> None:
-    """Make the first checkpoint of a run from Hugging Face weights."""
+    """Create a first checkpoint from Hugging Face weights."""
     with _explained():
         from parcompile.runtime.checkpoint.writing import import_pretrained
 

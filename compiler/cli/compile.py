@@ -11,8 +11,9 @@ from parcompile.backends.on_disk import differences, locked_targets, stale_files
 from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import write
 from parcompile.diagnostics.reporters import report
-from parcompile.pipeline import Checked, compile_file
-from parcompile.plan import Plan
+from parcompile.diagnostics.reporters.style import Style, hanging, writable
+from parcompile.pipeline import Checked, compile_file, is_plan
+from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.plan.summary import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
@@ -24,34 +25,46 @@ from .targets import chosen_targets, target_option
 @click.command("compile")
 @click.argument("spec")
 @click.option(
-    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to; default: no files."
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to write to. Without it nothing is written.",
 )
-@target_option("What to write (default: deepspeed, torchrun and slurm)")
-@click.option("--check", is_flag=True, help="Write nothing: exit 1 with a diff when the files in DIR are out of date.")
+@target_option("What to write. The default is deepspeed, torchrun and slurm. Choices")
+@click.option(
+    "--check", is_flag=True, help="Write nothing. Exit with 1 and a diff when the files in the folder are out of date."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def command(spec: str, output: Path | None, targets: tuple[str, ...], *, check: bool, quiet: bool) -> None:
-    """Compile SPEC: check it, then write plan.json and the files of each target to the output folder.
+@click.option("-v", "--verbose", is_flag=True, help="Print remarks in full, with their places.")
+def command(
+    spec: str, output: Path | None, targets: tuple[str, ...], *, check: bool, quiet: bool, verbose: bool
+) -> None:
+    """Compile a spec into a plan and its launch files.
 
-    Nothing is written when the spec has an error. SPEC may be - for standard input. --check takes the targets that were
-    written before unless some are named.
+    SPEC is a spec file, a plan (to write it for other targets), or - for standard input. The spec is checked first.
+    When it has an error, nothing is written. --check compares the folder with the targets that were written before,
+    unless --target names others.
     """
     if check and output is None:
         raise click.UsageError("--check needs the folder to compare with: add -o DIR")
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
         plan, checked = compile_file(spec, rule_targets(targets))
-    except SourceError as error:
+        if plan is not None and is_plan(spec):
+            # Compiled already: its identity stays.
+            plan = load_plan(spec)
+    except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None
-    _print_diagnostics(checked, quiet=quiet)
+    _print_diagnostics(checked, quiet=quiet, verbose=verbose)
     if plan is None:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     if check:
         assert output is not None
-        _compare(plan, output, targets)
+        _compare(plan, output, targets, quiet=quiet)
         return
     written = _write(plan, output, targets) if output else []
     if not quiet:
-        click.echo(summary(plan))
+        click.echo(writable(sys.stdout, summary(plan, Style.of(sys.stdout).width)))
         _print_losses(plan, targets)
         for file in written:
             click.echo(f"wrote {file}")
@@ -59,28 +72,32 @@ def command(spec: str, output: Path | None, targets: tuple[str, ...], *, check: 
             click.echo("nothing written: add -o DIR to write the plan")
 
 
-def _print_diagnostics(checked: Checked, *, quiet: bool) -> None:
+def _print_diagnostics(checked: Checked, *, quiet: bool, verbose: bool) -> None:
     shown = [found for found in checked.diagnostics if found.is_error or not quiet]
     if shown:
-        report(shown, [checked.text], "text", sys.stderr)
+        report(shown, [checked.text], "text", sys.stderr, folded=not verbose)
 
 
 def _print_losses(plan: Plan, targets: tuple[str, ...]) -> None:
     for name, found in losses(plan, targets).items():
         for loss in found:
             effect = "not written" if loss.fatal else loss.instead
-            click.echo(f"{name}: {loss.what}: {loss.why} ({effect})")
+            line = hanging(f"{name}: ", f"{loss.what}: {loss.why} ({effect})", Style.of(sys.stdout).width)
+            click.echo(writable(sys.stdout, line))
 
 
-def _compare(plan: Plan, output: Path, targets: tuple[str, ...]) -> None:
+def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool) -> None:
+    contents = render(plan, targets)
     try:
-        found = differences(render(plan, targets), output)
+        found = differences(contents, output)
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be read: {error.strerror}") from None
     if found:
         click.echo(found, nl=False)
         click.echo(f"{output} is not what the spec compiles to: compile it again with -o {output}", err=True)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+    if not quiet:
+        click.echo(f"{output} is up to date: all {len(contents)} files are what the spec compiles to")
 
 
 def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:

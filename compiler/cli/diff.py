@@ -7,7 +7,7 @@ import sys
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import writable
+from parcompile.diagnostics.reporters.style import Style, hanging, writable
 from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.show.diff_markdown import as_markdown
 
@@ -19,20 +19,21 @@ from .plans import read_plan
 @click.argument("after")
 @click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
 def command(before: str, after: str, form: str) -> None:
-    """Show what changes from BEFORE to AFTER: numerics, layout, cost, and whether a checkpoint can be resumed.
+    """Show what changes from one plan to another.
 
-    Both may be a spec, a plan.json, or the folder that holds one. `--format markdown` makes a comment under the change.
+    Compares numerics, layout and cost, and says whether a checkpoint of BEFORE can be resumed with AFTER. Each is a
+    spec, a plan.json, or the folder that holds one. `--format markdown` writes a comment for a pull request.
     """
     old, new = read_plan(before)[0], read_plan(after)[0]
     found = difference(old, new)
     if form == "json":
         text = to_text(found.to_json())
     else:
-        text = as_markdown(old, new, found) if form == "markdown" else _text(found)
+        text = as_markdown(old, new, found) if form == "markdown" else _text(found, Style.of(sys.stdout))
     click.echo(writable(sys.stdout, text), nl=False)
 
 
-def _text(found: Difference) -> str:
+def _text(found: Difference, style: Style) -> str:
     if found.same:
         return "The plans are the same.\n"
     lines: list[str] = []
@@ -40,10 +41,10 @@ def _text(found: Difference) -> str:
         changes = found.of(kind)
         if changes:
             width = max(len(change.what) for change in changes)
-            lines += [title, *(f"  {change.what:<{width}}  {change.values}" for change in changes), ""]
+            lines += [style.strong(title), *(f"  {change.what:<{width}}  {change.values}" for change in changes), ""]
     if found.moved_ranks is not None:
         lines += [f"Ranks with other coordinates: {found.moved_ranks}", ""]
     for who, resumption in (("this runtime", found.runtime), ("DeepSpeed alone", found.deepspeed)):
-        lines.append(f"Checkpoint, by {who}: {resumption.resume.value}")
-        lines += [f"  {reason}" for reason in resumption.reasons]
+        lines.append(style.strong(f"Checkpoint, by {who}: ") + resumption.resume.value)
+        lines += [hanging("  ", reason, style.width) for reason in resumption.reasons]
     return "\n".join(lines) + "\n"

@@ -14,15 +14,15 @@ import click
 from parcompile.atomic import write_file
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
-from parcompile.cost.table import columns, table
+from parcompile.cost.table import columns, headed, table
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file
-from parcompile.plan import compile_plan
+from parcompile.plan import PlanError, compile_plan
 from parcompile.schema import validate
-from parcompile.search.variant import MEMORY_RULE, Variant, changed, variant
+from parcompile.searching.variant import MEMORY_RULE, Variant, changed, variant
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
@@ -53,9 +53,10 @@ def command(
     coefficients: Path | None,
     plot: Path | None,
 ) -> None:
-    """Estimate memory, traffic and time of SPEC, with 90 % intervals and the probability that it fits.
+    """Estimate the memory, traffic and step time of a layout.
 
-    How far estimates err on models that were not fitted stands in docs/accuracy.md.
+    SPEC is a spec, a plan.json, or the folder that holds one. Every estimate has a 90 % interval, and memory the
+    probability that it fits. docs/accuracy.md lists the errors on models that were not fitted.
     """
     if more and not sweep:
         raise click.UsageError(f"{more[0]!r} needs --sweep before it")
@@ -79,7 +80,7 @@ def command(
     if form == "json":
         click.echo(json.dumps(result.to_json(), indent=2))
     else:
-        text = table(result, unicode=Style.of(sys.stdout).unicode)
+        text = table(result, Style.of(sys.stdout))
         click.echo(writable(sys.stdout, text), nl=False)
 
 
@@ -107,7 +108,7 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False) -
     """
     try:
         checked = check_file(spec)
-    except SourceError as error:
+    except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None
     errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
     if errors or checked.document is None:
@@ -184,7 +185,7 @@ def _print_sweep(
                 f"{one.time.utilisation:.1%}",
             )
         )
-    click.echo(writable(sys.stdout, "\n".join(columns(lines))))
+    click.echo(writable(sys.stdout, "\n".join(headed(columns(lines), Style.of(sys.stdout)))))
 
 
 def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]]) -> None:

@@ -17,7 +17,10 @@ _WIDTH = 80
 @click.command("explain")
 @click.argument("codes", nargs=-1, metavar="CODE...")
 def command(codes: tuple[str, ...]) -> None:
-    """Show what a code means, with an example of wrong and right. Without a CODE, list all of them."""
+    """Explain a code, with an example of wrong and right.
+
+    Without a CODE, list all codes.
+    """
     known = pages()
     if not codes:
         _echo(_contents(list(known.values())))

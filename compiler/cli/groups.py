@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import sys
 from typing import Any
 
 import click
 
 from parcompile.backends.writing import to_text
+from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.plan.process_groups import rank_groups
 
 from .plans import read_plan
@@ -19,10 +21,15 @@ from .plans import read_plan
 @click.argument("plan")
 @click.option("--rank", type=int, required=True, help="The rank whose groups to show.")
 @click.option("--axis", "names", multiple=True, help="Only the group of this axis or name (tp, dp-cp, embedding, …).")
-@click.option("--format", "form", type=click.Choice(["json", "csv"]), default="json", show_default=True)
-@click.option("--table", is_flag=True, help="A table for people instead.")
-def command(plan: str, rank: int, names: tuple[str, ...], form: str, *, table: bool) -> None:
-    """Show the coordinates of a rank, and who is in which group with it, on which node.
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "csv"]),
+    help="Default: a table in a terminal, JSON in a pipe or file.",
+)
+@click.option("--table", "form", flag_value="table", help="Short for --format table.")
+def command(plan: str, rank: int, names: tuple[str, ...], form: str | None) -> None:
+    """Show the process groups of a rank and their nodes.
 
     PLAN is a spec, a plan.json, or the folder that holds one. Groups are computed: the answer takes as long for a
     million ranks as for eight.
@@ -32,9 +39,12 @@ def command(plan: str, rank: int, names: tuple[str, ...], form: str, *, table: b
         found = rank_groups(loaded, rank, names)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    text = (
-        _table(found) if table else to_text(found) if form == "json" else _csv(found, loaded.spec.cluster.gpus_per_node)
-    )
+    style = Style.of(sys.stdout)
+    form = form or ("table" if sys.stdout.isatty() else "json")
+    if form == "csv":
+        text = _csv(found, loaded.spec.cluster.gpus_per_node)
+    else:
+        text = writable(sys.stdout, _table(found, style)) if form == "table" else to_text(found)
     click.echo(text, nl=False)
 
 
@@ -49,7 +59,7 @@ def _csv(found: dict[str, Any], per_node: int) -> str:
     return text.getvalue()
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any], style: Style) -> str:
     """Coordinates, then a line for each group; runs of ranks and nodes are shortened."""
     rows = [("group", "size", "ranks", "nodes")]
     for name, group in found["groups"].items():
@@ -59,7 +69,7 @@ def _table(found: dict[str, Any]) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
     coordinates = ", ".join(f"{axis} {index}" for axis, index in found["coordinates"].items())
-    return "\n".join([f"rank {found['rank']}: {coordinates}", *lines]) + "\n"
+    return "\n".join([f"rank {found['rank']}: {coordinates}", style.strong(lines[0]), *lines[1:]]) + "\n"
 
 
 def runs(numbers: list[int]) -> str:

@@ -60,11 +60,12 @@ def command(
     variables: tuple[str, ...],
     form: str,
 ) -> None:
-    """Turn FILE into a spec, and say what became of every option in it.
+    """Convert another tool's configuration into a spec.
 
-    FILE is a DeepSpeed configuration, Megatron-LM arguments (a shell script, YAML or JSON), or a gpt-neox YAML. What
-    FILE leaves open is asked for and never guessed; the options and --set answer, as in --set training.seed=7. The spec
-    goes to standard output or to -o, the account to standard error.
+    FILE is a DeepSpeed configuration, Megatron-LM arguments (a shell script, YAML or JSON), or a gpt-neox YAML. The
+    command asks for values that FILE does not contain and never guesses them: give them with the options or with --set,
+    as in --set training.seed=7. The spec goes to standard output or to -o. A report of every option of FILE goes to
+    standard error.
     """
     try:
         found, recognition = recognised(read_file(file), variables=dict(map(_variable, variables)))

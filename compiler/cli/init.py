@@ -27,7 +27,11 @@ _MICRO_BATCHES = 8
 def command(
     model: str, nodes: int, gpus_per_node: int, accelerator: str, sequence_length: int | None, output: Path | None
 ) -> None:
-    """Write a first spec: the smallest tp, then pp, with which weights and optimizer state fit and every rule holds."""
+    """Write a first spec for a model and a cluster.
+
+    Chooses the smallest pp, then the smallest tp, for which the weights and the optimizer state fit and every rule
+    passes.
+    """
     preset = find_preset(model)
     if preset is None:
         near = closest(model, list(presets()))

@@ -13,10 +13,11 @@ from .plans import read_plan
 @click.option("--timeout", type=positive_number, default=300.0, show_default=True, help="Seconds for the ranks.")
 @click.pass_context
 def command(context: click.Context, plan: str, timeout: float) -> None:
-    """Run one step of a small plan on all its ranks on this machine, beside one process.
+    """Run one step of a small plan with all its ranks here.
 
     PLAN is a spec, a plan.json, or the folder that holds one. Shows which slice of which weight each rank holds, and
-    compares loss and gradient norm. Needs the extras [runtime] and [hf]. Exit code 1 when something differs.
+    compares loss and gradient norm with one process. Needs the extras [runtime] and [hf]. The exit code
+    is 1 when something differs.
     """
     loaded = read_plan(plan)[0]
     try:

@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -56,18 +57,38 @@ class _Commands(click.Group):
         # The deepspeed launcher puts this before what the user wrote; ranks read it from the environment.
         args = args[1:] if args and args[0].startswith("--local_rank=") else args
         if args and args[0] not in (*_COMMANDS, "--help", "-h", "--version"):
+            _refuse_misspelt(args[0])
             args = ["compile", *args]
         return super().parse_args(ctx, args)
+
+
+def _refuse_misspelt(word: str) -> None:
+    """A word that is no file but nearly a command is a misspelt command.
+
+    Raises:
+        UsageError: names the command.
+    """
+    if word.startswith("-") or not word.replace("-", "").isalpha() or Path(word).exists():
+        return
+    from parcompile.diagnostics.suggest import closest
+
+    near = closest(word, _COMMANDS)
+    if near is not None:
+        raise click.UsageError(f"there is no command or file {word!r}; did you mean `parcompile {near}`?")
 
 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`parcompile SPEC -o DIR` is short for `parcompile compile SPEC -o DIR`.",
+    epilog="`parcompile SPEC -o DIR` is short for `parcompile compile SPEC -o DIR`. "
+    "Commands that read a plan take a spec too, and the reverse.",
 )
 @click.version_option(__version__, message="parcompile %(version)s")
 def cli() -> None:
-    """One JSON spec in; a checked, costed, launchable parallel training plan out."""
+    """Check a parallel training spec and compile it into a plan.
+
+    The plan lists every decided value, its memory and time, and the files that launch it.
+    """
 
 
 def main() -> NoReturn:

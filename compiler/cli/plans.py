@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
-from parcompile.pipeline import compile_file
+from parcompile.pipeline import compile_file, is_plan
 from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.text import SourceError
 
@@ -23,10 +22,9 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
         ClickException: it cannot be read.
         Exit: the spec has errors, which are printed.
     """
-    file = Path(path)
     try:
-        if file.is_dir() or file.name == "plan.json" or _is_plan(file):
-            return load_plan(file), None
+        if is_plan(path):
+            return load_plan(path), None
         plan, checked = compile_file(path)
     except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None
@@ -35,11 +33,3 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
         report(errors, [checked.text], "text", sys.stderr)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     return plan, checked.diagnostics
-
-
-def _is_plan(file: Path) -> bool:
-    """Whether a file of another name begins as plans do."""
-    try:
-        return file.is_file() and '"plan_version"' in file.read_bytes()[:64].decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return False

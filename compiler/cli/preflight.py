@@ -42,9 +42,10 @@ def command(
     checkpoints: Path | None,
     **times: float | None,
 ) -> None:
-    """Build the sharded model of chosen ranks without memory, run a step, and compare with the plan.
+    """Compare a plan with the real sharded model before it runs.
 
-    PLAN is a spec, a plan.json, or the folder that holds one; its world may have any size. Needs the extras [runtime]
+    Builds the model of chosen ranks without allocating memory, and runs a step. PLAN is a spec, a plan.json, or the
+    folder that holds one; its world may have any size. Needs the extras [runtime]
     and [hf]. Exit code 1 when something differs.
 
     With --live, under a launcher with as many ranks as the plan has (plan/launch/torchrun.sh -m parcompile preflight

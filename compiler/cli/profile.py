@@ -27,11 +27,12 @@ _LIKE = click.Choice(list(accelerators()))
 @click.option("--like", type=_LIKE, help="Built-in preset that the machine resembles (default: by its name).")
 @click.option("--name", help="Name of the preset, for tables (default: that of the file).")
 def command(output: Path | None, ranks: int | None, seconds: float, like: str | None, name: str | None) -> None:
-    """Measure this machine: matrix products, attention, memory, and with several ranks the links.
+    """Measure the speed of this machine for the estimates.
 
-    Alone it measures one rank. Under a launcher (deepspeed --module parcompile profile, torchrun -m parcompile
-    profile) every rank takes part, and the links in a node and between nodes are measured; the figures are those of
-    the slowest rank. A spec names the file at cluster.accelerator. Nothing is written unless everything was measured.
+    Measures matrix products, attention and memory, and with several ranks the links. Alone it measures one rank. Under
+    a launcher (deepspeed --module parcompile profile, torchrun -m parcompile profile) every rank takes part. It then
+    measures the links in a node and between nodes, and reports the figures of the slowest rank. A spec names the file
+    at cluster.accelerator. Nothing is written unless everything was measured.
     """
     speaks, launched = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
     if ranks and launched:

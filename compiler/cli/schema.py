@@ -14,7 +14,10 @@ from parcompile.schema.draft07 import draft07
 @click.argument("name", required=False)
 @click.option("--draft-07", "older", is_flag=True, help="Its draft-07 twin, for editors that know nothing newer.")
 def command(name: str | None, *, older: bool) -> None:
-    """Print the JSON Schema NAME (spec, plan, ds-config, process-groups, ...). Without NAME, list the names."""
+    """Print a JSON Schema, for editors and validators.
+
+    NAME is spec, plan, ds-config, process-groups and so on. Without NAME, list the names.
+    """
     if name is None:
         click.echo("\n".join(one.replace("_", "-") for one in schema.names()))
         return

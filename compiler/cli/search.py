@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import writable
+from parcompile.cost.table import columns, headed
+from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
-from parcompile.search.ranking import Ranked, SearchResult, search
-from parcompile.search.space import open_space
-from parcompile.search.variant import changed
+from parcompile.searching.ranking import Ranked, SearchResult, search
+from parcompile.searching.space import open_space
+from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
@@ -36,11 +36,12 @@ from .estimate import checked_spec
 def command(
     spec: str, top: int, form: str, coefficients: Path | None, output: Path | None, *, losers: bool, any_target: bool
 ) -> None:
-    """Search the layouts of SPEC.
+    """Find the fastest layouts that fit.
 
-    Searched is what it leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation; what it
-    gives stays. Layouts are ranked by predicted time among those that fit with a probability of 90 %. The choice is
-    exact among those enumerated; how far predictions err stands in docs/accuracy.md.
+    Searches the values that SPEC leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation.
+    Values that it gives stay. Ranks the layouts that fit with a probability of 90 % by predicted time. All layouts are
+    enumerated; docs/accuracy.md lists the errors of the predictions. SPEC is a spec, a plan.json, or the folder that
+    holds one.
     """
     checked = checked_spec(spec, ignore_memory=True, ignore_open=True)
     assert checked.document is not None
@@ -57,7 +58,7 @@ def command(
     if form == "json":
         click.echo(json.dumps(_json(found, chosen), indent=2))
     else:
-        click.echo(writable(sys.stdout, _text(found, top, losers=losers)), nl=False)
+        click.echo(writable(sys.stdout, _text(found, top, Style.of(sys.stdout), losers=losers)), nl=False)
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
@@ -81,23 +82,23 @@ def _progress(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, objec
 _HEAD = ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "fits")
 
 
-def _text(found: SearchResult, top: int, *, losers: bool) -> str:
+def _text(found: SearchResult, top: int, style: Style, *, losers: bool) -> str:
     predicted = len(found.fitting) + len(found.too_large)
     lines = [
-        f"{predicted:,} layouts predicted: {len(found.fitting):,} fit, {len(found.too_large):,} do not; "
-        f"{len(found.refused):,} settings of the axes refused by rules"
+        f"{predicted:,} layouts: {len(found.fitting):,} fit, {len(found.too_large):,} do not fit; rules refuse "
+        f"{len(found.refused):,} settings of the axes"
     ]
     if found.best is not None:
         rows = [_HEAD, *(_row(str(rank + 1), one) for rank, one in enumerate(found.fitting[:top]))]
-        lines += ["", *columns(rows)]
-        lines += ["", "why the next ones lost"]
+        lines += ["", *headed(columns(rows), style)]
+        lines += ["", style.strong("why the next ones lost")]
         lines += [f"{rank + 2:>3}  {one.reason}" for rank, one in enumerate(found.fitting[1:top])]
-        lines += _executions(found, top, losers=losers)
-        lines += ["", "time against memory: no layout beats these in both"]
+        lines += _executions(found, top, style, losers=losers)
+        lines += ["", style.strong("time against memory: no layout beats these in both")]
         lines += columns([_HEAD, *(_row("", one) for one in found.front[:top])])
     elif found.too_large:
         nearest = found.too_large[0]
-        lines += ["", f"nothing fits; the smallest is {nearest.candidate.name}", f"  {nearest.reason}"]
+        lines += ["", f"no layout fits; the smallest is {nearest.candidate.name}", f"  {nearest.reason}"]
     codes = Counter(one.code for one in found.refused)
     if codes:
         shown = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
@@ -107,14 +108,14 @@ def _text(found: SearchResult, top: int, *, losers: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _executions(found: SearchResult, top: int, *, losers: bool) -> list[str]:
+def _executions(found: SearchResult, top: int, style: Style, *, losers: bool) -> list[str]:
     """The chosen layout in other orders, and with other implementations of cp."""
     shown = found.other_executions if losers else found.other_executions[:top]
     if not shown:
         return []
     more = len(found.other_executions) - len(shown)
     rows = [("the same layout as", "why it lost"), *((execution.name, reason) for execution, reason in shown)]
-    return ["", *columns(rows), *([f"and {more} more (--losers)"] if more else [])]
+    return ["", *headed(columns(rows), style), *([f"and {more} more (--losers)"] if more else [])]
 
 
 def _row(rank: str, one: Ranked) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ def target_option(said: str) -> Callable[[Any], Any]:
     """`--target`, several times; `said` is its help, before the names."""
     names = f"{', '.join(NAMES)}, or {ALL}"
     return click.option(
-        "-t", "--target", "targets", multiple=True, help=f"{said}: {names}; can be given several times."
+        "-t", "--target", "targets", multiple=True, help=f"{said}: {names}. Can be given several times."
     )
 
 

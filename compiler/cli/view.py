@@ -50,11 +50,11 @@ def command(
     searched: Path | None,
     width: int,
 ) -> None:
-    """Show PLAN: who is where, what each rank holds, computes and sends, and what that costs.
+    """Show a plan in the terminal, as pictures or as a page.
 
-    `-o report.html` writes one page that opens without a network, `--picture NAME -o FILE.svg` (or .png, .md) one
-    picture; without an output the short form goes to the terminal. PLAN is a plan.json, the folder that holds it, or a
-    spec, whose diagnostics then come with their places.
+    Shows the ranks on their nodes, what each rank holds, computes and sends, and the cost. `-o report.html` writes one
+    page that opens without a network. `--picture NAME -o FILE.svg` (or .png, .md) writes one picture. Without an output
+    a short form goes to the terminal. PLAN is a spec, a plan.json, or the folder that holds one.
     """
     form = _format(form, output, name)
     if name is None and (axis or rank is not None):
@@ -111,7 +111,8 @@ def _content(
     if name is None:
         if form == "md":
             return "\n".join(as_markdown(one, subject) for one in KINDS)
-        return "\n".join([summary(subject.plan) + "\n", *(as_text(one, subject, unicode=unicode) for one in KINDS)])
+        pictures = [as_text(one, subject, unicode=unicode) for one in KINDS]
+        return "\n".join([summary(subject.plan, Style.of(sys.stdout).width) + "\n", *pictures])
     if form == "md":
         return as_markdown(name, subject)
     if form == "text":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .estimate import Estimate
 from .flops import CONVENTION
 
+_PLAIN = Style()
 MARKS = "█▓▒░#=+-"
 PLAIN_MARKS = "#=*+-o.:"
 BAR_WIDTH = 48
@@ -17,49 +19,61 @@ MOST_STAGES = 16
 """So many stages are drawn; of more, the first, the fullest and the last."""
 
 
-def table(found: Estimate, *, unicode: bool = True) -> str:
+def table(found: Estimate, style: Style = _PLAIN) -> str:
     """The whole estimate as text."""
+    lines = [hanging(f"{name:<14}", text, style.width) for name, text in _headlines(found, style)]
+    for rows in (memory_rows(found.memory.peak.components), time_rows(found.time.step.parts, found.time.step.seconds)):
+        lines += ["", *headed(rows, style)]
+    if found.traffic:
+        lines += ["", *headed(traffic_rows(found), style)]
+    lines += ["", *memory_bars(found, unicode=style.unicode), *time_bars(found, unicode=style.unicode)]
+    return "\n".join(lines) + "\n"
+
+
+def headed(rows: list[str], style: Style) -> list[str]:
+    """Rows of a table, the first of them emphasised."""
+    return [style.strong(rows[0]), *rows[1:]]
+
+
+def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     work, memory, time = found.work, found.memory, found.time
     peak = memory.peak
-    low, high = map(format_bytes, memory.interval_bytes)
     sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
-    lines = [
-        f"layout        {sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
+    yield (
+        "layout",
+        f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
         f"{', sequence parallel' if work.sequence_parallel else ''}",
-        f"parameters    {found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank",
-        f"memory        {format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}), "
+    )
+    yield "parameters", f"{found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank"
+    low, high = map(format_bytes, memory.interval_bytes)
+    yield (
+        "memory",
+        f"{format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}), "
         f"90 % interval {low} to {high}; the largest part is {peak.largest}",
-    ]
+    )
     if memory.limit_bytes is not None and memory.probability is not None:
-        verdict = "fits" if memory.fits else "does not fit"
-        lines.append(
-            f"              {verdict} into {format_bytes(memory.limit_bytes)} usable of {work.machine.name} with "
-            f"probability {memory.probability:.0%}"
+        verdict = style.paint("fits", "1;32") if memory.fits else style.paint("does not fit", "1;31")
+        yield (
+            "",
+            f"{verdict} into {format_bytes(memory.limit_bytes)} usable of {work.machine.name} with probability "
+            f"{memory.probability:.0%}",
         )
     step, (fast, slow) = time.step, map(format_seconds, time.interval_seconds)
-    lines += [
-        f"step          {format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; "
-        f"{work.tokens_per_step:,} tokens",
-        f"throughput    {time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}",
-        f"              MFU by {CONVENTION}",
-    ]
+    yield "step", f"{format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; {work.tokens_per_step:,} tokens"
+    yield "throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}"
+    yield "", f"MFU by {CONVENTION}"
     if found.budget is not None:
         price = "" if found.budget.cost is None else f", cost {found.budget.cost:,.0f}"
-        lines.append(
-            f"budget        {found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, "
-            f"{found.budget.days:.2f} days{price}"
+        yield (
+            "budget",
+            f"{found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, {found.budget.days:.2f} days{price}",
         )
-    lines += ["", *memory_rows(peak.components), "", *time_rows(step.parts, step.seconds)]
-    if found.traffic:
-        lines += ["", *traffic_rows(found)]
-    lines += ["", *memory_bars(found, unicode=unicode), *time_bars(found, unicode=unicode)]
-    return "\n".join(lines) + "\n"
 
 
 def memory_rows(components: Mapping[str, float]) -> list[str]:
     """The components of a rank's memory with their shares."""
     total = sum(components.values())
-    rows = [(name, format_bytes(size), f"{size / total:.0%}") for name, size in components.items() if size]
+    rows = [(name, format_bytes(size, total), f"{size / total:.0%}") for name, size in components.items() if size]
     return columns([("memory of that rank", "", ""), *rows])
 
 
@@ -73,17 +87,19 @@ def traffic_rows(found: Estimate) -> list[str]:
     """What a rank sends in a step, by group."""
     rows = [("group", "operation", "messages", "sent", "link", "exposed")]
     for one in found.traffic:
-        place = "between nodes" if one.leaves_node else "in a node"
+        first, *more = one.operation.split(" + ")
         rows.append(
             (
                 one.group,
-                one.operation,
+                first,
                 f"{one.messages:,}",
                 format_bytes(one.wire_bytes),
-                f"{one.link.name} {place}",
+                f"{one.link.name} ({'network' if one.leaves_node else 'node'})",
                 format_seconds(found.exposed_seconds(one.group)),
             )
         )
+        # A line for each operation keeps the table within 80 columns.
+        rows += [("", operation, "", "", "", "") for operation in more]
     return columns(rows)
 
 
@@ -101,7 +117,7 @@ def memory_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
     groups = _grouped(names)
     scale = max([stage.total_bytes for stage in stages] + [found.memory.limit_bytes or 0])
     legend = ", ".join(f"{mark} {name}" for mark, name in zip(marks, groups, strict=False))
-    lines = [f"memory by stage, {format_bytes(scale)} wide: {legend}"]
+    lines = [hanging(f"memory by stage, {format_bytes(scale)} wide: ", legend, 80)]
     for index in _shown(len(stages), found.memory.peak.stage):
         stage = stages[index]
         bar = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
+from parcompile.diagnostics.reporters.style import hanging
 from parcompile.layout.grid import Axis
 from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes, format_milliseconds
@@ -11,33 +12,37 @@ from parcompile.units import format_bytes, format_milliseconds
 from .plan import Plan
 
 
-def summary(plan: Plan) -> str:
-    """What the plan does and costs, for a terminal."""
+def summary(plan: Plan, width: int = 80) -> str:
+    """What the plan does and costs, for a terminal of `width` columns."""
     spec, memory = plan.spec, static_memory(workload_of(plan.spec))
     axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.PP, Axis.DP))
     training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel
+    nodes = f"{spec.cluster.nodes} node{'s' if spec.cluster.nodes > 1 else ''}"
+    sizes = {
+        "weights": memory.weight_bytes,
+        "gradients": memory.gradient_bytes,
+        "master weights": memory.master_bytes,
+        "optimizer state": memory.optimizer_bytes,
+        "reduce bucket": memory.bucket_bytes,
+    }
+    parts = [f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in sizes.items()]
     rows = {
         "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
-        "world": f"{plan.world_size} ranks on {spec.cluster.nodes} node(s): {axes}, order {order}",
+        "world": f"{plan.world_size} ranks on {nodes}: {axes}, order {order}",
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
         ),
         **_context(plan),
-        "memory": (
-            f"{format_bytes(memory.total_bytes)} static per rank: weights {format_bytes(memory.weight_bytes)}, "
-            f"gradients {format_bytes(memory.gradient_bytes)}, master {format_bytes(memory.master_bytes)}, "
-            f"optimizer {format_bytes(memory.optimizer_bytes)}, bucket {format_bytes(memory.bucket_bytes)} "
-            "(activations come on top)"
-        ),
+        "memory": (f"{format_bytes(memory.total_bytes)} on each rank, without activations: " + ", ".join(parts)),
         "runtime": "executes this plan"
         if not plan.refusals
         else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),
         "identity": plan.plan_hash[:19],
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in {"plan": spec.name, **rows}.items())
+    column = max(map(len, rows))
+    return "\n".join(hanging(f"{name:<{column}}  ", text, width) for name, text in {"plan": spec.name, **rows}.items())
 
 
 def _context(plan: Plan) -> dict[str, str]:

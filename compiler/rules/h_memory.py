@@ -50,7 +50,7 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     if memory.total_bytes <= device:
         return
     largest = max(parts, key=lambda name: parts[name])
-    terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    terms = " + ".join(f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in parts.items())
     shards = spec.axis(Axis.DP) * spec.axis(Axis.CP)
     yield Finding(
         f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {machine.name}, without "

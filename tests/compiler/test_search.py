@@ -21,10 +21,10 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
-from parcompile.search.executions import OpenChoices, all_executions, fastest, orders
-from parcompile.search.ranking import SearchResult, search
-from parcompile.search.space import Space, open_space
-from parcompile.search.variant import changed, variant
+from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders
+from parcompile.searching.ranking import SearchResult, search
+from parcompile.searching.space import Space, open_space
+from parcompile.searching.variant import changed, variant
 
 FOLDER = Path()
 
@@ -255,4 +255,4 @@ def test_when_nothing_fits_the_smallest_layout_is_named(run: Run) -> None:
     Path("open.json").write_text(json.dumps(tree), encoding="utf-8")
     code, out, _ = run("search", "open.json")
     assert code == 1
-    assert "nothing fits; the smallest is" in out
+    assert "no layout fits; the smallest is" in out

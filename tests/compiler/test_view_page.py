@@ -17,7 +17,8 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.sequence import token_ranges
 from parcompile.plan import Plan, load_plan
-from parcompile.show.page.remarks import remarks, written
+from parcompile.plan.written import written
+from parcompile.show.page.remarks import remarks
 from parcompile.show.page.render import page
 from parcompile.show.page.search_result import section
 from parcompile.show.pictures.subject import Subject

@@ -39,6 +39,7 @@ def report(
     titles: Mapping[str, str] | None = None,
     fix_hint: str | None = None,
     kinds: Mapping[str, str] | None = None,
+    folded: bool = False,
 ) -> None:
     """Write `diagnostics` to `stream` in one of `FORMATS`.
 
@@ -52,6 +53,7 @@ def report(
         titles: Short descriptions of the codes, for formats that carry a table of rules.
         fix_hint: The command that applies safe fixes, for the last line of the text format.
         kinds: What each file is, for the formats that programs read.
+        folded: Whether the text format gives each remark one line.
 
     Raises:
         ValueError: There is no such format.
@@ -62,7 +64,8 @@ def report(
     found = in_file_order(diagnostics)
     checked = list(dict.fromkeys([*(known if files is None else files), *(d.file for d in found if d.file)]))
     writer = importlib.import_module(f"{__package__}.{format}")
-    context = Context(known, checked, dict(titles or {}), style or Style.of(stream), fix_hint, dict(kinds or {}))
+    shown = style or Style.of(stream)
+    context = Context(known, checked, dict(titles or {}), shown, fix_hint, dict(kinds or {}), folded)
     writer.write(found, stream, context)
 
 
@@ -76,6 +79,7 @@ class Context:
     style: Style
     fix_hint: str | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
+    folded: bool = False
 
     def line(self, file: str | None, number: int) -> str | None:
         """The line of a file, None when the file is not at hand."""

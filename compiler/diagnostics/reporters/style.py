@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import textwrap
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -63,6 +65,17 @@ def _encodes(stream: TextIO, text: str) -> bool:
 def printable(text: str) -> str:
     """`text` with every character that would move a terminal's cursor, or speak to it, as its escape."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
+def hanging(label: str, text: str, width: int) -> str:
+    """`text` behind `label`, wrapped between words to `width` columns; further lines start below the first word.
+
+    A number stays with its unit.
+    """
+    room = max(width - len(label), 24)
+    kept = re.sub(r"(?<=\d) (?=(?:[KMG]iB|B|ms|us|s|%)\b|%)", "\u00a0", text)
+    lines = textwrap.wrap(kept, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return (label + f"\n{' ' * len(label)}".join(lines)).replace("\u00a0", " ")
 
 
 def writable(stream: TextIO, text: str) -> str:

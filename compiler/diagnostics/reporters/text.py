@@ -26,13 +26,28 @@ _TAB = "    "
 
 
 def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
-    """One block for each diagnostic and a last line with the count."""
+    """One block for each diagnostic, errors first, and a last line with the count. Folded remarks take a line each."""
+    order = list(Severity)
+    ordered = sorted(diagnostics, key=lambda one: order.index(one.severity))
+    remarks = [one for one in diagnostics if one.severity is Severity.INFO]
     style = context.style
-    blocks = ["\n".join(_block(diagnostic, context, style)) for diagnostic in diagnostics]
-    for block in blocks:
-        stream.write(writable(stream, block) + "\n\n")
+    for diagnostic in (one for one in ordered if not (context.folded and one.severity is Severity.INFO)):
+        stream.write(writable(stream, "\n".join(_block(diagnostic, context, style))) + "\n\n")
+    if context.folded and remarks:
+        stream.write("".join(writable(stream, _folded(one, style)) + "\n" for one in remarks) + "\n")
     if diagnostics:
         stream.write(writable(stream, _summary(diagnostics, context, style)) + "\n")
+
+
+def _folded(diagnostic: Diagnostic, style: Style) -> str:
+    """A remark in one line, cut at the terminal's width."""
+    head = f"{diagnostic.severity.value}[{diagnostic.code}]"
+    text = f": {printable(' '.join(diagnostic.message.split()))}"
+    room = style.width - len(head)
+    if _columns(text) > room:
+        dots = "…" if style.unicode else "..."
+        text = _cut(text, room - len(dots)).rsplit(" ", 1)[0] + dots
+    return style.severity(diagnostic.severity, head) + text
 
 
 def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) -> str:
@@ -40,7 +55,8 @@ def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) 
     for severity, word in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "remark")):
         count = sum(1 for diagnostic in diagnostics if diagnostic.severity is severity)
         if count:
-            counts.append(style.severity(severity, f"{count} {word}{'' if count == 1 else 's'}"))
+            hint = " (-v shows where)" if severity is Severity.INFO and context.folded else ""
+            counts.append(style.severity(severity, f"{count} {word}{'' if count == 1 else 's'}") + hint)
     fixable = sum(1 for d in diagnostics if any(fix.safety is Safety.SAFE for fix in d.fixes))
     text = ", ".join(counts)
     if len(context.files) > 1:
@@ -101,7 +117,11 @@ def _place(
     number = style.quiet(f"{position.line:>{margin - 1}} ")
     lines.append(f"{' ' * margin}{bar}")
     lines.append(f"{number}{bar} {shown}")
-    lines.append(f"{' ' * margin}{bar} {' ' * start}{mark}" + (f" {label}" if label else ""))
+    if label and start + length + 1 + len(label) > style.width - margin - 2 and start > len(label):
+        # Behind the mark the label would leave the terminal: it stands before it.
+        lines.append(f"{' ' * margin}{bar} {' ' * (start - len(label) - 1)}{label} {mark}")
+    else:
+        lines.append(f"{' ' * margin}{bar} {' ' * start}{mark}" + (f" {label}" if label else ""))
     return lines
 
 
