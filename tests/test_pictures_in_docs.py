@@ -25,7 +25,8 @@ OPTIONS = {"grid": {"rank": 5}}
 def spec_of_readme() -> str:
     found = re.search(r"```json\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert found
-    return found[1]
+    # The README shows a mistake, and mends it as its second command does.
+    return found[1].replace('"global_batch_size": 66', '"global_batch_size": 64')
 
 
 def drawn(name: str, folder: Path) -> str:

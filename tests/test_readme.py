@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,24 +26,48 @@ def parcompile(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_the_spec_compiles_to_what_is_shown(tmp_path: Path) -> None:
+def session(text: str) -> list[tuple[str, str]]:
+    """The commands of a terminal that is shown, each with what it prints."""
+    return [
+        (line, output) for line, output in re.findall(r"^\$ parcompile (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+    ]
+
+
+def test_the_terminal_shows_what_appears(tmp_path: Path) -> None:
     (spec,) = blocks("json")
     (tmp_path / "spec.json").write_text(spec, encoding="utf-8")
-    done = parcompile("spec.json", "-o", "plan", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    shown = blocks("text")[0]
-    assert done.stdout.startswith(shown)
-    for file in re.findall(r"^\| `(\w+\.json)` \|", README, re.MULTILINE):
+    shown = [one for text in blocks("text")[:2] for one in session(text)]
+    assert [line.split()[0] for line, _ in shown] == ["check", "check", "spec.json", "estimate"]
+    for line, output in shown:
+        done = parcompile(*shlex.split(line), folder=tmp_path)
+        printed = done.stdout + done.stderr
+        assert printed.rstrip() == output.rstrip() if not line.startswith("estimate") else printed.startswith(output)
+        assert done.returncode == (1 if "error[" in output else 0)
+    for file in re.findall(r"^\| `([\w.]+\.json)` \|", README, re.MULTILINE):
         assert (tmp_path / "plan" / file).is_file()
 
 
-def test_the_error_that_is_shown_is_the_error_that_appears(tmp_path: Path) -> None:
-    (spec,) = blocks("json")
-    wrong = spec.replace('"global_batch_size": 64', '"global_batch_size": 98')
-    (tmp_path / "spec.json").write_text(wrong, encoding="utf-8")
-    done = parcompile("spec.json", "-o", "plan", folder=tmp_path)
-    assert done.returncode == 1
-    assert blocks("text")[1] in done.stderr
+@pytest.mark.ranks
+def test_the_laptop_run_that_is_shown_trains(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the commands train: they need the extra [runtime]")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    compile_line, train_line = re.findall(r"^\$ (.* out/byte-llama.*)$", README, re.MULTILINE)
+    assert parcompile(*shlex.split(compile_line)[1:], folder=tmp_path).returncode == 0
+    finder = [sys.executable, str(ROOT / "examples" / "free_port.py")]
+    port = subprocess.run(finder, capture_output=True, text=True, check=True).stdout.strip()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    line = train_line.replace("deepspeed ", f"deepspeed --master_port {port} ")
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    form = r"loss ([\d.]+) → ([\d.]+) nats per byte in 20 steps"
+    shown, found = re.search(form, blocks("text")[2]), re.search(form, done.stdout)
+    assert shown
+    assert found, done.stdout
+    # The text that it trains on is that of the Python that runs it.
+    assert [float(one) for one in found.groups()] == pytest.approx([float(one) for one in shown.groups()], rel=0.1)
 
 
 def test_the_training_snippet_trains(tmp_path: Path) -> None:
@@ -53,14 +79,8 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
     assert parcompile("spec.json", "-o", "plan", folder=tmp_path).returncode == 0
     (snippet,) = blocks("python")
-    assert "< 1000:" in snippet  # three steps do here
-    script = (
-        "import torch\nsamples = [torch.randint(0, 256, (32,)) for _ in range(8)]\n"
-        + snippet.replace("< 1000:", "< 3:")
-        + "print('trained', float(loss))\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", snippet],
         cwd=tmp_path,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         capture_output=True,
@@ -69,7 +89,12 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
+    assert re.findall(r"^step (\d): loss \d", done.stdout, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_the_readme_says_first_what_has_not_run() -> None:
+    # Who reads only the top of the page has to know it too.
+    assert "No GPU has run the runtime yet." in README.partition("## ")[0]
 
 
 def test_every_command_of_make_that_is_shown_exists() -> None:
