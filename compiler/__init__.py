@@ -1,5 +1,56 @@
-"""parcompile: one JSON spec in; a checked, costed, launchable parallel training plan out."""
+"""parcompile: one JSON spec in; a checked, costed, launchable parallel training plan out.
+
+The names below are the public API; `parcompile.runtime` is that of the runtime. Importing this package loads nothing
+else: a name is loaded when it is first used.
+"""
 
 from .version import __version__
 
-__all__ = ["__version__"]
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
+if TYPE_CHECKING:
+    from .api import (
+        CheckResult,
+        Diagnostic,
+        Estimate,
+        Plan,
+        PlanError,
+        Position,
+        Search,
+        Severity,
+        SourceError,
+        SpecError,
+        check,
+        compile,  # noqa: A004 -- the word of the command line
+        load_plan,
+        search,
+    )
+
+__all__ = [
+    "CheckResult",
+    "Diagnostic",
+    "Estimate",
+    "Plan",
+    "PlanError",
+    "Position",
+    "Search",
+    "Severity",
+    "SourceError",
+    "SpecError",
+    "__version__",
+    "check",
+    "compile",
+    "load_plan",
+    "search",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import api_page as api
 import pytest
 import rules_page as rules
 import spec_page as spec
@@ -78,7 +79,12 @@ def test_every_console_block_is_run_by_a_test() -> None:
 
 @pytest.mark.parametrize(
     ("name", "written"),
-    [("spec", spec.reference), ("troubleshooting", troubleshooting.reference), ("rules", rules.reference)],
+    [
+        ("spec", spec.reference),
+        ("troubleshooting", troubleshooting.reference),
+        ("rules", rules.reference),
+        ("api", api.reference),
+    ],
 )
 def test_a_generated_page_is_current(name: str, written) -> None:
     module = written.__module__

@@ -111,6 +111,19 @@ class Groups:
         """The grid of the routed experts."""
         return expert_grid(self.grid, self.ep)
 
+    def __call__(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The groups of a rank that its runtime creates, and those of its experts: the ranks of each, by name.
+
+        Raises:
+            ValueError: the rank is not in the plan's world.
+        """
+        return {name: self.of_rank(name, rank) for name in self.shown_names}
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """The groups that matter in a plan: those that its runtime creates, and those of its experts."""
+        return (*self.names, *(EXPERT_AXES if self.ep > 1 else ()))
+
     def family(self, name: str) -> GroupFamily:
         """All groups of one name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import Groups
@@ -11,6 +12,9 @@ from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter, ParameterTable
 from parcompile.spec import Spec
 from parcompile.version import __version__
+
+if TYPE_CHECKING:
+    from parcompile.cost.estimate import Estimate
 
 
 class PlanError(ValueError):
@@ -52,12 +56,23 @@ class Plan:
 
     @property
     def groups(self) -> Groups:
-        """The process groups."""
+        """The process groups. `plan.groups(rank)` gives those of a rank, by name."""
         parallelism = self.spec.parallelism
         is_usp = parallelism.cp_implementation is CpImplementation.USP
         levels = parallelism.hierarchical_cp_sizes if is_usp else None
         tied = self.spec.model.shape.tie_word_embeddings
         return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels, tied)
+
+    def estimate(self, *, tokens: float | None = None, gpu_hour_price: float | None = None) -> Estimate:
+        """Predicted memory, traffic and time, with 90 % intervals.
+
+        `tokens` to train on add days, and with the price of a GPU hour the cost.
+        """
+        # Here, because the runtime reads plans and needs no estimate.
+        from parcompile.cost.estimate import estimate
+        from parcompile.spec.workload import workload_of
+
+        return estimate(workload_of(self.spec), tokens=tokens, gpu_hour_price=gpu_hour_price)
 
     @property
     def parameters(self) -> ParameterTable:

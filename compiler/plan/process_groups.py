@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_AXES
 from parcompile.layout.groups import Groups as PlanGroups
 
 from .plan import Plan
@@ -51,15 +50,10 @@ def rank_groups(plan: Plan, rank: int, names: Sequence[str] = ()) -> dict[str, A
         expert = groups.expert_grid.coordinates(rank)
         coordinates |= {Axis.EP: expert[Axis.EP], "expert-dp": expert[Axis.DP]}
     found = {}
-    for name in [known_name(groups, name) for name in names] or shown_names(groups):
+    for name in [known_name(groups, name) for name in names] or groups.shown_names:
         ranks = groups.of_rank(name, rank)
         found[name] = {"ranks": list(ranks), "nodes": sorted({member // per_node for member in ranks})}
     return {"rank": rank, "coordinates": coordinates, "groups": found}
-
-
-def shown_names(groups: PlanGroups) -> tuple[str, ...]:
-    """The groups that matter in a plan: those that its runtime creates, and those of its experts."""
-    return (*groups.names, *(EXPERT_AXES if groups.ep > 1 else ()))
 
 
 def known_name(groups: PlanGroups, name: str) -> str:

@@ -12,7 +12,6 @@ from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.plan import Plan
-from parcompile.plan.process_groups import shown_names
 from parcompile.plan.sections import strided
 from parcompile.show.pictures.colours import SHADES, colour
 from parcompile.spec.workload import workload_of
@@ -49,7 +48,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
                 "members": strided(groups.family(name))["members"],
                 "ends": name in EMBEDDING_GROUPS,
             }
-            for name in shown_names(groups)
+            for name in groups.shown_names
         ],
         "sequence": {
             "length": training.sequence_length,

@@ -1,0 +1,248 @@
+"""The public Python API. `import parcompile` offers these names and loads this module when the first one is used."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from .backends.kinds import UNKNOWN
+from .backends.on_disk import stale_files
+from .backends.registry import render
+from .backends.target_names import chosen
+from .backends.writing import write
+from .cost.estimate import Estimate
+from .diagnostics import Diagnostic, Position, Severity
+from .diagnostics.reporters import report
+from .diagnostics.reporters.style import Style
+from .pipeline import Checked, check_read, is_plan, read_spec, recognised
+from .plan import Plan, PlanError, compile_plan, load_plan
+from .rules import rule_targets
+from .searching.ranking import Ranked, SearchResult
+from .searching.ranking import search as _search
+from .searching.space import Refused, open_space
+from .searching.variant import changed
+from .spec.resolve import Resolution, Unavailable
+from .text import Result, SourceError, SourceText, parse
+
+__all__ = [
+    "CheckResult",
+    "Diagnostic",
+    "Estimate",
+    "Plan",
+    "PlanError",
+    "Position",
+    "Search",
+    "Severity",
+    "SourceError",
+    "SpecError",
+    "check",
+    "compile",
+    "load_plan",
+    "search",
+]
+
+TextOrPath: TypeAlias = "str | Path | Mapping[str, Any]"
+"""A spec: the path of its file, its text, or its tree."""
+
+_TEXT = "<text>"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What `check` found in a spec or configuration.
+
+    Attributes:
+        diagnostics: every finding, in the order of the file.
+        kind: what was checked: `spec`, `ds_config`, `megatron` or `gpt_neox`.
+        source: the text that the diagnostics speak of.
+    """
+
+    diagnostics: tuple[Diagnostic, ...]
+    kind: str
+    source: SourceText
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is no error: of a spec, whether it compiles."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Diagnostic, ...]:
+        """The findings that stop the compiler."""
+        return self._of(Severity.ERROR)
+
+    @property
+    def warnings(self) -> tuple[Diagnostic, ...]:
+        """The findings that name something that is probably a mistake."""
+        return self._of(Severity.WARNING)
+
+    @property
+    def remarks(self) -> tuple[Diagnostic, ...]:
+        """The findings that say what was inferred or has no effect."""
+        return self._of(Severity.INFO)
+
+    def text(self) -> str:
+        """The findings as `parcompile check -v` prints them, 80 columns wide and without colour."""
+        stream = io.StringIO()
+        report(self.diagnostics, [self.source], "text", stream, style=Style())
+        return stream.getvalue()
+
+    def _of(self, severity: Severity) -> tuple[Diagnostic, ...]:
+        return tuple(one for one in self.diagnostics if one.severity is severity)
+
+
+class SpecError(ValueError):
+    """A spec with errors. `result` holds its diagnostics, and the message is their text."""
+
+    def __init__(self, result: CheckResult) -> None:
+        super().__init__(result.text())
+        self.result = result
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """Every finding, errors and others."""
+        return self.result.diagnostics
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What `search` found.
+
+    Attributes:
+        spec: the spec of the best layout, to be compiled; None when no layout fits.
+        fitting: layouts that fit with a probability of 90 %, the best one first. Each has `seconds` (of a step),
+            `peak_bytes`, `candidate` (what it sets in the spec) and `reason` (why it lost; None for the best).
+        too_large: layouts that do not fit, by memory.
+        refused: settings of the axes that a rule refuses, each with `code` and `message`.
+    """
+
+    spec: dict[str, Any] | None
+    fitting: tuple[Ranked, ...]
+    too_large: tuple[Ranked, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def best(self) -> Ranked | None:
+        """The chosen layout; None when none fits."""
+        return self.fitting[0] if self.fitting else None
+
+
+def check(text_or_path: TextOrPath, *, targets: Sequence[str] = (), kind: str | None = None) -> CheckResult:
+    """Check a spec, a plan's spec, or a DeepSpeed, Megatron-LM or gpt-neox configuration.
+
+    Args:
+        text_or_path: the path of a file or plan, the text of a spec (with a line break or a brace), or its tree.
+        targets: check the rules of these targets too, as `--target` does.
+        kind: what the text is. By default its keys tell; a text that nothing tells is checked as a spec.
+
+    Returns:
+        All findings. A file with mistakes raises nothing.
+
+    Raises:
+        SourceError: the file cannot be read.
+        PlanError: the plan cannot be read.
+        ValueError: there is no target of that name, or the file is of a kind that has no checker.
+    """
+    checked = _checked(text_or_path, targets, kind)
+    return CheckResult(checked.diagnostics, checked.kind, checked.text)
+
+
+def compile(  # noqa: A001 -- the word of the command line
+    text_or_path: TextOrPath, output: str | Path | None = None, *, targets: Sequence[str] = ()
+) -> Plan:
+    """Compile a spec into a plan.
+
+    Args:
+        text_or_path: the path of a spec or plan, the text of a spec, or its tree.
+        output: the folder to write the plan and its launch files to. All files are written, or none.
+        targets: what to write besides the plan, as `--target` does.
+
+    Returns:
+        The plan. `plan.groups(rank)` lists the process groups of a rank, `plan.estimate()` predicts memory and time.
+
+    Raises:
+        SpecError: the spec has errors.
+        SourceError: the file cannot be read.
+        PlanError: the plan cannot be read.
+        ValueError: there is no target of that name.
+        OSError: the folder cannot be written.
+    """
+    checked = _checked(text_or_path, targets, "spec")
+    if not checked.valid or checked.document is None or checked.resolution is None:
+        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text))
+    path = _path(text_or_path)
+    if path is not None and is_plan(path):
+        # Compiled already: its identity stays.
+        plan = load_plan(path)
+    else:
+        plan = compile_plan(checked.resolution.spec(), checked.document.tree, list(checked.diagnostics))
+    if output is not None:
+        contents = render(plan, chosen(targets))
+        write(contents, Path(output), stale_files(contents, Path(output)))
+    return plan
+
+
+def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
+    """Find the fastest layouts that fit, of the values that a spec leaves out or calls "auto".
+
+    Args:
+        text_or_path: the path of a spec or plan, the text of a spec, or its tree.
+        any_target: search also layouts that only other tools can run.
+
+    Raises:
+        SpecError: the spec has errors that no layout mends.
+        SourceError: the file cannot be read.
+        PlanError: the plan cannot be read.
+        ValueError: nothing can be searched in this spec.
+    """
+    checked = _checked(text_or_path, (), "spec")
+    # A layout mends what rules find; syntax and schema errors stay.
+    fatal = [one for one in checked.diagnostics if one.is_error and one.code[:1] in ("J", "K")]
+    if fatal or checked.document is None or not isinstance(checked.document.tree, dict):
+        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text))
+    tree, folder = checked.document.tree, _folder(text_or_path)
+    try:
+        shape = Resolution(tree, (), folder).shape
+    except Unavailable as error:
+        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text)) from error
+    experts = shape.moe.num_experts if shape.moe else 0
+    space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
+    found: SearchResult = _search(space)
+    spec = None if found.best is None else changed(tree, found.best.candidate.changes)
+    return Search(spec, found.fitting, found.too_large, found.refused)
+
+
+def _checked(given: TextOrPath, targets: Sequence[str], kind: str | None) -> Checked:
+    text = _read(given)
+    read, recognition = recognised(text, kind)
+    if recognition.kind == UNKNOWN:
+        # Nothing tells what it is: as a spec, the findings say what is missing.
+        return check_read(text, _folder(given), rule_targets(chosen(targets)))
+    if not recognition.is_checked:
+        raise ValueError(f"{text.source.file} is of kind {recognition.kind}, which has no checker")
+    return check_read(read, _folder(given), rule_targets(chosen(targets)), kind=recognition.kind)
+
+
+def _read(given: TextOrPath) -> Result:
+    if isinstance(given, Mapping):
+        return parse(json.dumps(given, indent=2, ensure_ascii=False), _TEXT, "json")
+    path = _path(given)
+    return read_spec(path) if path is not None else parse(str(given), _TEXT)
+
+
+def _path(given: TextOrPath) -> Path | None:
+    """The path that is given; None of a text or a tree."""
+    if isinstance(given, Path):
+        return given
+    if isinstance(given, Mapping) or "\n" in given or "{" in given:
+        return None
+    return Path(given)
+
+
+def _folder(given: TextOrPath) -> Path:
+    path = _path(given)
+    return Path() if path is None else path.resolve().parent

@@ -1,0 +1,126 @@
+"""The public Python API: what `import parcompile` offers, without torch and without loading what is not used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parcompile
+from parcompile.plan.process_groups import rank_groups
+
+
+def llama() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"gpus_per_node": 8, "accelerator": "h100-sxm"},
+        "training": {"sequence_length": 8192, "global_batch_size": 64},
+    }
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_but_its_version() -> None:
+    loaded = fresh("import sys, parcompile; print(*sorted(n for n in sys.modules if n.startswith('parcompile')))")
+    assert loaded.split() == ["parcompile", "parcompile.version"]
+
+
+def test_the_api_never_loads_torch() -> None:
+    code = f"import sys, parcompile; parcompile.compile({llama()!r}).estimate(); print('torch' in sys.modules)"
+    assert fresh(code) == "False"
+
+
+def test_every_public_name_is_there_and_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in parcompile.__all__:
+        assert getattr(parcompile, name) is not None
+        assert name == "__version__" or name in page, name
+    assert set(dir(parcompile)) >= set(parcompile.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'chekc'"):
+        _ = parcompile.chekc  # type: ignore[attr-defined]
+
+
+def test_a_path_a_text_and_a_tree_give_the_same_plan(tmp_path: Path) -> None:
+    tree = llama()
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    hashes = {parcompile.compile(one).plan_hash for one in (file, str(file), json.dumps(tree), tree)}
+    assert len(hashes) == 1
+
+
+def test_a_folder_that_was_compiled_is_read_as_the_same_plan(tmp_path: Path) -> None:
+    plan = parcompile.compile(llama(), tmp_path / "plan", targets=["megatron"])
+    assert (tmp_path / "plan" / "megatron_args.json").is_file()
+    assert parcompile.load_plan(tmp_path / "plan") == plan == parcompile.compile(tmp_path / "plan")
+    assert parcompile.check(tmp_path / "plan").valid
+
+
+def test_findings_are_objects_with_code_place_and_fixes() -> None:
+    result = parcompile.check(json.dumps({**llama(), "trainning": {}}, indent=1))
+    (error,) = result.errors
+    assert (error.code, error.severity) == ("K001", parcompile.Severity.ERROR)
+    assert error.position is not None
+    assert result.source.line(error.position.line).strip().startswith('"trainning"')
+    assert not result.valid
+    assert "error[K001]" in result.text()
+    assert set(result.diagnostics) == {*result.errors, *result.warnings, *result.remarks}
+
+
+def test_a_spec_with_errors_raises_them_and_writes_nothing(tmp_path: Path) -> None:
+    tree = llama()
+    tree["parallelism"] = {"tp": 3}
+    with pytest.raises(parcompile.SpecError, match="T001") as caught:
+        parcompile.compile(tree, tmp_path / "plan")
+    assert "T001" in {one.code for one in caught.value.diagnostics}
+    assert not (tmp_path / "plan").exists()
+
+
+def test_what_is_no_spec_is_said_to_lack_everything_and_a_missing_file_raises() -> None:
+    assert {one.code for one in parcompile.check({"version": 1}).errors} == {"K002"}
+    with pytest.raises(parcompile.SourceError, match="no such file"):
+        parcompile.check("missing.json")
+
+
+def test_other_tools_files_are_checked_too() -> None:
+    result = parcompile.check({"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    assert result.kind == "ds_config"
+    assert "F004" in {one.code for one in result.errors}
+
+
+def test_the_groups_of_a_rank_are_those_of_the_command() -> None:
+    tree = llama()
+    tree["parallelism"] = {"tp": 2, "cp": 2}
+    plan = parcompile.compile(tree)
+    for rank in range(plan.world_size):
+        shown = rank_groups(plan, rank)["groups"]
+        assert plan.groups(rank) == {name: tuple(group["ranks"]) for name, group in shown.items()}
+    with pytest.raises(ValueError, match="rank"):
+        plan.groups(plan.world_size)
+
+
+def test_a_search_returns_a_spec_that_compiles_to_its_best_layout() -> None:
+    tree = llama()
+    tree["parallelism"] = {"cp": 1, "pp": 1}
+    found = parcompile.search(tree)
+    assert found.best is not None
+    assert found.spec is not None
+    assert found.best is found.fitting[0]
+    assert found.best.reason is None
+    assert all(one.reason for one in (*found.fitting[1:], *found.too_large))
+    estimate = parcompile.compile(found.spec).estimate()
+    assert estimate.time.step.seconds == pytest.approx(found.best.seconds)
+    assert estimate.memory.peak.total_bytes == pytest.approx(found.best.peak_bytes)
+
+
+def test_a_search_refuses_a_spec_that_no_layout_mends() -> None:
+    with pytest.raises(parcompile.SpecError, match="K001"):
+        parcompile.search({**llama(), "trainning": {}})
