@@ -248,17 +248,16 @@ def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
 
 
 def _in_settings(document: Document, kind: str, around: Surroundings | None = None) -> list[Diagnostic]:
-    from .rules.file_registry import Settings, check_settings
-
     if kind == MEGATRON:
         from .backends.megatron.file import Call, from_tree
 
         return _in_calls(document if isinstance(document, Call) else from_tree(document))
     if kind == GPT_NEOX:
-        return [
-            *_known_values(document),
-            *map(document.locate, check_settings(Settings(document.tree, frozenset()), kind)),
-        ]
+        from .rules.gpt_neox_settings import check_file as check_neox
+
+        return check_neox(document)
+    from .rules.file_registry import Settings, check_settings
+
     assert around is not None
     keys = configuration.check(document, around.version, needs_batch=around.filler != LIGHTNING)
     found = check_settings(Settings(keys.tree, keys.invalid_paths, around), kind)
@@ -277,13 +276,6 @@ def _in_calls(first: Call) -> list[Diagnostic]:
         for one in (*findings(call), *rules):
             found.setdefault((one.code, one.position, one.message), one)
     return list(found.values())
-
-
-def _known_values(document: Document) -> list[Diagnostic]:
-    """What is wrong with the values of DeepSpeed's keys in a file that has others beside them."""
-    found = schema.validate(document, DEEPSPEED).diagnostics
-    known = schema.load(DEEPSPEED)["properties"]
-    return [one for one in found if one.code != "K001" and one.path and one.path[0] in known]
 
 
 def compile_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> tuple[Plan | None, Checked]:

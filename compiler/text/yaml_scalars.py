@@ -1,4 +1,4 @@
-"""Unquoted YAML scalars to values, as YAML 1.2's core schema reads them.
+"""Unquoted YAML scalars to values, as YAML 1.2's core schema reads them, and `2_000` as every Python program does.
 
 What YAML 1.1 (and so most Python programs) reads otherwise is reported where it changes a number: `010` is 8 there.
 """
@@ -15,7 +15,7 @@ _BOOLEAN = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _BASED = re.compile(r"0[ox][0-9a-fA-F]+")
-_OLD_INTEGER = re.compile(r"[-+]?[0-9]+(?:_+[0-9]+)+(?:\.[0-9_]*)?")
+_GROUPED = re.compile(r"[-+]?[0-9]+(?:_+[0-9]+)+(?:\.[0-9_]*)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
@@ -48,12 +48,8 @@ def plain_value(text: str) -> tuple[object, tuple[str, str, str] | None]:
             return _number(str(int(text, 0)) if len(text) < 40 else "1" + "0" * 40, is_integer=True)
         except ValueError:
             return text, None
-    if _OLD_INTEGER.fullmatch(text):
-        return 0, (
-            "J012",
-            f"{shown(text)} is a number in YAML 1.1 and text in YAML 1.2",
-            f"write {shown(text.replace('_', ''))}",
-        )
+    if _GROUPED.fullmatch(text):
+        return plain_value(text.replace("_", ""))
     if _NOT_FINITE.fullmatch(text):
         return 0, ("J010", f"{text} is not a number that can be used here", "write a finite number")
     return text, None

@@ -172,7 +172,7 @@ def test_an_unknown_model_is_named_with_the_nearest(run: Any) -> None:
     assert "did you mean llama-3-8b?" in run("init", "--model", "lama-3-8b")[2]
 
 
-def test_a_neox_file_is_checked_for_its_deepspeed_values_only(run: Any) -> None:
+def test_a_neox_file_is_checked_for_its_keys_and_for_deepspeeds(run: Any) -> None:
     wrong = {**NEOX, "train_micro_batch_size_per_gpu": "four", "zero_optimization": {"stage": 7}, "rotary_pct": 0.25}
     for tree, codes in ((NEOX, ["F201"]), (wrong, ["F201", "K003", "K004"])):
         Path("neox.yml").write_text(yaml.safe_dump(tree), encoding="utf-8")

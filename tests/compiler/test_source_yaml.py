@@ -60,9 +60,13 @@ def test_scalars_are_those_of_yaml_1_2(scalar: str, value: object):
     assert type(found["a"]) is type(value)  # type: ignore[index]
 
 
+def test_digits_may_be_grouped_as_in_yaml_1_1():
+    assert document("a: 1_000\nb: -2_000.5\nc: 1_a\n").tree == {"a": 1000, "b": -2000.5, "c": "1_a"}
+
+
 NEARLY = [
     ("a: 010\n", [("J012", 1, 4)]),
-    ("a: 1_000\n", [("J012", 1, 4)]),
+    ("a: 0_10\n", [("J012", 1, 4)]),
     ("a: .nan\nb: -.inf\n", [("J010", 1, 4), ("J010", 2, 4)]),
     ("a: 99999999999999999999\n", [("J011", 1, 4)]),
     ("a: 0xffffffffffffffffff\n", [("J011", 1, 4)]),

@@ -1,0 +1,92 @@
+"""gpt-neox's own verdict on a configuration, from its sources at a version and without an accelerator.
+
+`python gpt_neox.py FOLDER` reads one JSON request a line, the text of a YAML file, and answers with one verdict a line:
+why `NeoXArgs.from_ymls` refuses it, or the configuration that it hands on to DeepSpeed. What a file leaves to others of
+the same job is filled in. Kernels, trackers and tokenizers are stubs: nothing is built from the arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import packaging.version
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from upstream import stubs
+
+STUBS = ("deepspeed", "megatron.logging", "megatron.tokenizer", "flash_attn", "wandb", "best_download")
+REST = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 64,
+    "train_micro_batch_size_per_gpu": 1,
+    "train_iters": 10,
+    "lr_decay_iters": 10,
+    "checkpoint_factor": 10,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+    "zero_optimization": {"stage": 0},
+    "pipe_parallel_size": 0,
+    "model_parallel_size": 1,
+}
+"""What one file may leave to another."""
+
+
+def verdict(neox: Any, text: str) -> dict[str, Any]:
+    """{"refused": why} or {"deepspeed": configuration}."""
+    import yaml
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            given = {key.replace("-", "_"): value for key, value in yaml.safe_load(text).items()}
+            rest = {key: value for key, value in REST.items() if key not in given}
+            sizes = [given.get(key, 1) for key in ("pipe_parallel_size", "model_parallel_size")]
+            world = 1
+            for size in sizes:
+                world *= size if isinstance(size, int) and size > 1 else 1
+            batch = given.get("train_batch_size")
+            if isinstance(batch, int):
+                world *= max(1, batch // given.get("gradient_accumulation_steps", 1) // micro(given))
+            rest["global_num_gpus"] = world
+            with contextlib.redirect_stdout(io.StringIO()):
+                made = neox.from_ymls([str(file)], overwrite_values=rest)
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"[:300]}
+        return {"deepspeed": made.deepspeed_config}
+
+
+def micro(given: dict[str, Any]) -> int:
+    """The micro-batch that a file gives, as far as it is one."""
+    found = given.get("train_micro_batch_size_per_gpu", 1)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    folder = Path(sys.argv[1])
+    stubs.install(STUBS)
+    stubs.answer_for_missing_versions()
+    # setuptools brings this module no more.
+    sys.modules["pkg_resources"] = types.SimpleNamespace(packaging=packaging)  # type: ignore[assignment]
+    sys.path.insert(0, str(folder))
+    with contextlib.redirect_stdout(io.StringIO()):
+        from megatron.neox_arguments.arguments import NeoXArgs  # type: ignore[import-not-found]
+    NeoXArgs.enable_logging = lambda _self: None
+    logging.disable()
+    for line in sys.stdin:
+        print(json.dumps(verdict(NeoXArgs, json.loads(line)), default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""gpt-neox files: gpt-neox's own verdicts, recorded, and DeepSpeed's on what gpt-neox hands on to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parcompile.backends.gpt_neox.fields import fields
+from parcompile.backends.kinds import GPT_NEOX
+from parcompile.cli.check import command as check_command
+from parcompile.diagnostics import Diagnostic
+from parcompile.pipeline import check_any, check_read
+from parcompile.text import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = json.loads((Path(__file__).parent / "gpt_neox_verdicts.json").read_text(encoding="utf-8"))["cases"]
+REFUSED_LATER = {"heads that tp does not divide"}
+"""What NeoXArgs takes and megatron/model/transformer.py does not: mpu.divide(num_attention_heads, world_size)."""
+
+
+def found(text: str) -> tuple[Diagnostic, ...]:
+    return check_read(parse(text, "config.yml"), Path(), kind=GPT_NEOX).diagnostics
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Any]:
+    pytest.importorskip("deepspeed", minversion="0.19.8")
+    name = "deepspeed_judge"
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / "upstream" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    with module.Judge() as one:
+        yield one
+
+
+def test_an_error_is_what_gpt_neox_or_deepspeed_refuses(judge: Any) -> None:
+    wrong = []
+    for case in CASES:
+        refused = case.get("refused") or case["name"] in REFUSED_LATER
+        if not refused and not isinstance(case["deepspeed"].get("zero_optimization", {}).get("stage"), list):
+            refused = judge.ask(case["deepspeed"], engine=False).refused
+        # A key that is near to none is a warning: gpt-neox refuses it, and a fork may have it.
+        ours = [one for one in found(case["text"]) if one.is_error or (refused and one.code == "K001")]
+        if bool(ours) != bool(refused):
+            wrong.append((case["name"], refused, ours))
+    assert wrong == []
+
+
+def test_a_pipeline_engine_refuses_zero_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pytest.importorskip("deepspeed.runtime.pipe.engine")
+    monkeypatch.setattr(engine.DeepSpeedEngine, "__init__", lambda *_, **__: None)
+    for stage, refused in ((1, False), (2, True), (3, True)):
+        monkeypatch.setattr(engine.PipelineEngine, "zero_optimization_stage", lambda _, stage=stage: stage)
+        module = engine.PipelineModule.__new__(engine.PipelineModule)
+        monkeypatch.setattr(engine.PipelineEngine, "module", module, raising=False)
+        with pytest.raises((AssertionError, AttributeError)) as stopped:
+            engine.PipelineEngine()
+        assert ("incompatible with pipeline parallelism" in str(stopped.value)) == refused
+        text = f"pipe_parallel_size: 1\nzero_optimization:\n  stage: {stage}\n"
+        assert any(one.code == "F202" for one in found(text)) == refused
+
+
+def test_positions_are_those_of_the_yaml() -> None:
+    text = "# a file\npipe-parallel-size: 1\ndeepspeed_extra_args:\n  comms_logger:\n    verbos: true\n"
+    (one,) = (one for one in found(text) if one.code == "K001")
+    assert one.path == ("deepspeed_extra_args", "comms_logger", "verbos")
+    assert one.position is not None
+    assert (one.position.line, one.position.column) == (5, 5)
+
+
+def test_a_key_is_renamed_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "neox.yml"
+    file.write_text("pipe-parallel-size: 1\nmodel-parallel-size: 1\nNum-Layers: 4  # few\n", encoding="utf-8")
+    assert "K001" in [one.code for one in check_any(file).diagnostics]
+    with pytest.raises(SystemExit, match="0"):
+        check_command.main(["--fix", str(file)])
+    assert file.read_text(encoding="utf-8").splitlines()[2] == "num_layers: 4  # few"
+
+
+def test_defaults_are_not_handed_on() -> None:
+    assert fields()["fp32_allreduce"].handed_on
+    codes = {
+        value: [one.code for one in found(f"pipe_parallel_size: 0\nfp32_allreduce: {value}\n")]
+        for value in ("false", "true")
+    }
+    assert codes == {"false": ["F201"], "true": ["F201", "K001"]}
