@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from . import arithmetic
+from . import slurm
+from .assignment import assign, declare, forget, let
 from .conditions import UNKNOWN, Verdict, assumed, matches, test
+from .inner_commands import flattened, inner_script
 from .parse import parse
 from .state import State, distinct
-from .syntax import AndOr, Assignment, Block, Case, For, Function, Group, If, Literal, Node, Simple, While, Word
-from .values import Array, Hole, Piece, Value, fields, known, shown, unquoted
+from .syntax import AndOr, Block, Case, For, Function, Group, If, Node, Simple, While
+from .values import Array, Hole, Piece, Value, known, shown
 
 MAX_STATES = 24
 """Ways through a script that are kept apart."""
@@ -29,19 +31,6 @@ Read = Callable[[str], str | None]
 
 _DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _QUIET = frozenset({"echo", "printf", "cat", "cd", "mkdir", "ls", "rm", "cp", "mv", "sleep", "wait", "trap", "module"})
-_SHELLS = re.compile(r"(?:.*/)?(?:ba|z|da)?sh$")
-_SLURM = re.compile(
-    r"^#SBATCH[ \t]+(?:--(nodes|ntasks-per-node|gpus-per-node|gpus-per-task|ntasks|gres)[= \t]+|-(N|n)[ \t]*)(\S+)",
-    re.M,
-)
-_SLURM_NAMES = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "n": ("SLURM_NTASKS", "SLURM_NPROCS"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +59,13 @@ def invocations(text: str, given: dict[str, str] | None = None, read: Read | Non
         read: gives the text of files that the script sources.
     """
     start = State()
-    for name, value in _slurm(text):
+    for name, value in slurm.variables(text):
         start.set(name, value)
     for name, plain in (given or {}).items():
         start.set(name, (Piece(plain, None),))
     follower = _Follower(text, read or (lambda _name: None))
     states = follower.block(parse(text), [start])
     return Run(tuple(dict.fromkeys(follower.found)), tuple(states))
-
-
-def _slurm(text: str) -> Iterable[tuple[str, Value]]:
-    """What Slurm sets by the directives at the head of a script."""
-    for match in _SLURM.finditer(text):
-        value = match[3]
-        if value.isdigit():
-            for name in _SLURM_NAMES.get(match[1] or match[2], ()):
-                yield name, (Piece(value, match.start(3)),)
 
 
 @dataclass
@@ -255,13 +235,13 @@ class _Follower:
     def simple(self, node: Simple, state: State) -> list[State]:
         if not node.words:
             for one in node.assignments:
-                _assign(state, one)
+                assign(state, one)
             return [state]
         words = state.words(node.words)
         name = known(words[0]) if words else None
         if name in _DECLARE:
             for word in node.words[1:]:
-                _declare(state, word)
+                declare(state, word)
             return [state]
         if name in ("exit", "return", "exec") and len(words) <= 2 and name != "exec":
             state.ended = name == "exit" or bool(self.calls)
@@ -272,16 +252,16 @@ class _Follower:
             return self._source(words[1], state)
         if name in ("read", "mapfile", "readarray", "unset", "getopts"):
             for value in words[1:]:
-                self._forget(name, known(value) or "", state)
+                forget(name, known(value) or "", state)
             return [state]
         if name in ("let", "(("):
-            self._let(known(words[1]) if len(words) > 1 else None, state)
+            let(known(words[1]) if len(words) > 1 else None, state)
             return [state]
         if name not in _QUIET and test(node, state) is None:
-            script = _inner_script(words)
+            script = inner_script(words)
             if script is not None and self.calls < MAX_CALLS:
                 return self._follow(script, state)
-            self._note(node, _flattened(words), state)
+            self._note(node, flattened(words), state)
         return [state]
 
     def _follow(self, script: Value, state: State) -> list[State]:
@@ -326,101 +306,6 @@ class _Follower:
             for one in inner.found[: MAX_INVOCATIONS - len(self.found)]
         ]
         return after
-
-    @staticmethod
-    def _forget(command: str, name: str, state: State) -> None:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            return
-        state.variables.pop(name, None)
-        state.arrays.discard(name)
-        if command == "unset":
-            state.set(name, ())
-
-    @staticmethod
-    def _let(expression: str | None, state: State) -> None:
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", expression or "", re.S)
-        counted = re.fullmatch(r"\s*([A-Za-z_]\w*)(\+\+|--)\s*", expression or "")
-        if counted:
-            match = re.fullmatch(r"(\w+)([-+])=(1)", f"{counted[1]}{counted[2][0]}=1")
-        if not match:
-            return
-        name, operator, rest = match[1], match[2], match[3]
-        text = f"{name} {operator} ({rest})" if operator else rest
-        try:
-            state.set(name, (Piece(str(arithmetic.evaluate(text, state.number)), None),))
-        except arithmetic.UnknownError:
-            state.set(name, (Hole(f"${name}", (name,), None, None),))
-
-
-def _assign(state: State, one: Assignment) -> None:
-    if one.is_array:
-        words: Array = tuple(value for word in one.value for value in state.expand(word))  # type: ignore[arg-type]
-        before = state.array(one.name) if one.append else ()
-        if before is None:
-            before = ((Hole(f"${one.name}", (one.name,), None, None, can_be_words=True),),)
-        state.set_array(one.name, (*before, *words))
-        return
-    value = state.value(one.value)  # type: ignore[arg-type]  # a list is told by is_array
-    if one.index is not None:
-        return
-    if one.append:
-        old = state.string(one.name)
-        value = (*(old if old is not None else (Hole(f"${one.name}", (one.name,), None, None, True),)), *value)
-    state.set(one.name, value)
-
-
-def _declare(state: State, word: Word) -> None:
-    """A word of `export` and the like: `name=value`, or a list that the parser has marked."""
-    if not word or not isinstance(word[0], Literal):
-        return
-    match = re.match(r"([A-Za-z_]\w*)(\+?)=(\(?)", word[0].text)
-    if not match:
-        return
-    if match[3] and word[0].text == match[0]:
-        parts: list[Word] = [()]
-        for part in word[1:]:
-            if isinstance(part, Literal) and part.text == "\0":
-                parts.append(())
-            else:
-                parts[-1] = (*parts[-1], part)
-        state.set_array(match[1], tuple(value for one in parts if one for value in state.expand(one)))
-        return
-    length = match.end() - len(match[3])
-    rest = Literal(word[0].text[length:], word[0].start + length, word[0].quoted)
-    _assign(state, Assignment(match[1], (rest, *word[1:]) if rest.text else word[1:], append=bool(match[2])))
-
-
-def _flattened(words: tuple[Value, ...]) -> tuple[Value, ...]:
-    """The words of a command, with those of text that a shell would read again: `eval`, `bash -c "…"`."""
-    found: list[Value] = []
-    evaluated = bool(words) and known(words[0]) == "eval"
-    follows = False
-    for number, word in enumerate(words):
-        text = shown(word)
-        is_script = follows and any(one.isspace() for one in text)
-        is_long = number > 0 and "--" in text and any(one.isspace() for one in text.strip()) and " --" in f" {text}"
-        if is_script or evaluated or (is_long and _is_command(text)):
-            found += fields(unquoted(word))
-        else:
-            found.append(word)
-        follows = text in ("-c", "-lc", "-ic") and any(_SHELLS.match(shown(one)) for one in words[:number])
-    return tuple(found)
-
-
-def _inner_script(words: tuple[Value, ...]) -> Value | None:
-    """The script of `bash -c 'script'` or `eval 'script'`, when variables in it are left for the inner shell."""
-    for number, word in enumerate(words):
-        text = known(word)
-        after_shell = number >= 2 and shown(words[number - 1]) in ("-c", "-lc", "-ic")
-        of_shell = after_shell and any(_SHELLS.match(shown(one)) for one in words[: number - 1])
-        if text is not None and "$" in text and (of_shell or (number == 1 and known(words[0]) == "eval")):
-            return word
-    return None
-
-
-def _is_command(text: str) -> bool:
-    """Whether a long word is a command of its own, as launchers take it: it names a Python program."""
-    return bool(re.search(r"\.py(\s|$)", text))
 
 
 def _braces(values: tuple[Value, ...]) -> Iterable[Value]:

@@ -1,0 +1,268 @@
+"""Reads the words of a shell script: plain text, quotes, what the shell puts in their place, and redirections."""
+
+from __future__ import annotations
+
+import re
+
+from .cursor import Cursor, ShellSyntaxError
+from .syntax import Arithmetic, Literal, Parameter, Substitution, Word, WordPart
+
+_PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_IN_QUOTES = re.compile(r"""[^"\\$`]+""")
+_OPERATORS = (
+    ":-",
+    ":=",
+    ":+",
+    ":?",
+    "-",
+    "=",
+    "+",
+    "?",
+    "%%",
+    "%",
+    "##",
+    "#",
+    "//",
+    "/",
+    ":",
+    "^^",
+    "^",
+    ",,",
+    ",",
+    "@",
+)
+
+_HEREDOC = re.compile(r"""<<(-?)[ \t]*(?:'([^'\n]+)'|"([^"\n]+)"|\\?([\w.-]+))""")
+_REDIRECT = re.compile(r"\d*(?:&>>|&>|>>|>&|<&|<<<|>\||<>|>|<)")
+
+
+class WordReader(Cursor):
+    """Reads words where it stands."""
+
+    def redirects(self) -> None:
+        """Goes past redirections, and remembers the heredocs that begin with them."""
+        while True:
+            self.blank()
+            if (match := _HEREDOC.match(self.text, self.at)) and not self.peek("<<<"):
+                self.heredocs.append((match[2] or match[3] or match[4], bool(match[1])))
+                self.at = match.end()
+                continue
+            match = _REDIRECT.match(self.text, self.at)
+            if not match:
+                return
+            self.at = match.end()
+            self.blank()
+            if not self.peek("("):
+                self.word()
+            else:
+                self._balanced("(", ")")
+
+    def word(self) -> Word:
+        """One word, empty where none begins here."""
+        parts: list[WordPart] = []
+        text = self.text
+        while self.at < len(text):
+            here = text[self.at]
+            if match := _PLAIN.match(text, self.at):
+                if match[0] == "#" and not parts:
+                    break
+                parts.append(Literal(match[0], self.at, quoted=False))
+                self.at = match.end()
+            elif here == "\\":
+                if text.startswith("\r\n", self.at + 1) or text.startswith("\n", self.at + 1):
+                    self.at += 3 if text.startswith("\r", self.at + 1) else 2
+                    continue
+                parts.append(Literal(text[self.at + 1 : self.at + 2], self.at + 1, quoted=True))
+                self.at += 2
+            elif here == "'":
+                end = text.find("'", self.at + 1)
+                if end < 0:
+                    raise ShellSyntaxError("'")
+                parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
+                self.at = end + 1
+            elif here == '"':
+                self.at += 1
+                parts += self._in_double_quotes()
+            elif here == "$":
+                parts.append(self._dollar(quoted=False))
+            elif here == "`":
+                parts.append(self._backquotes(quoted=False))
+            elif here in "<>" and text.startswith("(", self.at + 1):
+                start = self.at
+                self.at += 1
+                self._balanced("(", ")")
+                parts.append(Substitution(text[start : self.at], start, self.at, quoted=False))
+            else:
+                break
+        return tuple(parts)
+
+    def _in_double_quotes(self) -> list[WordPart]:
+        parts: list[WordPart] = []
+        text = self.text
+        while self.at < len(text):
+            here = text[self.at]
+            if here == '"':
+                self.at += 1
+                return parts or [Literal("", self.at - 1, quoted=True)]
+            if match := _IN_QUOTES.match(text, self.at):
+                parts.append(Literal(match[0], self.at, quoted=True))
+                self.at = match.end()
+            elif here == "\\":
+                following = text[self.at + 1 : self.at + 2]
+                if following == "\n" or text.startswith("\r\n", self.at + 1):
+                    self.at += 2 if following == "\n" else 3
+                elif following in '"$`\\':
+                    parts.append(Literal(following, self.at + 1, quoted=True))
+                    self.at += 2
+                else:
+                    parts.append(Literal("\\" + following, self.at, quoted=True))
+                    self.at += 2
+            elif here == "$":
+                parts.append(self._dollar(quoted=True))
+            else:
+                parts.append(self._backquotes(quoted=True))
+        raise ShellSyntaxError('"')
+
+    def _dollar(self, *, quoted: bool) -> WordPart:
+        start, text = self.at, self.text
+        if text.startswith("$((", start):
+            end = self._end_of_arithmetic(start + 3)
+            self.at = end + 2
+            return Arithmetic(text[start + 3 : end], start, self.at, quoted)
+        if text.startswith("$(", start):
+            self.at += 1
+            self._balanced("(", ")")
+            return Substitution(text[start : self.at], start, self.at, quoted)
+        if text.startswith("${", start):
+            self.at += 2
+            return self._braces(start, quoted=quoted)
+        if text.startswith("$'", start) and not quoted:
+            end = text.find("'", start + 2)
+            if end < 0:
+                raise ShellSyntaxError("'")
+            self.at = end + 1
+            return Literal(text[start + 2 : end], start + 2, quoted=True)
+        match = _NAME.match(text, start + 1)
+        if match:
+            self.at = match.end()
+            return Parameter(match[0], start, self.at, quoted)
+        if text[start + 1 : start + 2] and text[start + 1] in "@*#?$!-0123456789":
+            self.at += 2
+            return Parameter(text[start + 1], start, self.at, quoted)
+        self.at += 1
+        return Literal("$", start, quoted)
+
+    def _end_of_arithmetic(self, start: int) -> int:
+        depth, at = 0, start
+        while at < len(self.text):
+            here = self.text[at]
+            if here == "(":
+                depth += 1
+            elif here == ")":
+                if depth == 0 and self.text.startswith("))", at):
+                    return at
+                depth -= 1
+            at += 1
+        raise ShellSyntaxError("))")
+
+    def _braces(self, start: int, *, quoted: bool) -> WordPart:
+        text = self.text
+        match = re.compile(r"[#!]?(\w+|[@*])").match(text, self.at)
+        if not match:
+            self._to_closing_brace()
+            return Substitution(text[start : self.at], start, self.at, quoted)
+        prefix, name = match[0][: -len(match[1])], match[1]
+        self.at = match.end()
+        index: str | None = None
+        if self.peek("["):
+            end = text.find("]", self.at)
+            if end < 0:
+                raise ShellSyntaxError("]")
+            index = text[self.at + 1 : end]
+            self.at = end + 1
+        if prefix:
+            self._to_closing_brace()
+            return Substitution(text[start : self.at], start, self.at, quoted)
+        if self.peek("}"):
+            self.at += 1
+            return Parameter(name, start, self.at, quoted, index)
+        operator = next((one for one in _OPERATORS if self.peek(one)), None)
+        if operator is None:
+            self._to_closing_brace()
+            return Substitution(text[start : self.at], start, self.at, quoted)
+        self.at += len(operator)
+        argument = self._argument(quoted=quoted)
+        return Parameter(name, start, self.at, quoted, index, operator, argument)
+
+    def _argument(self, *, quoted: bool) -> Word:
+        """The word after the operator of `${…}`, up to its closing brace."""
+        parts: list[WordPart] = []
+        text = self.text
+        while self.at < len(text):
+            here = text[self.at]
+            if here == "}":
+                self.at += 1
+                return tuple(parts)
+            if here == "$":
+                parts.append(self._dollar(quoted=quoted))
+            elif here == '"':
+                self.at += 1
+                parts += self._in_double_quotes()
+            elif here == "'" and not quoted:
+                end = text.find("'", self.at + 1)
+                if end < 0:
+                    raise ShellSyntaxError("'")
+                parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
+                self.at = end + 1
+            elif here == "`":
+                parts.append(self._backquotes(quoted=quoted))
+            elif here == "\\":
+                parts.append(Literal(text[self.at + 1 : self.at + 2], self.at + 1, quoted=True))
+                self.at += 2
+            else:
+                match = re.compile(r"""[^}$"'`\\]+|'""").match(text, self.at)
+                assert match is not None
+                parts.append(Literal(match[0], self.at, quoted))
+                self.at = match.end()
+        raise ShellSyntaxError("}")
+
+    def _to_closing_brace(self) -> None:
+        depth = 1
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            self.at += 1
+            depth += (here == "{") - (here == "}")
+            if depth == 0:
+                return
+        raise ShellSyntaxError("}")
+
+    def _backquotes(self, *, quoted: bool) -> WordPart:
+        start = self.at
+        end = self.text.find("`", start + 1)
+        while end > 0 and self.text[end - 1] == "\\":
+            end = self.text.find("`", end + 1)
+        if end < 0:
+            raise ShellSyntaxError("`")
+        self.at = end + 1
+        return Substitution(self.text[start : self.at], start, self.at, quoted)
+
+    def _balanced(self, opening: str, closing: str) -> None:
+        """Goes past the bracket that closes the one here, over quotes and comments."""
+        depth = 0
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            if here == "\\":
+                self.at += 2
+                continue
+            if here in "'\"":
+                end = self.at + 1
+                while end < len(self.text) and self.text[end] != here:
+                    end += 2 if here == '"' and self.text[end] == "\\" else 1
+                self.at = end + 1
+                continue
+            self.at += 1
+            depth += (here == opening) - (here == closing)
+            if depth == 0:
+                return
+        raise ShellSyntaxError(closing)
