@@ -24,10 +24,16 @@ class ParallelCausalLoss:
 
     Called with this rank's logits [B, S, V/tp] and `shift_labels` [B, S]: labels that were shifted before the sequence
     was split.
+
+    Args:
+        mesh: this rank's place.
+        vocab_size: without padding.
+        logits_are_cut: over tp.
+        z_loss: the weight of the squared log of the softmax's denominator (PaLM, arXiv 2204.02311, section 5).
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int, *, logits_are_cut: bool = True) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, vocab_size: int, *, logits_are_cut: bool = True, z_loss: float = 0.0) -> None:
+        self._mesh, self._z_loss = mesh, z_loss
         self._group = mesh.parallel_group("tp") if logits_are_cut else None
         self._vocab_size = vocab_size
 
@@ -53,6 +59,7 @@ class ParallelCausalLoss:
             group=self._group,
             vocab_size=self._vocab_size,
             ignore_index=IGNORED_LABEL,
+            z_loss=self._z_loss,
         )
         if num_items_in_batch is None:
             num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)

@@ -12,6 +12,7 @@ from torch import Tensor
 from parcompile.plan import Plan, compile_plan
 from parcompile.plan.holding import Holding
 from parcompile.rules import check
+from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.spec.resolve import Resolution
 
 STEPS = 5
@@ -109,11 +110,17 @@ def initial_model(plan: Plan) -> torch.nn.Module:
     return model
 
 
-def train_with_engine(rank: int, plan: Plan, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def train_with_engine(
+    rank: int, plan: Plan, masked: bool = False, steps: int = STEPS, z_loss: float = 0.0
+) -> dict[str, Any]:
     """Losses, gradient norms and this rank's parameters after training under the engine."""
     from parcompile.runtime import initialize
+    from parcompile.runtime.loss import ParallelCausalLoss
 
     engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked))
+    if z_loss:
+        vocab_size = plan.spec.model.shape.vocab_size
+        engine.module.loss_function = ParallelCausalLoss(engine.mesh, vocab_size, z_loss=z_loss)
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(steps):
@@ -170,7 +177,9 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer
     )
 
 
-def train_in_one_process(plan: Plan, *, masked: bool = False, steps: int = STEPS) -> dict[str, Any]:
+def train_in_one_process(
+    plan: Plan, *, masked: bool = False, steps: int = STEPS, z_loss: float = 0.0
+) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
     training = plan.spec.training
     model = initial_model(plan)
@@ -181,7 +190,11 @@ def train_in_one_process(plan: Plan, *, masked: bool = False, steps: int = STEPS
         batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
         ids = torch.stack([sample["input_ids"] for sample in batch])
         labels = torch.stack([sample["labels"] for sample in batch])
-        loss = model(input_ids=ids, labels=labels).loss
+        output = model(input_ids=ids, labels=labels)
+        loss = output.loss
+        if z_loss:
+            log_sums = output.logits[:, :-1][labels[:, 1:] != IGNORED_LABEL].float().logsumexp(-1)
+            loss = loss + z_loss * log_sums.square().mean()
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
