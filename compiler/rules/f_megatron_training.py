@@ -38,6 +38,8 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
         ("use_torch_fsdp2", "use_distributed_optimizer"),
         ("use_torch_fsdp2", "fp16"),
         ("cpu_offloading", "recompute_granularity"),
+        ("deterministic_mode", "cross_entropy_loss_fusion"),
+        ("deterministic_mode", "tp_comm_overlap"),
     )
     for first, second in pairs:
         # A value that is not known still says that the flag is given.

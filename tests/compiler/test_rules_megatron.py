@@ -189,3 +189,18 @@ def test_embedding_stages_of_megatron_deepspeed_are_known(tmp_path: Path) -> Non
     )
     text = f"torchrun pretrain_gpt.py {words} --pp-partition-method 'type:transformer|embedding' --zero-stage 0\n"
     assert codes(checked(text, tmp_path / "train.sh")) == set()
+
+
+@pytest.mark.parametrize("flag", ["--inference-repeat-n 2", "--prompt-file p.txt"])
+def test_an_option_that_megatrons_own_scripts_add_is_no_misspelling(flag: str, tmp_path: Path) -> None:
+    script = SCRIPT.replace("pretrain_gpt.py", f"run.py {flag}")
+    assert "K001" not in codes(checked(script, tmp_path / "run.sh"))
+
+
+def test_a_deterministic_run_overlaps_no_tensor_parallel_communication(tmp_path: Path) -> None:
+    """As validate_args of d98e8a64 has it: "--deterministic-mode requires: tp_comm_overlap=False (got True)"."""
+    flags = "--deterministic-mode --tp-comm-overlap --sequence-parallel"
+    found = checked(SCRIPT.replace("--fp16", flags), tmp_path / "run.sh").diagnostics
+    assert [one.message for one in found if one.code == "F121"] == [
+        "deterministic_mode and tp_comm_overlap exclude each other"
+    ]

@@ -178,7 +178,7 @@ def _keep(found: Arguments, name: str, flag: str, value: Any, spans: tuple[Span 
 def _unknown(found: Arguments, flag: str, spelled: str, values: Sequence[Word], span: Span | None) -> None:
     texts = [one.shown for one in values]
     found.unknown[spelled] = True if not texts else texts[0] if len(texts) == 1 else texts
-    if spelled not in elsewhere():
+    if spelling(flag) not in elsewhere():
         found.problems.append(Problem("unknown", spelled, flag, " ".join(texts), span))
 
 
