@@ -8,6 +8,8 @@
   Its metrics are those of a run that nobody touched, to the bit.
 - convert: a checkpoint is converted; what was killed is started anew. The result has the hashes of a conversion that
   nobody touched.
+
+A kill comes at a random moment of up to 1.1 times what the program takes untouched on this machine.
 """
 
 from __future__ import annotations
@@ -80,10 +82,11 @@ class Torture:
         self.specs = [self._spec("tp2", tree, {"tp": 2}), self._spec("cp2", tree, {"cp": 2})]
         self.plans = [self.folder / f"{spec.stem}-plan" for spec in self.specs]
         for spec, plan in zip(self.specs, self.plans, strict=True):
-            self._finish(parcompile(spec, "-o", plan))
-        self._finish(train(self.plans[0], folder / "whole"))
+            compiling = self._finish(parcompile(spec, "-o", plan))
+        training = self._finish(train(self.plans[0], folder / "whole"))
         self.expected = self._metrics(folder / "whole")
-        self._finish(self._convert(folder / "converted"))
+        converting = self._finish(self._convert(folder / "converted"))
+        self.seconds = {"compile": compiling, "training": training, "convert": converting}
         self.hashes = self._hashes(folder / "converted")
 
     def _spec(self, name: str, tree: Mapping[str, object], parallelism: Mapping[str, int]) -> Path:
@@ -92,10 +95,17 @@ class Torture:
         file.write_text(json.dumps({**tree, "cluster": cluster, "parallelism": dict(parallelism)}), encoding="utf-8")
         return file
 
-    def _finish(self, words: Sequence[str]) -> None:
+    def _finish(self, words: Sequence[str]) -> float:
+        """Runs a command to its end; how many seconds it took."""
+        start = time.monotonic()
         code = run_for(words, None)
         if code:
             raise Broken(f"exit code {code} without a kill: {' '.join(words)}")
+        return time.monotonic() - start
+
+    def _moment(self, program: str) -> float:
+        """When to kill a program, in seconds after its start."""
+        return self.chance.uniform(0.1, 1.1) * self.seconds[program]
 
     def _metrics(self, output: Path) -> list[tuple[float, ...]]:
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -113,7 +123,7 @@ class Torture:
     def compile(self) -> None:
         """One kill of a compilation into a folder that holds another plan."""
         out = self.folder / "compiled"
-        if run_for(parcompile(self.chance.choice(self.specs), "-o", out), self.chance.uniform(0.2, 2)) is None:
+        if run_for(parcompile(self.chance.choice(self.specs), "-o", out), self._moment("compile")) is None:
             self.kills["compile"] += 1
         if out.exists() and not any(run_for(parcompile(spec, "-o", out, "--check"), None) == 0 for spec in self.specs):
             raise Broken(f"{out} is neither of the two plans")
@@ -122,7 +132,7 @@ class Torture:
         """One run that is killed until it is through."""
         output = self.folder / "parts"
         shutil.rmtree(output, ignore_errors=True)
-        while run_for(train(self.plans[0], output), self.chance.uniform(8, 30)) is None:
+        while run_for(train(self.plans[0], output), self._moment("training")) is None:
             self.kills["training"] += 1
         if self._metrics(output) != self.expected:
             raise Broken(f"{output}: the metrics are not those of the run that nobody touched")
@@ -132,7 +142,7 @@ class Torture:
         """One conversion that is killed until it is through."""
         output = self.folder / "again"
         shutil.rmtree(output, ignore_errors=True)
-        while run_for(self._convert(output), self.chance.uniform(2, 12)) is None:
+        while run_for(self._convert(output), self._moment("convert")) is None:
             self.kills["convert"] += 1
         if self._hashes(output) != self.hashes:
             raise Broken(f"{output}: its files are not those of the conversion that nobody touched")

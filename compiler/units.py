@@ -33,10 +33,11 @@ def format_milliseconds(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Bytes per second in the decimal unit of data sheets: `450 GB/s`."""
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+    """Bytes per second in the decimal units of data sheets: `450 GB/s`, `3.35 TB/s`."""
+    return f"{bytes_per_s / 1e12:.3g} TB/s" if bytes_per_s >= 1e12 else f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def format_compute(flops_per_s: float) -> str:
-    """Floating-point operations per second in the decimal unit of data sheets: `989 TFLOP/s`."""
-    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+    """Floating-point operations per second in the decimal unit of data sheets: `989 TFLOP/s`, `2250 TFLOP/s`."""
+    digits = ".0f" if flops_per_s >= 1e14 else ".3g"
+    return f"{flops_per_s / 1e12:{digits}} TFLOP/s"

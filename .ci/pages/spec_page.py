@@ -56,7 +56,7 @@ def _objects(
     """The objects that a key can hold, each with the name of its section."""
     if node.get("properties"):
         yield path, node
-    for part in (resolved(one, root) for one in node.get("oneOf", [])):
+    for part in (resolved(one, root) for one in [*node.get("oneOf", []), *filter(None, [node.get("then")])]):
         if part.get("properties"):
             yield (*path[:-1], f"{path[-1]} ({_name(part)})"), part
     further = node.get("additionalProperties")
@@ -80,7 +80,10 @@ def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
             f"*{one['title'].lower()}*" if one.get("properties") else _values(one, root) for one in parts
         )
     if "else" in node:
-        return f"{_values(node['else'], root)}, or text that matches `{node['if']['pattern']}`"
+        condition = node["if"]
+        if "pattern" in condition:
+            return f"{_values(node['else'], root)}, or text that matches `{condition['pattern']}`"
+        return f"{_values(node['else'], root)}, or *{resolved(node['then'], root)['title'].lower()}*"
     kind = node.get("type")
     if kind == "array":
         return f"list of {_values(resolved(node['items'], root), root)}"

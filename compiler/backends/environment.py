@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parcompile.machines.accelerator import find_accelerator
 from parcompile.plan import Plan
-
-ONE_QUEUE = frozenset({"a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "l40s"})
-"""Accelerators on which communication overlaps only when kernels start in the order in which they were issued."""
-AMD = frozenset({"mi300x"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ def variables(plan: Plan) -> tuple[Variable, ...]:
     found = [Variable("OMP_NUM_THREADS", "1", "several ranks share the cores of a node")]
     if accelerator == "cpu":
         found.append(Variable("DS_ACCELERATOR", "cpu", "DeepSpeed does not look for an accelerator"))
-    if accelerator in ONE_QUEUE and (parallelism.tp > 1 or parallelism.cp > 1):
+    if find_accelerator(accelerator).starts_kernels_in_turn and (parallelism.tp > 1 or parallelism.cp > 1):
         found.append(
             Variable(
                 "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -43,4 +40,4 @@ def gpu_resource(plan: Plan) -> str | None:
     accelerator = plan.spec.cluster.accelerator
     if accelerator == "cpu":
         return None
-    return "amd.com/gpu" if accelerator in AMD else "nvidia.com/gpu"
+    return f"{find_accelerator(accelerator).vendor}.com/gpu"

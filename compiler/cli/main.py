@@ -15,6 +15,7 @@ from parcompile.diagnostics.reporters.style import printable
 from parcompile.version import __version__
 
 _COMMANDS = (
+    "accelerators",
     "advisories",
     "compile",
     "calibrate",

@@ -167,17 +167,22 @@ def stage_interval(work: Workload, stage: RankMemory, fit: Fit | None = None) ->
 
 
 H100_MIB = 81559
+CONTEXT_BYTES = 0.5 * GIB
+"""Memory that CUDA takes before anything is allocated: 0.3 to 0.5 GiB, as nvidia-smi shows of an empty process."""
 
 
 def usable_bytes(device_bytes: int, fit: Fit) -> float:
-    """What a run can fill before it crashes: the measured limit, with the same reserve on other accelerators.
+    """What a run can fill before it crashes: the measured limit of H100s, and its reserve on other accelerators.
 
-    A device that is smaller than the reserve has nothing left to fill.
+    The reserve is a context of fixed size, and what fragments, which grows with the memory in use: on smaller devices
+    by their share of an H100, on larger ones no further, since buffers of communication and blocks of the allocator
+    have sizes of their own.
     """
     if fit.limit_gib is None:
         return 0.94 * device_bytes
     reserve = H100_MIB * MIB - fit.limit_gib * GIB
-    return max(0.0, device_bytes - reserve)
+    share = min(1.0, device_bytes / (H100_MIB * MIB))
+    return max(0.0, device_bytes - CONTEXT_BYTES - (reserve - CONTEXT_BYTES) * share)
 
 
 def fit_probability(peak: float, interval: tuple[float, float], limit: float) -> float:

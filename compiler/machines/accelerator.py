@@ -26,9 +26,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates that a machine was seen to reach. `like` is the preset whose software and launch settings hold for it."""
+    """Rates that a machine was seen to reach."""
 
-    like: str
     fp32_flops_per_s: float
     attention_flops_per_s: float
     layer_seconds: float
@@ -39,18 +38,31 @@ class Measured:
 class Accelerator:
     """What a rank runs on: at its peak, or, with `measured`, as it was seen to run.
 
-    `memory_bytes` is None where the machine decides it.
+    `memory_bytes` is None where the machine decides it. `like` names the built-in preset whose software and launch
+    settings hold for it: itself, unless the figures come from a file. `assumed` lists the figures of that preset.
     """
 
     name: str
     title: str
+    vendor: str
+    compute_capability: str | None
     memory_bytes: int | None
     flops_per_s: float
     memory_bytes_per_s: float
     node_link: Link
     network_link: Link
     sources: Mapping[str, str]
+    like: str
     measured: Measured | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def starts_kernels_in_turn(self) -> bool:
+        """Whether communication overlaps only when kernels start in the order of their issue.
+
+        So Megatron-LM for CUDA devices before compute capability 10.
+        """
+        return self.compute_capability is not None and int(self.compute_capability.split(".")[0]) < 10
 
     def matmul_flops_per_s(self, element_bytes: int) -> float:
         """The rate of matrix products of elements of that size; peaks are those of 16 bits."""
@@ -89,12 +101,15 @@ def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
         name: Accelerator(
             name=name,
             title=one["title"],
+            vendor=one["vendor"],
+            compute_capability=one["compute_capability"],
             memory_bytes=None if one["memory_mib"] is None else one["memory_mib"] * MIB,
             flops_per_s=one["bf16_flops_per_s"],
             memory_bytes_per_s=one["memory_bytes_per_s"],
             node_link=links[one["node_link"]],
             network_link=links[one["network_link"]],
             sources=one["sources"],
+            like=name,
         )
         for name, one in tree["accelerators"].items()
     }

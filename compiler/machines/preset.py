@@ -1,17 +1,23 @@
-"""An accelerator in a file: what `parcompile profile` measured, which a spec names at cluster.accelerator."""
+"""An accelerator in a file, which a spec names at cluster.accelerator: measured by `parcompile profile`, or described.
+
+A description needs its memory alone. What it leaves out is that of the built-in preset which is nearest, and is said to
+be assumed.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from parcompile import schema
 from parcompile.text import SourceError, read_file
-from parcompile.units import MIB
+from parcompile.units import GIB, MIB, format_bytes
 
-from .accelerator import Accelerator, Link, Measured
+from .accelerator import Accelerator, Link, Measured, accelerators, find_accelerator
 
 SCHEMA = "accelerator"
 VERSION = 1
@@ -56,42 +62,88 @@ def _read(path: Path, stamp: int) -> Accelerator:  # noqa: ARG001 -- a search re
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise PresetError(f"{place}: [{first.code}] {first.message}{more}")
     assert isinstance(read.document.tree, dict)
-    return preset_from_tree(read.document.tree)
+    return preset_from_tree(read.document.tree, name=path.stem)
 
 
-def preset_from_tree(tree: Mapping[str, Any]) -> Accelerator:
-    """The machine that a valid tree describes."""
-    memory = tree["memory_mib"]
-    note = tree["source"]
+def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Accelerator:
+    """The machine that a valid tree describes; `name` is for one that has none, else its memory."""
+    memory, flops = _memory_bytes(tree), _flops(tree)
+    base = find_accelerator(tree["like"]) if "like" in tree else nearest(memory, flops)
+    assumed = list(tree.get("assumed", ()))
+    assumed += [key for key in ("memory_bytes_per_s", "node_link", "network_link") if key not in tree]
+    if flops is None:
+        assumed.insert(0, "bf16_flops_per_s")
+    size = "the memory of its host" if memory is None else format_bytes(memory)
+    note = tree.get("source", "described in the file")
     return Accelerator(
-        name=tree["name"],
-        title=tree["title"],
-        memory_bytes=None if memory is None else memory * MIB,
-        flops_per_s=tree["bf16_flops_per_s"],
-        memory_bytes_per_s=tree["memory_bytes_per_s"],
-        node_link=_link("node_link", tree["node_link"]),
-        network_link=_link("network_link", tree["network_link"]),
-        sources=dict.fromkeys(("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s"), note),
-        measured=Measured(tree["like"], tree["fp32_flops_per_s"], tree["attention_flops_per_s"], tree["layer_seconds"]),
+        name=tree.get("name", name or f"accelerator with {size}"),
+        title=tree.get("title", f"{size}, otherwise like {base.title}"),
+        vendor=base.vendor,
+        compute_capability=base.compute_capability,
+        memory_bytes=memory,
+        flops_per_s=base.flops_per_s if flops is None else flops,
+        memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
+        node_link=_link("node_link", tree["node_link"]) if "node_link" in tree else base.node_link,
+        network_link=_link("network_link", tree["network_link"]) if "network_link" in tree else base.network_link,
+        sources={
+            key: f"assumed, as {base.name}" if key in assumed else note
+            for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")
+        },
+        like=base.name,
+        measured=Measured(tree["fp32_flops_per_s"], tree["attention_flops_per_s"], tree["layer_seconds"])
+        if tree.get("layer_seconds") is not None
+        else None,
+        assumed=tuple(assumed),
     )
 
 
+def nearest(memory_bytes: int | None, flops_per_s: float | None) -> Accelerator:
+    """The built-in preset that a description resembles: by its memory and its rate, where they are given.
+
+    Of several that are equally near the slowest is taken, so that no time is promised too short.
+    """
+    if memory_bytes is None:
+        return find_accelerator("cpu")
+
+    def distance(one: Accelerator) -> tuple[float, float]:
+        assert one.memory_bytes is not None
+        far = abs(math.log2(one.memory_bytes / memory_bytes))
+        if flops_per_s is not None:
+            far += abs(math.log2(one.flops_per_s / flops_per_s))
+        # Sizes on the label and in the driver's list differ by some per cent.
+        return round(far, 1), one.flops_per_s
+
+    return min((one for one in accelerators().values() if one.memory_bytes is not None), key=distance)
+
+
+def _memory_bytes(tree: Mapping[str, Any]) -> int | None:
+    if "memory_gib" in tree:
+        return int(tree["memory_gib"] * GIB)
+    return None if tree["memory_mib"] is None else int(tree["memory_mib"]) * MIB
+
+
+def _flops(tree: Mapping[str, Any]) -> float | None:
+    if "bf16_tflops" in tree:
+        return float(tree["bf16_tflops"] * 1e12)
+    given: float | None = tree.get("bf16_flops_per_s")
+    return given
+
+
 def preset_tree(machine: Accelerator) -> dict[str, Any]:
-    """The figures of a measured machine, as `preset_from_tree` reads them."""
+    """The figures of a machine that is not built in, as `preset_from_tree` reads them."""
     measured, memory = machine.measured, machine.memory_bytes
-    assert measured is not None
+    rates = dict.fromkeys(one.name for one in fields(Measured)) if measured is None else asdict(measured)
     return {
         "version": VERSION,
         "name": machine.name,
         "title": machine.title,
-        "source": machine.sources["bf16_flops_per_s"],
-        "like": measured.like,
+        "source": machine.sources["memory_mib"],
+        "like": machine.like,
+        "assumed": list(machine.assumed),
         "memory_mib": None if memory is None else memory // MIB,
         "bf16_flops_per_s": machine.flops_per_s,
-        "fp32_flops_per_s": measured.fp32_flops_per_s,
-        "attention_flops_per_s": measured.attention_flops_per_s,
+        **rates,
         "memory_bytes_per_s": machine.memory_bytes_per_s,
-        "layer_seconds": measured.layer_seconds,
         "node_link": _link_tree(machine.node_link),
         "network_link": _link_tree(machine.network_link),
     }

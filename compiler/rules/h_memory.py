@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.cost.memory import static_memory
-from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.suggest import closest
 from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import SplitError
@@ -63,6 +63,28 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
 
 
 @rule(
+    "H003",
+    "figures of the accelerator are assumed",
+    """An accelerator that is described by its memory, or in a file that holds less than `parcompile profile` measures,
+    takes what is missing from the built-in preset that is nearest. Memory is estimated as given; times are only as good
+    as that likeness.""",
+    wrong={"cluster": {"accelerator": {"memory_gib": 141}}},
+    right={"cluster": {"accelerator": "h200"}},
+    severity=Severity.INFO,
+)
+def assumed_figures_are_named(spec: Resolution) -> Iterator[Finding]:
+    """Says which figures, and of which preset they are."""
+    machine = spec.cluster.preset
+    if machine is not None and machine.assumed:
+        yield Finding(
+            f"{', '.join(machine.assumed)} of {machine.name} are not given: those of {machine.like} are assumed",
+            ("cluster", "accelerator"),
+            help="measure the machine with `parcompile profile -o machine.json`, or name the nearest preset with like: "
+            "`parcompile accelerators` lists them",
+        )
+
+
+@rule(
     "H002",
     "the accelerator's file cannot be used",
     """cluster.accelerator is the name of a preset, or a .json file (relative to the spec) of the form that
@@ -74,17 +96,18 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
 def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
     """Fires on files that are missing or are no presets."""
     name = spec.get("cluster", "accelerator")
-    if not is_preset_file(name):
+    if not isinstance(name, str) or not is_preset_file(name):
         return
     try:
         spec.accelerator_preset(name)
     except PresetError as error:
         place, stem = ("cluster", "accelerator"), name.removesuffix(".json")
-        known = next((one for one in accelerators() if one.startswith(stem)), closest(stem, list(accelerators())))
+        near = closest(stem, list(accelerators()))
+        known = next((one for one in accelerators() if len(stem) > 2 and one.startswith(stem)), near)
         fix = Fix(f"use the preset {known}", Safety.CHANGES_COST, (Edit(place, known),))
         yield Finding(
             f"accelerator {name}: {error}",
             place,
-            help=f"write the file with `parcompile profile -o {name}`, or name a preset: {', '.join(accelerators())}",
+            help=f"write the file with `parcompile profile -o {name}`, or name one of `parcompile accelerators`",
             fixes=(fix,) if known else (),
         )

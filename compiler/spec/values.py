@@ -32,7 +32,7 @@ class Precision(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines. With a measured `preset`, `accelerator` names the built-in one that it is like."""
+    """The machines. With a `preset` from a file, `accelerator` names the built-in one that it is like."""
 
     nodes: int
     gpus_per_node: int

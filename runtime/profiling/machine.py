@@ -28,13 +28,23 @@ LIMIT = timedelta(seconds=120)
 
 DEVICES = (
     ("H100 PCIe", "h100-pcie"),
+    ("H100 NVL", "h100-nvl"),
     ("H100", "h100-sxm"),
     ("H200", "h200"),
+    ("H20", "h20"),
+    ("GB200", "gb200"),
     ("B200", "b200"),
     ("A100-SXM4-40GB", "a100-40gb"),
-    ("A100-PCIE-40GB", "a100-40gb"),
+    ("A100-PCIE-40GB", "a100-pcie-40gb"),
+    ("A100 80GB PCIe", "a100-pcie-80gb"),
     ("A100", "a100-80gb"),
+    ("A10", "a10"),
+    ("RTX A6000", "rtx-a6000"),
+    ("RTX 3090", "rtx-3090"),
+    ("RTX 4090", "rtx-4090"),
+    ("RTX 5090", "rtx-5090"),
     ("MI300X", "mi300x"),
+    ("MI250X", "mi250x"),
     ("L40S", "l40s"),
 )
 """Parts of device names, and the preset that each is like; the first that fits counts."""
@@ -143,13 +153,16 @@ def preset(
     return Accelerator(
         name=name or f"{like}-measured",
         title=title,
+        vendor=built_in.vendor,
+        compute_capability=built_in.compute_capability,
         memory_bytes=min(memories) // MIB * MIB if memories else None,
         flops_per_s=best("matmul", "bf16"),
         memory_bytes_per_s=best("memory"),
         node_link=_link(NODE, links, built_in.node_link, source),
         network_link=_link(NETWORK, links, built_in.network_link, source),
-        sources={"bf16_flops_per_s": source},
-        measured=Measured(like, best("matmul", "fp32"), best("attention"), _rounded(1 / best("layer launch"))),
+        sources=dict.fromkeys(("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s"), source),
+        like=like,
+        measured=Measured(best("matmul", "fp32"), best("attention"), _rounded(1 / best("layer launch"))),
     )
 
 

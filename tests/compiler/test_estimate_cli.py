@@ -133,10 +133,10 @@ def test_an_accelerator_smaller_than_what_a_run_leaves_free_is_estimated_and_not
     preset = {
         "version": 1,
         "name": "small",
-        "title": "4 GiB",
+        "title": "400 MiB",
         "source": "assumed",
         "like": "l40s",
-        "memory_mib": 4096,
+        "memory_mib": 400,
         "bf16_flops_per_s": 1e13,
         "fp32_flops_per_s": 1e12,
         "attention_flops_per_s": 5e12,

@@ -22,7 +22,7 @@ def found(folder: Path, tree: dict[str, Any]) -> dict[str, Diagnostic]:
 def test_an_order_that_takes_tp_off_its_node_is_warned_of_with_bytes_and_a_better_order(tmp_path) -> None:
     warning = found(tmp_path, spec_tree(2, 8, parallelism={"tp": 8, "order": "dp-tp-cp-pp"}))["W010"]
     assert warning.severity is Severity.WARNING
-    assert warning.message.startswith("2 of 2 tp groups leave their node (2 nodes each): with order dp-tp")
+    assert warning.message.startswith("2 of 2 tp groups span 2 nodes: with order dp-tp")
     assert "MiB" in warning.message
     assert warning.path == ("parallelism", "order")
     order = warning.fixes[0].edits[0].value

@@ -40,3 +40,4 @@ def test_times_keep_three_digits_without_an_exponent(seconds: float, text: str) 
 
 def test_rates_stand_in_the_decimal_units_of_data_sheets() -> None:
     assert (format_bandwidth(450e9), format_compute(989.4e12)) == ("450 GB/s", "989 TFLOP/s")
+    assert (format_bandwidth(3.35e12), format_compute(2250e12)) == ("3.35 TB/s", "2250 TFLOP/s")

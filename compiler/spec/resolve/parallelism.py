@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel
 from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import PipelineSplit
 from parcompile.machines.accelerator import Accelerator
-from parcompile.machines.preset import PresetError, is_preset_file, read_preset
+from parcompile.machines.preset import PresetError, is_preset_file, preset_from_tree, read_preset
 from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism
 
@@ -27,17 +29,26 @@ class ParallelismValues(SpecReader):
     @functools.cached_property
     def cluster(self) -> Cluster:
         """The machines."""
-        name, preset = str(self.get("cluster", "accelerator")), None
-        if is_preset_file(name):
+        given, preset = self.get("cluster", "accelerator"), None
+        name = given if isinstance(given, str) else ""
+        if isinstance(given, Mapping):
+            preset = self.described_accelerator(given)
+            name = default("spec", ("cluster", "accelerator"))
+        elif is_preset_file(name):
             # Rule H002 speaks of a file that cannot be used; the other rules need the number of ranks.
             with contextlib.suppress(PresetError):
                 preset = self.accelerator_preset(name)
         return Cluster(
             nodes=int(self.get("cluster", "nodes")),
             gpus_per_node=int(self.get("cluster", "gpus_per_node")),
-            accelerator=preset.measured.like if preset and preset.measured else name,
+            accelerator=preset.like if preset else name,
             preset=preset,
         )
+
+    def described_accelerator(self, given: Mapping[str, Any]) -> Accelerator | None:
+        """The machine that the spec itself describes; None where the schema finds a value of it wrong."""
+        place = ("cluster", "accelerator")
+        return None if any(found[:2] == place for found in self.invalid) else preset_from_tree(given)
 
     def accelerator_preset(self, name: str) -> Accelerator:
         """The machine that a file beside the spec describes.
