@@ -59,6 +59,8 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     # Trainer would compare it with a product over all ranks, as if each were data-parallel.
     config.pop("train_batch_size")
     options: dict[str, Any] = {"save_strategy": "no", "remove_unused_columns": False, "lr_scheduler_type": "constant"}
+    # Without it accelerate has DeepSpeed compile a C++ extension for CPU ranks, which nothing here uses.
+    options["use_cpu"] = plan.spec.cluster.accelerator == "cpu"
     return TrainingArguments(
         output_dir=output_dir,
         max_steps=max_steps,
