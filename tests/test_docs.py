@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import api_page as api
+import llms_page as llms
 import pytest
 import rules_page as rules
 import spec_page as spec
@@ -164,3 +165,10 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, broken: str) 
     done = build(tmp_path)
     assert done.returncode == 1
     assert broken.partition("(")[2].rstrip(")") in done.stdout + done.stderr
+
+
+def test_the_list_of_pages_for_language_models_is_current() -> None:
+    written = llms.reference()
+    assert (DOCS / "llms.txt").read_text(encoding="utf-8") == written, "python .ci/pages/llms_page.py > docs/llms.txt"
+    named = set(re.findall(r"\((\w+)\.md\)", written))
+    assert named == {page.stem for page in DOCS.glob("*.md")}

@@ -29,6 +29,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
+def hooks() -> dict[str, Any]:
+    """The hooks by their ids."""
+    return {hook["id"]: hook for hook in load(ROOT / ".pre-commit-hooks.yaml")}
+
+
 @pytest.mark.parametrize(
     ("file", "taken"),
     [
@@ -43,20 +48,56 @@ def environment() -> dict[str, str]:
     ],
 )
 def test_the_hook_takes_specs_and_deepspeed_configs(file: str, taken: bool) -> None:
-    (hook,) = load(ROOT / ".pre-commit-hooks.yaml")
-    assert bool(re.search(hook["files"], file)) is taken
+    assert {bool(re.search(hook["files"], file)) for hook in hooks().values()} == {taken}
 
 
 def test_the_hook_runs_on_files_and_fails_on_mistakes() -> None:
-    (hook,) = load(ROOT / ".pre-commit-hooks.yaml")
+    hook = hooks()["parcompile-check"]
     for folder, code in (("positive", 0), ("negative", 1)):
         files = [str(file) for file in sorted((SPECS / folder).glob("W001*.json")) if "expected" not in file.name]
         command = [*hook["entry"].split(), *files]
         assert subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == code
 
 
+def test_the_fixing_hook_mends_what_is_safe_and_fails_on_the_rest(tmp_path: Path) -> None:
+    hook = hooks()["parcompile-fix"]
+    assert hook["require_serial"]
+    tree = spec_tree(model=SMALL_MODEL)
+    tree["parallelism"] = {"tp": 1, "sequence_parallel": True}  # T006, whose fix is safe
+    fixable, wrong = tmp_path / "fixable.spec.json", tmp_path / "wrong.spec.json"
+    fixable.write_text(json.dumps(tree), encoding="utf-8")
+    wrong.write_text(json.dumps({**tree, "parallelism": {"tp": 3}}), encoding="utf-8")
+    before = wrong.read_text(encoding="utf-8")
+    codes = {
+        file: subprocess.run(
+            [*hook["entry"].split(), str(file)], env=environment(), capture_output=True, check=False
+        ).returncode
+        for file in (fixable, wrong)
+    }
+    assert codes == {fixable: 0, wrong: 1}
+    assert "sequence_parallel" not in json.loads(fixable.read_text(encoding="utf-8"))["parallelism"]
+    assert wrong.read_text(encoding="utf-8") == before
+
+
+def test_the_action_can_be_listed_and_uploads_only_when_asked() -> None:
+    action = load(ROOT / "action.yml")
+    assert set(action["branding"]) == {"icon", "color"}
+    assert action["outputs"]["sarif"]["value"] == "${{ inputs.sarif }}"
+    (upload,) = [step for step in action["runs"]["steps"] if step["name"] == "Upload"]
+    assert "inputs.upload-sarif == 'true'" in upload["if"]
+    assert action["inputs"]["upload-sarif"]["default"] == "false"
+
+
+def test_the_citation_names_the_version_of_the_package() -> None:
+    import parcompile
+
+    citation = load(ROOT / "CITATION.cff")
+    assert citation["version"] == parcompile.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
 def action_step(name: str = "Check") -> str:
-    steps = load(ROOT / ".github/actions/check/action.yml")["runs"]["steps"]
+    steps = load(ROOT / "action.yml")["runs"]["steps"]
     (step,) = [one for one in steps if one["name"] == name]
     return str(step["run"])
 
@@ -144,7 +185,7 @@ def test_the_action_writes_what_a_pull_request_changes_into_the_summary(pull_req
 
 
 def test_the_action_compares_in_pull_requests_only() -> None:
-    tree = load(ROOT / ".github/actions/check/action.yml")
+    tree = load(ROOT / "action.yml")
     assert tree["inputs"]["base-ref"]["default"] == "${{ github.base_ref }}"
     (step,) = [one for one in tree["runs"]["steps"] if one["name"] == "Compare"]
     assert "inputs.base-ref != ''" in step["if"]
