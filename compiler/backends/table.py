@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Bundle:
     """Options that stand for values of the spec only together, and what of those values they cannot say."""
 
     options: tuple[str, ...]
@@ -47,14 +47,14 @@ class Part:
     losses: Callable[[Spec], Iterable[Loss]] = _nothing
 
 
-Row = Entry | Part
+Row = Entry | Bundle
 
 
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:
     """What a spec is in the tool's options."""
     found: Arguments = {}
     for row in rows:
-        if isinstance(row, Part):
+        if isinstance(row, Bundle):
             found |= row.write(spec)
             continue
         value = value_at(spec, row.path)
@@ -67,7 +67,7 @@ def write(rows: Sequence[Row], spec: Spec) -> Arguments:
 def read(rows: Sequence[Row], source: Source, draft: Draft) -> None:
     """Takes the options over into a draft, in the order of the table."""
     for row in rows:
-        if isinstance(row, Part):
+        if isinstance(row, Bundle):
             row.read(source, draft)
         else:
             draft.carry(source, row.option, row.path, row.read)
@@ -76,13 +76,13 @@ def read(rows: Sequence[Row], source: Source, draft: Draft) -> None:
 def losses(rows: Sequence[Row], spec: Spec) -> Iterator[Loss]:
     """What the tool cannot say of a spec."""
     for row in rows:
-        if isinstance(row, Part):
+        if isinstance(row, Bundle):
             yield from row.losses(spec)
 
 
 def names(rows: Sequence[Row]) -> frozenset[str]:
     """The options that the table speaks of."""
-    return frozenset(name for row in rows for name in (row.options if isinstance(row, Part) else (row.option,)))
+    return frozenset(name for row in rows for name in (row.options if isinstance(row, Bundle) else (row.option,)))
 
 
 _RENAMED: Mapping[SpecPath, str] = {("zero", "stage"): "zero_stage"}

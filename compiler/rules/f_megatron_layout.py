@@ -9,8 +9,8 @@ from parcompile.diagnostics import Severity
 from parcompile.layout.stages import PipelineSplit
 
 from .arithmetic import divisors, listed, nearest_multiples
-from .file_registry import Settings
-from .megatron_settings import also, argument_rule, attempt, flag, is_nvidias, is_open, one_of, size
+from .file_registry import MEGATRON, Settings, file_rule
+from .megatron_settings import also, attempt, flag, is_nvidias, is_open, one_of, size, where_decided
 from .registry import Finding
 
 _ARGUMENTS = ("Megatron-LM arguments.py",)
@@ -47,14 +47,16 @@ def _model_ranks(settings: Settings) -> int:
     return size(settings, _TP) * size(settings, _PP) * size(settings, _CP)
 
 
-@argument_rule(
+@file_rule(
     "F101",
+    MEGATRON,
     "the axes do not divide the world size",
     """Data parallelism gets what tp · pp · cp leave of the ranks that torchrun starts.""",
     wrong={**_BASE, "nnodes": 1, "nproc_per_node": 6},
     right={**_BASE, "nnodes": 1, "nproc_per_node": 8},
     sources=_ARGUMENTS,
 )
+@where_decided
 def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
     """Fires when the world is known and not a multiple."""
     world, ranks = _world(settings), _model_ranks(settings)
@@ -65,14 +67,16 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, (names[0],), related=also(settings, "nnodes", "nproc_per_node", *names[1:]))
 
 
-@argument_rule(
+@file_rule(
     "F102",
+    MEGATRON,
     "the global batch does not divide",
     """global_batch_size is a multiple of micro_batch_size · dp; the ratio is the number of micro-batches.""",
     wrong={**_BASE, "nproc_per_node": 8, "global_batch_size": 63},
     right={**_BASE, "nproc_per_node": 8, "global_batch_size": 64},
     sources=("Megatron-LM core/num_microbatches_calculator.py",),
 )
+@where_decided
 def batch_divides(settings: Settings) -> Iterator[Finding]:
     """Fires with dp where the world is known, else for the micro-batch alone."""
     total, micro = size(settings, "global_batch_size", 0), size(settings, "micro_batch_size", 0)
@@ -91,8 +95,9 @@ def _dp(settings: Settings) -> int:
     return world // ranks if world and world % ranks == 0 else 1
 
 
-@argument_rule(
+@file_rule(
     "F103",
+    MEGATRON,
     "heads or widths do not divide over tp",
     """tp cuts attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
     groups divide the heads, and heads the hidden size where kv_channels does not give their width.""",
@@ -100,6 +105,7 @@ def _dp(settings: Settings) -> int:
     right={**_BASE, "num_attention_heads": 32},
     sources=("Megatron-Core transformer_config.py, attention.py",),
 )
+@where_decided
 def tp_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     tp = size(settings, _TP)
@@ -132,8 +138,9 @@ def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding
         )
 
 
-@argument_rule(
+@file_rule(
     "F104",
+    MEGATRON,
     "the layers do not divide into stages",
     """num_layers is a multiple of pp, unless embedding and loss are counted as layers, or the first and last stage get
     numbers of their own; then what is left divides over the other stages.""",
@@ -147,6 +154,7 @@ def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding
     },
     sources=(*_ARGUMENTS, "Megatron-LM#1304"),
 )
+@where_decided
 def layers_divide(settings: Settings) -> Iterator[Finding]:
     """Fires when the layers that are left over do not divide."""
     layers = size(settings, "num_layers", 0)
@@ -178,8 +186,9 @@ def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
     )
 
 
-@argument_rule(
+@file_rule(
     "F105",
+    MEGATRON,
     "virtual stages do not fit",
     """Interleaving needs pp > 1 (pp > 2 without overlap_p2p_communication), one of its two options, and layers of a
     stage that divide into virtual stages.""",
@@ -187,6 +196,7 @@ def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
     right={**_BASE, "num_layers_per_virtual_pipeline_stage": 4},
     sources=_ARGUMENTS,
 )
+@where_decided
 def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the three."""
     each, virtual = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
@@ -232,14 +242,16 @@ def _indivisible(split: PipelineSplit, layers: int) -> str:
     return ""
 
 
-@argument_rule(
+@file_rule(
     "F106",
+    MEGATRON,
     "the sequence does not divide",
     """Context parallelism cuts a sequence into 2 · cp chunks; sequence parallelism cuts each rank's share over tp.""",
     wrong={**_BASE, _CP: 4, "seq_length": 4092},
     right={**_BASE, _CP: 4, "seq_length": 4096},
     sources=(*_ARGUMENTS, "TransformerEngine context_parallel.py"),
 )
+@where_decided
 def sequence_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for the joint factor."""
     length, cp, tp = size(settings, "seq_length", 0), size(settings, _CP), size(settings, _TP)
@@ -250,14 +262,16 @@ def sequence_divides(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("seq_length",), related=also(settings, _CP, _TP))
 
 
-@argument_rule(
+@file_rule(
     "F107",
+    MEGATRON,
     "heads do not divide over an all-to-all context parallelism",
     """With cp_comm_type a2a each rank attends over the whole sequence with heads / tp / cp heads.""",
     wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
     right={**_BASE, _CP: 4, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
     sources=("TransformerEngine context_parallel.py",),
 )
+@where_decided
 def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
     """Fires for heads and query groups."""
     cp, tp = size(settings, _CP), size(settings, _TP)
@@ -273,14 +287,16 @@ def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
             yield Finding(message, (_CP,), related=also(settings, name, "cp_comm_type"))
 
 
-@argument_rule(
+@file_rule(
     "F108",
+    MEGATRON,
     "the hierarchical ring does not multiply to cp",
     """The product of hierarchical_context_parallel_sizes is cp, and cp_comm_type a2a+p2p needs them.""",
     wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a+p2p"},
     right={**_BASE, _CP: 8, "cp_comm_type": "p2p"},
     sources=_ARGUMENTS,
 )
+@where_decided
 def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     """Fires when a2a+p2p has no sizes, and when sizes multiply to something else."""
     sizes_name = "hierarchical_context_parallel_sizes"
@@ -294,8 +310,9 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
         yield Finding(f"cp_comm_type a2a+p2p without {sizes_name}", ("cp_comm_type",))
 
 
-@argument_rule(
+@file_rule(
     "F109",
+    MEGATRON,
     "experts do not divide",
     """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
     tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step, and no biases in
@@ -304,6 +321,7 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     right={**_BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
     sources=(*_ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
 )
+@where_decided
 def experts_divide(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     ep = size(settings, _EP)
@@ -341,8 +359,9 @@ def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
         yield Finding(message, ("num_experts",), help="add --sequence-parallel", related=also(settings, _TP))
 
 
-@argument_rule(
+@file_rule(
     "F110",
+    MEGATRON,
     "sequence parallelism is switched off",
     """With tp 1 Megatron-LM drops sequence_parallel without a word.""",
     wrong={**_BASE, _TP: 1, "sequence_parallel": True},
@@ -350,6 +369,7 @@ def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
     severity=Severity.WARNING,
     sources=_ARGUMENTS,
 )
+@where_decided
 def sequence_parallel_has_an_effect(settings: Settings) -> Iterator[Finding]:
     """Fires for the flag at tp 1."""
     if settings.get("sequence_parallel") is True and size(settings, _TP) == 1:

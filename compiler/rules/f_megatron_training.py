@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
 
-from .file_registry import Settings
-from .megatron_settings import also, argument_rule, attempt, flag, is_nvidias, is_open, size, spelled
+from .file_registry import MEGATRON, Settings, file_rule
+from .megatron_settings import also, attempt, flag, is_nvidias, is_open, size, spelled, where_decided
 from .registry import Finding
 
 _ARGUMENTS = ("Megatron-LM arguments.py",)
 _BASE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 32, "seq_length": 4096}
 
 
-@argument_rule(
+@file_rule(
     "F121",
+    MEGATRON,
     "flags that exclude each other",
     """Pairs of which Megatron-LM takes one: two precisions, iterations and samples as the length of a run, and the
     like.""",
@@ -23,6 +24,7 @@ _BASE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "nu
     right={**_BASE, "bf16": True},
     sources=_ARGUMENTS,
 )
+@where_decided
 def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
     """Fires for each pair of which both are given."""
     pairs = (
@@ -47,8 +49,9 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"{first} and {second} exclude each other", (second,), related=also(settings, first))
 
 
-@argument_rule(
+@file_rule(
     "F122",
+    MEGATRON,
     "a flag needs another one",
     """Flags that mean something only together: overlapped gathering of parameters needs the distributed optimizer and
     overlapped reduction, overlapped tensor-parallel communication needs sequence parallelism.""",
@@ -61,6 +64,7 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
     },
     sources=_ARGUMENTS,
 )
+@where_decided
 def flags_have_what_they_need(settings: Settings) -> Iterator[Finding]:
     """Fires for each flag that lacks what it needs."""
     for name, needed in _NEEDS.items():
@@ -91,8 +95,9 @@ def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, .
         yield Finding(f"{name} needs {' and '.join(missing)}", (name,), help=f"add {flags}")
 
 
-@argument_rule(
+@file_rule(
     "F123",
+    MEGATRON,
     "recomputation is not described as it has to be",
     """Full recomputation needs recompute_method and recompute_num_layers; selective takes no method. Distributing saved
     activations needs tp > 1, full recomputation and no sequence parallelism.""",
@@ -100,6 +105,7 @@ def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, .
     right={**_BASE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     sources=(*_ARGUMENTS, "Megatron-Core transformer_config.py"),
 )
+@where_decided
 def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     kind, path = settings.get("recompute_granularity"), ("recompute_granularity",)
@@ -117,8 +123,9 @@ def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"{saved} needs tp > 1 and no sequence_parallel", (saved,))
 
 
-@argument_rule(
+@file_rule(
     "F124",
+    MEGATRON,
     "a limit lies on the wrong side",
     """max_position_embeddings reaches as far as seq_length, min_lr is no more than lr, and checkpoints are kept at a
     multiple of the interval at which they are saved.""",
@@ -126,6 +133,7 @@ def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
     right={**_BASE, "max_position_embeddings": 4096},
     sources=_ARGUMENTS,
 )
+@where_decided
 def limits_hold(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     for low, high in (("seq_length", "max_position_embeddings"), ("min_lr", "lr")):
@@ -146,14 +154,16 @@ def _checkpoints_are_kept(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("save_retain_interval",), related=also(settings, "save_interval"))
 
 
-@argument_rule(
+@file_rule(
     "F125",
+    MEGATRON,
     "FSDP2 with a layout that it does not run",
     """PyTorch's FSDP2 in Megatron-LM runs without pipeline and expert parallelism and with untied embeddings.""",
     wrong={**_BASE, "use_torch_fsdp2": True},
     right={**_BASE, "use_torch_fsdp2": True, "untie_embeddings_and_output_weights": True},
     sources=_ARGUMENTS,
 )
+@where_decided
 def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     if settings.get("use_torch_fsdp2") is not True:
@@ -165,8 +175,9 @@ def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
         yield Finding("use_torch_fsdp2 with tied embeddings", ("use_torch_fsdp2",), help="untie them")
 
 
-@argument_rule(
+@file_rule(
     "F126",
+    MEGATRON,
     "the warm-up is longer than the schedule",
     """The learning rate rises for lr_warmup_iters (or lr_warmup_samples) and has fallen to min_lr after lr_decay_iters,
     which is train_iters where it is left out; the first is smaller than the second.""",
@@ -174,6 +185,7 @@ def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
     right={**_BASE, "train_iters": 1000, "lr_warmup_iters": 200},
     sources=("Megatron-LM core/optimizer_param_scheduler.py",),
 )
+@where_decided
 def warm_up_ends_in_time(settings: Settings) -> Iterator[Finding]:
     """Fires where both are counted in the same unit."""
     for unit in ("iters", "samples"):
@@ -196,8 +208,9 @@ _REPLACED = {
 }
 
 
-@argument_rule(
+@file_rule(
     "F127",
+    MEGATRON,
     "an option that Megatron-LM only refuses",
     """Megatron-LM's parser still has --batch-size, --warmup, --model-parallel-size and --checkpoint-activations, and
     its checks stop at each of them with the name of what replaced it. The first three meant something in version 1,
@@ -207,6 +220,7 @@ _REPLACED = {
     severity=Severity.WARNING,
     sources=_ARGUMENTS,
 )
+@where_decided
 def replaced_options_are_named(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them, where no fork reads the arguments."""
     for name, other in _REPLACED.items():

@@ -11,8 +11,8 @@ from parcompile.backends.deepspeed.fillers import BARE
 from parcompile.backends.deepspeed.surroundings import Surroundings
 from parcompile.backends.deepspeed.table import find
 from parcompile.backends.gpt_neox.check import TUNED, findings
+from parcompile.backends.gpt_neox.excerpts import Excerpt, for_deepspeed, whole
 from parcompile.backends.gpt_neox.fields import deepspeed
-from parcompile.backends.gpt_neox.parts import Part, for_deepspeed, whole
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.text import Document
 
@@ -42,7 +42,7 @@ def check_file(document: Document) -> list[Diagnostic]:
     return list(found.values())
 
 
-def _of_deepspeed(part: Part) -> Iterator[Diagnostic]:
+def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
     tree = part.document.tree
     assert isinstance(tree, dict)
     keys = configuration.check(part.document, deepspeed(), needs_batch=False)

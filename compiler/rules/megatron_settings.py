@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from parcompile.backends.megatron.arguments import Unknown
 from parcompile.backends.megatron.file import Call
 from parcompile.backends.megatron.options import NVIDIA, line
-from parcompile.diagnostics import Related, Severity
+from parcompile.diagnostics import Related
 
-from .file_registry import MEGATRON, Check, Settings, file_rule
+from .file_registry import Check, Settings
 from .registry import Finding
 
 
@@ -95,29 +95,14 @@ def spelled(name: str) -> str:
     return next((one for one in option.newest.flags if one.startswith("--")), name) if option else name
 
 
-def argument_rule(
-    code: str,
-    title: str,
-    explanation: str,
-    *,
-    wrong: Mapping[str, Any],
-    right: Mapping[str, Any],
-    severity: Severity = Severity.ERROR,
-    sources: tuple[str, ...] = (),
-) -> Callable[[Check], Check]:
-    """Registers a rule for Megatron-LM's arguments, which is quiet where it needs what the file does not decide."""
+def where_decided(check: Check) -> Check:
+    """A rule for Megatron-LM's arguments that is quiet where it needs what the file does not decide."""
 
-    def register(check: Check) -> Check:
-        @functools.wraps(check)
-        def known(settings: Settings) -> Iterator[Finding]:
-            yield from attempt(check, settings)
+    @functools.wraps(check)
+    def known(settings: Settings) -> Iterator[Finding]:
+        yield from attempt(check, settings)
 
-        file_rule(code, MEGATRON, title, explanation, wrong=wrong, right=right, severity=severity, sources=sources)(
-            known
-        )
-        return check
-
-    return register
+    return known
 
 
 def attempt(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterator[Finding]:

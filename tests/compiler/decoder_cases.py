@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from parcompile.backends.architecture.families import FAMILIES, Family
+from parcompile.backends.architecture.families import FAMILIES, Switches
 from parcompile.model.families import FAMILIES as MODELS
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, compile_plan
@@ -61,7 +61,7 @@ def models(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> dict[st
     return found | (_experts(draw, name, family, layers) if family.router else {})
 
 
-def _switches(draw: st.DrawFn, family: Family) -> dict[str, Any]:
+def _switches(draw: st.DrawFn, family: Switches) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if family.theta is not None and draw(st.booleans()):
         found[family.theta_key] = draw(st.sampled_from([10000.0, 500000.0]))
@@ -77,7 +77,7 @@ def _switches(draw: st.DrawFn, family: Family) -> dict[str, Any]:
     return found
 
 
-def _experts(draw: st.DrawFn, name: str, family: Family, layers: int) -> dict[str, Any]:
+def _experts(draw: st.DrawFn, name: str, family: Switches, layers: int) -> dict[str, Any]:
     names = MODELS[name].experts
     assert names is not None
     found: dict[str, Any] = {names.count[0]: 8, names.per_token[0]: draw(st.sampled_from([2, 4]))}

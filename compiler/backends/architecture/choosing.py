@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model import families as model_families
 from parcompile.model.shape import MoeShape
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, Switches
 from .switches import ACTIVATIONS, Architecture, InexpressibleError, Router
 
 
@@ -32,7 +32,7 @@ def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | No
     return found if moe is None else found | _expert_sizes(nearest, moe)
 
 
-def _lacks(family: Family, name: str, wanted: Architecture) -> list[str]:
+def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
     """What a family has in place of what is wanted, the greatest difference first."""
     router = wanted.router
     checks = (
@@ -60,11 +60,11 @@ def _has_head_dim(name: str) -> bool:
     return name not in ("gpt2", "starcoder2") and model_families.FAMILIES[name].own_head_dim
 
 
-def _turns_part(family: Family, wanted: Architecture) -> bool:
+def _turns_part(family: Switches, wanted: Architecture) -> bool:
     return wanted.rope is None or wanted.rope.percent == 1.0 or family.percent is not None
 
 
-def _has_dropouts(family: Family, wanted: Architecture) -> bool:
+def _has_dropouts(family: Switches, wanted: Architecture) -> bool:
     """Dropouts of one key have to be equal. One that a family lacks is named as lost later, not refused here."""
     keys: dict[str, float] = {}
     return all(
@@ -73,7 +73,7 @@ def _has_dropouts(family: Family, wanted: Architecture) -> bool:
     )
 
 
-def _has_router(family: Family, wanted: Router) -> bool:
+def _has_router(family: Switches, wanted: Router) -> bool:
     fixed = family.router
     assert fixed is not None
     parts = (
@@ -100,7 +100,7 @@ def _sizes(name: str, wanted: Architecture, sizes: Mapping[str, int]) -> dict[st
     return found
 
 
-def _switches(family: Family, wanted: Architecture) -> dict[str, Any]:
+def _switches(family: Switches, wanted: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if wanted.tied != family.tied:
         found["tie_word_embeddings"] = wanted.tied
@@ -152,7 +152,7 @@ def _expert_sizes(name: str, moe: MoeShape) -> dict[str, Any]:
     return found
 
 
-def _activation(family: Family, wanted: Architecture) -> dict[str, str]:
+def _activation(family: Switches, wanted: Architecture) -> dict[str, str]:
     key, default = family.activation
     if ACTIVATIONS[default] == wanted.activation:
         return {}

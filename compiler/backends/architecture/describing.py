@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.shape import ModelShape, MoeShape
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, Switches
 from .switches import ACTIVATIONS, Architecture, InexpressibleError, Rope, Router
 
 Config = Mapping[str, Any]
@@ -77,7 +77,7 @@ def _switch(config: Config, ways: Mapping[bool, Mapping[str, bool]], *, default:
     return bool(_value(config, next(iter(keys)), default)) if keys else next(iter(ways))
 
 
-def _router(config: Config, family: Family, moe: MoeShape | None) -> Router | None:
+def _router(config: Config, family: Switches, moe: MoeShape | None) -> Router | None:
     if family.router is None or moe is None:
         return None
     given = {part: _value(config, *key) for part, key in family.router_keys.items()}
@@ -106,7 +106,7 @@ def _window(config: Config, shape: ModelShape) -> int | None:
     return window
 
 
-def _rope(config: Config, family: Family) -> Rope | None:
+def _rope(config: Config, family: Switches) -> Rope | None:
     """Rotary positions, as transformers 5 writes them (`rope_parameters`) or as transformers 4 did."""
     if family.theta is None:
         return None

@@ -18,7 +18,7 @@ _QKV: Biases = (True, False, False)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Switches:
     """Which switches a model type has, and which of its keys set them. Without arguments it is Llama."""
 
     rms_norm: bool = True
@@ -60,9 +60,9 @@ _DEEPSEEK_KEYS = {
     "groups_per_token": ("topk_group", 4),
 }
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, Switches] = MappingProxyType(
     {
-        "llama": Family(
+        "llama": Switches(
             biases={
                 _NONE: {},
                 _ALL: {"attention_bias": True, "mlp_bias": True},
@@ -70,16 +70,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 (False, False, True): {"mlp_bias": True},
             }
         ),
-        "mistral": Family(windowed=None),
-        "qwen2": Family(biases={_QKV: {}}),
-        "qwen3": Family(qk_norm={True: {}}, biases={_NONE: {}, (True, True, False): {"attention_bias": True}}),
-        "arcee": Family(
+        "mistral": Switches(windowed=None),
+        "qwen2": Switches(biases={_QKV: {}}),
+        "qwen3": Switches(qk_norm={True: {}}, biases={_NONE: {}, (True, True, False): {"attention_bias": True}}),
+        "arcee": Switches(
             epsilon=("rms_norm_eps", 1e-5),
             activation=("hidden_act", "relu2"),
             gated=False,
             biases={_NONE: {}, _ALL: {"attention_bias": True, "mlp_bias": True}},
         ),
-        "starcoder2": Family(
+        "starcoder2": Switches(
             rms_norm=False,
             epsilon=("norm_epsilon", 1e-5),
             activation=("hidden_act", "gelu_pytorch_tanh"),
@@ -94,7 +94,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             initializer_range=0.018042,
             tied=True,
         ),
-        "nemotron": Family(
+        "nemotron": Switches(
             rms_norm=False,
             epsilon=("norm_eps", 1e-5),
             activation=("hidden_act", "relu2"),
@@ -104,14 +104,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             centered_norm=True,
             initializer_range=0.0134,
         ),
-        "jais2": Family(
+        "jais2": Switches(
             rms_norm=False,
             epsilon=("layer_norm_eps", 1e-5),
             activation=("hidden_act", "relu2"),
             gated=False,
             biases={_ALL: {"attention_bias": True, "mlp_bias": True}},
         ),
-        "gpt_neox": Family(
+        "gpt_neox": Switches(
             rms_norm=False,
             epsilon=("layer_norm_eps", 1e-5),
             activation=("hidden_act", "gelu"),
@@ -127,7 +127,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "embedding_dropout": ("hidden_dropout", 0.0),
             },
         ),
-        "gpt2": Family(
+        "gpt2": Switches(
             rms_norm=False,
             epsilon=("layer_norm_epsilon", 1e-5),
             activation=("activation_function", "gelu_new"),
@@ -142,21 +142,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             tied=True,
         ),
-        "mixtral": Family(epsilon=("rms_norm_eps", 1e-5), theta=1000000.0, windowed=None, router=Router()),
-        "qwen2_moe": Family(
+        "mixtral": Switches(epsilon=("rms_norm_eps", 1e-5), theta=1000000.0, windowed=None, router=Router()),
+        "qwen2_moe": Switches(
             biases={_QKV: {}, _NONE: {"qkv_bias": False}},
             router=Router(shared_gate=True, shared=True),
             router_keys={"normalized": ("norm_topk_prob", False)},
             has_dense_layers=True,
         ),
-        "qwen3_moe": Family(
+        "qwen3_moe": Switches(
             qk_norm={True: {}},
             biases={_NONE: {}, (True, True, False): {"attention_bias": True}},
             router=Router(),
             router_keys={"normalized": ("norm_topk_prob", False)},
             has_dense_layers=True,
         ),
-        "glm4_moe": Family(
+        "glm4_moe": Switches(
             epsilon=("rms_norm_eps", 1e-5),
             biases={_NONE: {}, _QKV: {"attention_bias": True}},
             percent=("partial_rotary_factor", 0.5),
@@ -170,7 +170,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "groups_per_token": ("topk_group", 1),
             },
         ),
-        "deepseek_v3": Family(
+        "deepseek_v3": Switches(
             router=Router("sigmoid", correction_bias=True, shared=True),
             router_keys=_DEEPSEEK_KEYS,
             has_dense_layers=True,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.backends.losses import Loss, effective_order, order_loss, sequence_loss
 from parcompile.backends.reading import Draft, Source, UndecidedError
-from parcompile.backends.table import Arguments, Entry, Part, Row, flag
+from parcompile.backends.table import Arguments, Bundle, Entry, Row, flag
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
@@ -211,11 +211,11 @@ ROWS: tuple[Row, ...] = (
     Entry("context_parallel_size", ("parallelism", "cp")),
     Entry("pipeline_model_parallel_size", ("parallelism", "pp")),
     Entry("expert_model_parallel_size", ("parallelism", "ep")),
-    Part(("expert_tensor_parallel_size",), _write_experts, _read_experts),
+    Bundle(("expert_tensor_parallel_size",), _write_experts, _read_experts),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
-    Part(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
-    Part(("use_tp_pp_dp_mapping",), _write_order, _read_order, _order_losses),
-    Part(
+    Bundle(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
+    Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, _order_losses),
+    Bundle(
         (
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
@@ -229,7 +229,7 @@ ROWS: tuple[Row, ...] = (
         _write_stages,
         _read_stages,
     ),
-    Part(
+    Bundle(
         (
             "use_distributed_optimizer",
             "use_megatron_fsdp",

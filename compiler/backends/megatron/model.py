@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
 from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
-from parcompile.backends.table import Arguments, Entry, Part, Row
+from parcompile.backends.table import Arguments, Bundle, Entry, Row
 from parcompile.spec import Spec
 
 from . import activation, experts, positions
@@ -244,6 +244,6 @@ def default_ffn(hidden: int, *, swiglu: bool) -> int:
 
 ROWS: tuple[Row, ...] = (
     Entry("make_vocab_size_divisible_by", ("parallelism", "make_vocab_size_divisible_by")),
-    Part(OPTIONS, _write, _read, _losses),
+    Bundle(OPTIONS, _write, _read, _losses),
 )
 """The model, in the order in which it is written."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Draft, Source, SpecPath, UndecidedError
-from parcompile.backends.table import Arguments, Entry, Part, Row
+from parcompile.backends.table import Arguments, Bundle, Entry, Row
 from parcompile.spec import Precision, Spec
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
@@ -256,23 +256,23 @@ ROWS: tuple[Row, ...] = (
     Entry("global_batch_size", ("training", "global_batch_size")),
     Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
     Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
-    Part(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
-    Part(
+    Bundle(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
+    Bundle(
         ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
         _write_optimizer,
         _read_optimizer,
         _optimizer_losses,
     ),
-    Part(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule, _schedule_losses),
+    Bundle(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule, _schedule_losses),
     Entry("clip_grad", ("training", "gradient_clipping"), read=float),
     Entry("seed", ("training", "seed")),
-    Part(
+    Bundle(
         ("fp16", "bf16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale", *_SCALES),
         _write_precision,
         _read_precision,
         _precision_losses,
     ),
-    Part(
+    Bundle(
         ("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
         _write_recomputation,
         _read_recomputation,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import arithmetic
 from .state import State
-from .syntax import Parameter, Simple, Word
+from .syntax import Expansion, Simple, Word
 from .values import Piece, Value, known
 
 _NUMBERS = {
@@ -144,7 +144,7 @@ def _equal(
 def _alone(word: Word, value: Value) -> str:
     """The variable whose unknown value a word is, and nothing else."""
     parts = [part for part in word if not (hasattr(part, "text") and getattr(part, "text", "") == "")]
-    if len(parts) != 1 or not isinstance(parts[0], Parameter) or known(value) is not None:
+    if len(parts) != 1 or not isinstance(parts[0], Expansion) or known(value) is not None:
         return ""
     part = parts[0]
     return part.name if not part.operator and part.index is None and not part.name.isdigit() else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from . import arithmetic
-from .syntax import Arithmetic, Literal, Parameter, Substitution, Word
+from .syntax import Arithmetic, Expansion, Literal, Substitution, Word
 from .values import Array, Hole, Part, Piece, Value, fields, joined, known, missing
 
 
@@ -94,7 +94,7 @@ class State:
             unknown = [name for name in re.findall(r"[A-Za-z_]\w*", part.expression) if self.number(name) is None]
             return Hole(text, tuple(dict.fromkeys(unknown)) or (text,), part.start, part.end)
 
-    def _parameter(self, part: Parameter, *, splits: bool) -> Iterator[Part | None]:
+    def _parameter(self, part: Expansion, *, splits: bool) -> Iterator[Part | None]:
         whole = part.index in ("@", "*") or part.name in ("@", "*")
         if whole and not part.operator:
             yield from self._all(part, splits=splits)
@@ -113,7 +113,7 @@ class State:
             else:
                 yield Piece(one.text, one.start, splits, part.quoted)
 
-    def _all(self, part: Parameter, *, splits: bool) -> Iterator[Part | None]:
+    def _all(self, part: Expansion, *, splits: bool) -> Iterator[Part | None]:
         """Every element of a list: quoted, each is a word."""
         if part.name in ("@", "*"):
             found: Array | None = self.arguments or ()
@@ -131,7 +131,7 @@ class State:
             for one in value:
                 yield one if isinstance(one, Hole) else Piece(one.text, one.start, splits, is_quoted=not splits)
 
-    def _element(self, part: Parameter) -> Value | None:
+    def _element(self, part: Expansion) -> Value | None:
         if part.index is None:
             return self.string(part.name)
         values = self.array(part.name)
@@ -145,7 +145,7 @@ class State:
             return values[index] if -len(values) <= index < len(values) else ()
         return values[0]
 
-    def _operated(self, part: Parameter, value: Value | None) -> Value | None:
+    def _operated(self, part: Expansion, value: Value | None) -> Value | None:
         operator, argument = part.operator, part.argument
         if operator in (":-", "-", ":=", "="):
             # Where the environment could say it too, the script's own default is what the script says.
@@ -170,7 +170,7 @@ class State:
         return (Piece(changed, part.start),)
 
 
-def _text(part: Parameter) -> str:
+def _text(part: Expansion) -> str:
     return f"${{{part.name}}}" if part.operator or part.index or len(part.name) > 1 else f"${part.name}"
 
 

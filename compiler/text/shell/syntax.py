@@ -15,7 +15,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class Expansion:
     """`$name`, `${name}`, `${name[index]}`, `${name:-word}` and the like. `operator` is empty for the plain value."""
 
     name: str
@@ -47,7 +47,7 @@ class Substitution:
     quoted: bool
 
 
-WordPart = Literal | Parameter | Arithmetic | Substitution
+WordPart = Literal | Expansion | Arithmetic | Substitution
 Word = tuple[WordPart, ...]
 
 

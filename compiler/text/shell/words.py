@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .cursor import Cursor, ShellSyntaxError
-from .syntax import Arithmetic, Literal, Parameter, Substitution, Word, WordPart
+from .syntax import Arithmetic, Expansion, Literal, Substitution, Word, WordPart
 
 _PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -146,10 +146,10 @@ class WordReader(Cursor):
         match = _NAME.match(text, start + 1)
         if match:
             self.at = match.end()
-            return Parameter(match[0], start, self.at, quoted)
+            return Expansion(match[0], start, self.at, quoted)
         if text[start + 1 : start + 2] and text[start + 1] in "@*#?$!-0123456789":
             self.at += 2
-            return Parameter(text[start + 1], start, self.at, quoted)
+            return Expansion(text[start + 1], start, self.at, quoted)
         self.at += 1
         return Literal("$", start, quoted)
 
@@ -186,14 +186,14 @@ class WordReader(Cursor):
             return Substitution(text[start : self.at], start, self.at, quoted)
         if self.peek("}"):
             self.at += 1
-            return Parameter(name, start, self.at, quoted, index)
+            return Expansion(name, start, self.at, quoted, index)
         operator = next((one for one in _OPERATORS if self.peek(one)), None)
         if operator is None:
             self._to_closing_brace()
             return Substitution(text[start : self.at], start, self.at, quoted)
         self.at += len(operator)
         argument = self._argument(quoted=quoted)
-        return Parameter(name, start, self.at, quoted, index, operator, argument)
+        return Expansion(name, start, self.at, quoted, index, operator, argument)
 
     def _argument(self, *, quoted: bool) -> Word:
         """The word after the operator of `${…}`, up to its closing brace."""

@@ -16,14 +16,14 @@ _EXTRA = "deepspeed_extra_args"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A document whose top-level keys stand at `origins` of the file."""
+class Excerpt:
+    """A document of its own whose top-level keys stand at `origins` of the file."""
 
     document: Document
     origins: Mapping[str, Path]
 
     def in_file(self, one: Diagnostic) -> Diagnostic:
-        """A diagnostic of the part with the paths of the file. Positions are those of the file anyway."""
+        """A diagnostic of the excerpt with the paths of the file. Positions are those of the file anyway."""
         fixes = tuple(replace(fix, edits=tuple(map(self._edit, fix.edits))) for fix in one.fixes)
         related = tuple(replace(other, path=self._path(other.path)) for other in one.related)
         return replace(one, path=self._path(one.path), fixes=fixes, related=related)
@@ -38,13 +38,13 @@ class Part:
         return (*self.origins.get(name, (name,)), *path[1:])
 
 
-def whole(document: Document) -> Part:
+def whole(document: Document) -> Excerpt:
     """All keys as gpt-neox names them: it reads a hyphen as an underscore."""
     tree = document.tree if isinstance(document.tree, dict) else {}
-    return _part(document, {_name(key): (key,) for key in tree})
+    return _excerpt(document, {_name(key): (key,) for key in tree})
 
 
-def for_deepspeed(document: Document) -> Part:
+def for_deepspeed(document: Document) -> Excerpt:
     """What gpt-neox hands on to `deepspeed.initialize`: what differs from the default, and deepspeed_extra_args."""
     known = fields()
     origins: dict[str, Path] = {}
@@ -54,14 +54,14 @@ def for_deepspeed(document: Document) -> Part:
             origins.update({key: (*path, key) for key in (extra if isinstance(extra, dict) else {})})
         elif name in known and known[name].handed_on and document.get(path) != known[name].default:
             origins.setdefault(name, path)
-    return _part(document, origins)
+    return _excerpt(document, origins)
 
 
 def _name(key: object) -> str:
     return str(key).replace("-", "_")
 
 
-def _part(document: Document, origins: Mapping[str, Path]) -> Part:
+def _excerpt(document: Document, origins: Mapping[str, Path]) -> Excerpt:
     places = {name: place for name, path in origins.items() if (place := document.place(path)) is not None}
     tree: dict[str, Any] = {name: document.get(origins[name]) for name in places}
 
@@ -77,4 +77,4 @@ def _part(document: Document, origins: Mapping[str, Path]) -> Part:
     part = replace(
         document, tree=tree, root=root, invalid=moved(document.invalid), duplicates=moved(document.duplicates)
     )
-    return Part(part, origins)
+    return Excerpt(part, origins)
