@@ -1,4 +1,4 @@
-"""Megatron-LM arguments on their own: the layout. The names are those of the flags, with underscores."""
+"""Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
-from parcompile.layout.stages import PipelineSplit
 
 from .arithmetic import divisors, listed, nearest_multiples
 from .file_registry import MEGATRON, Settings, file_rule
 from .megatron_settings import also, attempt, flag, is_nvidias, is_open, one_of, size, where_decided
 from .registry import Finding
 
-_ARGUMENTS = ("Megatron-LM arguments.py",)
-_TP, _PP, _CP, _EP = (
+ARGUMENTS = ("Megatron-LM arguments.py",)
+_TP, PP, _CP, _EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_BASE = {
+BASE = {
     _TP: 2,
-    _PP: 2,
+    PP: 2,
     "num_layers": 32,
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -31,6 +30,7 @@ _BASE = {
     "micro_batch_size": 1,
     "global_batch_size": 64,
 }
+"""Arguments in which nothing is wrong."""
 
 
 def _world(settings: Settings) -> int | None:
@@ -44,7 +44,7 @@ def _world(settings: Settings) -> int | None:
 
 
 def _model_ranks(settings: Settings) -> int:
-    return size(settings, _TP) * size(settings, _PP) * size(settings, _CP)
+    return size(settings, _TP) * size(settings, PP) * size(settings, _CP)
 
 
 @file_rule(
@@ -52,16 +52,16 @@ def _model_ranks(settings: Settings) -> int:
     MEGATRON,
     "the axes do not divide the world size",
     """Data parallelism gets what tp · pp · cp leave of the ranks that torchrun starts.""",
-    wrong={**_BASE, "nnodes": 1, "nproc_per_node": 6},
-    right={**_BASE, "nnodes": 1, "nproc_per_node": 8},
-    sources=_ARGUMENTS,
+    wrong={**BASE, "nnodes": 1, "nproc_per_node": 6},
+    right={**BASE, "nnodes": 1, "nproc_per_node": 8},
+    sources=ARGUMENTS,
 )
 @where_decided
 def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
     """Fires when the world is known and not a multiple."""
     world, ranks = _world(settings), _model_ranks(settings)
     if world and world % ranks:
-        names = [name for name in (_TP, _PP, _CP) if size(settings, name) > 1]
+        names = [name for name in (_TP, PP, _CP) if size(settings, name) > 1]
         terms = " · ".join(f"{name} {size(settings, name)}" for name in names)
         message = f"world size {world} / ({terms}) = {world} / {ranks} is not whole"
         yield Finding(message, (names[0],), related=also(settings, "nnodes", "nproc_per_node", *names[1:]))
@@ -72,8 +72,8 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
     MEGATRON,
     "the global batch does not divide",
     """global_batch_size is a multiple of micro_batch_size · dp; the ratio is the number of micro-batches.""",
-    wrong={**_BASE, "nproc_per_node": 8, "global_batch_size": 63},
-    right={**_BASE, "nproc_per_node": 8, "global_batch_size": 64},
+    wrong={**BASE, "nproc_per_node": 8, "global_batch_size": 63},
+    right={**BASE, "nproc_per_node": 8, "global_batch_size": 64},
     sources=("Megatron-LM core/num_microbatches_calculator.py",),
 )
 @where_decided
@@ -101,8 +101,8 @@ def _dp(settings: Settings) -> int:
     "heads or widths do not divide over tp",
     """tp cuts attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
     groups divide the heads, and heads the hidden size where kv_channels does not give their width.""",
-    wrong={**_BASE, "num_attention_heads": 25},
-    right={**_BASE, "num_attention_heads": 32},
+    wrong={**BASE, "num_attention_heads": 25},
+    right={**BASE, "num_attention_heads": 32},
     sources=("Megatron-Core transformer_config.py, attention.py",),
 )
 @where_decided
@@ -139,117 +139,13 @@ def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding
 
 
 @file_rule(
-    "F104",
-    MEGATRON,
-    "the layers do not divide into stages",
-    """num_layers is a multiple of pp, unless embedding and loss are counted as layers, or the first and last stage get
-    numbers of their own; then what is left divides over the other stages.""",
-    wrong={**_BASE, _PP: 16, "num_layers": 126},
-    right={
-        **_BASE,
-        _PP: 16,
-        "num_layers": 126,
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    },
-    sources=(*_ARGUMENTS, "Megatron-LM#1304"),
-)
-@where_decided
-def layers_divide(settings: Settings) -> Iterator[Finding]:
-    """Fires when the layers that are left over do not divide."""
-    layers = size(settings, "num_layers", 0)
-    if not layers or settings.tree.get("pipeline_model_parallel_layout") or not _counts_layers(settings):
-        return
-    try:
-        _split(settings).counts(layers)
-    except ValueError as error:
-        yield Finding(str(error), (_PP,), related=also(settings, "num_layers", *_ENDS))
-
-
-def _counts_layers(settings: Settings) -> bool:
-    """Whether every stage gets equally many: DeepSpeed's pipeline engine in forks balances whatever there is."""
-    return is_nvidias(settings) or flag(settings, "no_pipeline_parallel")
-
-
-_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-
-
-def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
-    first, last = (settings.number(name) for name in _ENDS)
-    return PipelineSplit(
-        size(settings, _PP),
-        virtual,
-        embedding=flag(settings, "account_for_embedding_in_pipeline_split"),
-        loss=flag(settings, "account_for_loss_in_pipeline_split"),
-        first=None if first is None else int(first),
-        last=None if last is None else int(last),
-    )
-
-
-@file_rule(
-    "F105",
-    MEGATRON,
-    "virtual stages do not fit",
-    """Interleaving needs pp > 1 (pp > 2 without overlap_p2p_communication), one of its two options, and layers of a
-    stage that divide into virtual stages.""",
-    wrong={**_BASE, "num_layers_per_virtual_pipeline_stage": 5},
-    right={**_BASE, "num_layers_per_virtual_pipeline_stage": 4},
-    sources=_ARGUMENTS,
-)
-@where_decided
-def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
-    """Fires for each of the three."""
-    each, virtual = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
-    given = [name for name in (each, virtual) if settings.number(name)]
-    if not given:
-        return
-    if len(given) == 2:
-        yield Finding(f"{each} and {virtual} exclude each other", (virtual,), related=also(settings, each))
-    pp = size(settings, _PP)
-    least = 3 if settings.get("no_overlap_p2p_communication") is True else 2
-    stages, problem = _virtual(settings, given[0])
-    if stages > 1 and pp < least:
-        yield Finding(f"{given[0]} with {_PP} {pp}: it needs {least} or more", (given[0],), related=also(settings, _PP))
-    elif problem:
-        yield Finding(problem, (given[0],), related=also(settings, "num_layers", _PP, *_ENDS))
-
-
-def _virtual(settings: Settings, name: str) -> tuple[int, str]:
-    """Virtual stages of a rank, as validate_args counts them, and why the layers do not divide into them."""
-    layers, split = size(settings, "num_layers", 0), _split(settings)
-    if name == "num_virtual_stages_per_pipeline_rank":
-        virtual = size(settings, name)
-        return virtual, _indivisible(_split(settings, virtual), layers)
-    if split.first is not None or split.last is not None:
-        return 2, "layers of the first or last stage are given: that needs num_virtual_stages_per_pipeline_rank"
-    share, rest = divmod(layers + split.embedding + split.loss, split.pp)
-    if not layers or rest:
-        return 1, ""  # F104 says it
-    if share % size(settings, name):
-        return 2, f"{share} layers of a stage / {name} {size(settings, name)} is not whole"
-    return share // size(settings, name), ""
-
-
-def _indivisible(split: PipelineSplit, layers: int) -> str:
-    try:
-        PipelineSplit(split.pp, 1, split.embedding, split.loss, split.first, split.last).counts(layers)
-    except ValueError:
-        return ""  # F104 says it
-    try:
-        split.counts(layers)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@file_rule(
     "F106",
     MEGATRON,
     "the sequence does not divide",
     """Context parallelism cuts a sequence into 2 · cp chunks; sequence parallelism cuts each rank's share over tp.""",
-    wrong={**_BASE, _CP: 4, "seq_length": 4092},
-    right={**_BASE, _CP: 4, "seq_length": 4096},
-    sources=(*_ARGUMENTS, "TransformerEngine context_parallel.py"),
+    wrong={**BASE, _CP: 4, "seq_length": 4092},
+    right={**BASE, _CP: 4, "seq_length": 4096},
+    sources=(*ARGUMENTS, "TransformerEngine context_parallel.py"),
 )
 @where_decided
 def sequence_divides(settings: Settings) -> Iterator[Finding]:
@@ -267,8 +163,8 @@ def sequence_divides(settings: Settings) -> Iterator[Finding]:
     MEGATRON,
     "heads do not divide over an all-to-all context parallelism",
     """With cp_comm_type a2a each rank attends over the whole sequence with heads / tp / cp heads.""",
-    wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
-    right={**_BASE, _CP: 4, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
+    wrong={**BASE, _CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
+    right={**BASE, _CP: 4, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
     sources=("TransformerEngine context_parallel.py",),
 )
 @where_decided
@@ -292,9 +188,9 @@ def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
     MEGATRON,
     "the hierarchical ring does not multiply to cp",
     """The product of hierarchical_context_parallel_sizes is cp, and cp_comm_type a2a+p2p needs them.""",
-    wrong={**_BASE, _CP: 8, "cp_comm_type": "a2a+p2p"},
-    right={**_BASE, _CP: 8, "cp_comm_type": "p2p"},
-    sources=_ARGUMENTS,
+    wrong={**BASE, _CP: 8, "cp_comm_type": "a2a+p2p"},
+    right={**BASE, _CP: 8, "cp_comm_type": "p2p"},
+    sources=ARGUMENTS,
 )
 @where_decided
 def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
@@ -317,9 +213,9 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
     tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step, and no biases in
     experts that tp cuts.""",
-    wrong={**_BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True, "disable_bias_linear": True},
-    right={**_BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
-    sources=(*_ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
+    wrong={**BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True, "disable_bias_linear": True},
+    right={**BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
+    sources=(*ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
 )
 @where_decided
 def experts_divide(settings: Settings) -> Iterator[Finding]:
@@ -364,10 +260,10 @@ def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
     MEGATRON,
     "sequence parallelism is switched off",
     """With tp 1 Megatron-LM drops sequence_parallel without a word.""",
-    wrong={**_BASE, _TP: 1, "sequence_parallel": True},
-    right={**_BASE, "sequence_parallel": True},
+    wrong={**BASE, _TP: 1, "sequence_parallel": True},
+    right={**BASE, "sequence_parallel": True},
     severity=Severity.WARNING,
-    sources=_ARGUMENTS,
+    sources=ARGUMENTS,
 )
 @where_decided
 def sequence_parallel_has_an_effect(settings: Settings) -> Iterator[Finding]:
