@@ -1,0 +1,388 @@
+"""A Llama in pipeline stages: the engine's step beside the least that its passes can take, DeepSpeed's PipelineEngine
+and the schedules of torch.distributed.pipelining, on the same layers and ranks of one thread.
+
+    python benchmarks/pipeline.py [--stages 2 4] [--micro-batches 4 8 16] [--rounds 5] [--json FILE]
+
+Every engine has its own processes, all start from the same weights, and they take turns, step by step, while the others
+sleep; their losses have to agree. In every round the kernels of each stage are timed too, without a pipeline and with
+as many ranks at a time as there are cores, in processor seconds. From their times comes the ideal: the passes of the
+schedule in their order, each begun as soon as its stage is free and its input is there, and no time for anything else;
+but never less than all passes together over the number of cores, which bounds stages that share cores. With equal
+stages that is max((m + (pp - 1) / v) · t, m · pp · t / cores) with t for all passes of a micro-batch on a rank.
+
+A step is timed until the last pass is through ("passes", what the ideal is for), and with clipping and the optimizer
+("whole"). "CPU / kernels" compares processor seconds of all ranks: what the pipeline itself costs. "others" is the
+share of the cores that other programs took meanwhile: they lengthen steps, but not the ideal. Kept memory is what
+autograd holds for backward, at the worst moment, over that of the micro-batches that the plan has in flight then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meters import quartiles
+from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
+from torch import Tensor
+
+from parcompile.layout.schedule import Pass, Schedule
+from parcompile.pipeline import compile_file
+from parcompile.runtime.local import LocalWorld
+
+VIRTUAL = 2
+MODEL = {
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SIZES = {
+    # stages: hidden, intermediate, layers
+    2: {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4},
+    4: {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8},
+}
+LENGTH, LR = 64, 1e-4
+OURS = {"parcompile 1F1B": 1, "parcompile interleaved": VIRTUAL}
+WORLDS = [["parcompile 1F1B"], ["parcompile interleaved"], ["DeepSpeed PipelineEngine"], ["kernels", *list(PEERS)[1:]]]
+"""Engines of DeepSpeed have processes of their own; what is torch's alone shares some."""
+PRELOAD = ("torch", "torch.distributed.pipelining", "deepspeed", "transformers.models.llama", "parcompile.runtime")
+
+_trains: dict[str, Train] = {}
+_kernels: list[Kernels] = []
+
+
+def spec(stages: int, micro_batches: int, virtual: int) -> dict[str, Any]:
+    """The spec of a pipeline; the learning rate and the batch are those of the peers."""
+    return {
+        "version": 1,
+        "name": "pipeline",
+        "model": {"hf_config": "config.json"},
+        "cluster": {"gpus_per_node": stages, "accelerator": "cpu"},
+        "parallelism": {"pp": stages, "num_virtual_stages_per_pipeline_rank": virtual},
+        "training": {
+            "sequence_length": LENGTH,
+            "global_batch_size": micro_batches,
+            "micro_batch_size": 1,
+            "precision": "fp32",
+            "optimizer": {"lr": LR},
+        },
+    }
+
+
+def parcompile(folder: str, rank: int, settings: dict[str, Any], virtual: int) -> Train:
+    """The engine of this project."""
+    from parcompile.runtime import initialize, load_pretrained, split_batch
+    from parcompile.runtime.pipeline import execution
+
+    file = Path(folder) / f"spec-{virtual}-{rank}.json"
+    file.write_text(json.dumps(spec(settings["stages"], settings["micro_batches"], virtual)), encoding="utf-8")
+    plan, checked = compile_file(file)
+    assert plan is not None, checked.diagnostics
+    engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
+    clocks: list[Clock] = []
+    run = execution.Step.run
+
+    def mark(self: execution.Step, passes: Sequence[Pass]) -> None:
+        run(self, passes)
+        clocks[-1].passes_are_through()
+
+    execution.Step.run = mark  # type: ignore[method-assign]
+
+    def train(batches: Sequence[MicroBatch], clock: Clock) -> Taken:
+        clocks[:] = [clock]
+        split = (split_batch({"input_ids": ids, "labels": ids}, engine.mesh) for ids, _ in batches)
+        loss = float(engine.train_batch(split))
+        return clock.taken(loss)
+
+    return train
+
+
+def micro_batches(count: int) -> list[MicroBatch]:
+    """The same for everybody."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(count):
+        ids = torch.randint(0, MODEL["vocab_size"], (1, LENGTH), generator=generator)
+        labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        found.append((ids, labels))
+    return found
+
+
+def start(rank: int, name: str, folder: str, settings: dict[str, Any]) -> None:
+    """On each rank of a world: makes a method ready."""
+    logging.disable(logging.WARNING)
+    if name in OURS:
+        _trains[name] = parcompile(folder, rank, settings, OURS[name])
+        return
+    if name != "DeepSpeed PipelineEngine" and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if name == "kernels":
+        _kernels[:] = [Kernels(folder, rank, settings, virtual) for virtual in (1, VIRTUAL)]
+    else:
+        _trains[name] = PEERS[name](folder, rank, settings)
+
+
+def step(rank: int, name: str, count: int) -> Taken:  # noqa: ARG001 -- every rank is called with its number
+    """One step."""
+    batches = micro_batches(count)
+    dist.barrier()
+    return _trains[name](batches, Clock())
+
+
+def kernels(rank: int, count: int, cores: int) -> list[list[tuple[float, float]]]:
+    """Processor seconds of each of this rank's chunks, forward and backward: for 1F1B, and for the interleaved one."""
+    batches, found = micro_batches(count), []
+    for which in _kernels:
+        for first in range(0, dist.get_world_size(), cores):
+            dist.barrier()
+            if first <= rank < first + cores:
+                found.append(which.seconds(batches, time.thread_time))
+    dist.barrier()
+    return found
+
+
+class Kept:
+    """Bytes that autograd keeps for backward, weights apart; tensors of one storage count once."""
+
+    def __init__(self) -> None:
+        self.bytes = self.most = 0
+        self._storages: dict[int, int] = {}
+
+    def __enter__(self) -> Kept:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._hooks.__exit__(*reason)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        held = _Held(tensor)
+        storage = tensor.untyped_storage()
+        # Weights, and views of them, are there anyway.
+        if isinstance(tensor._base if tensor._base is not None else tensor, torch.nn.Parameter):
+            return held
+        place, size = storage.data_ptr(), storage.nbytes()
+        if self._storages.setdefault(place, 0) == 0:
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+        self._storages[place] += 1
+        weakref.finalize(held, self._free, place, size)
+        return held
+
+    def _free(self, place: int, size: int) -> None:
+        self._storages[place] -= 1
+        if self._storages[place] == 0:
+            self.bytes -= size
+
+
+class _Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept(rank: int, name: str, count: int) -> tuple[int, int]:
+    """Bytes that this rank keeps in a step, and that the micro-batches which its plan has in flight would."""
+    from parcompile.runtime.pipeline import execution
+
+    sizes: dict[int, int] = {}
+    forward = execution.Step._forward
+
+    def measured(self: execution.Step, one: Pass, received: Any) -> Any:
+        before = found.bytes
+        outputs = forward(self, one, received)
+        sizes.setdefault(one.chunk, found.bytes - before)
+        return outputs
+
+    execution.Step._forward = measured  # type: ignore[method-assign]
+    with Kept() as found:
+        step(rank, name, count)
+    execution.Step._forward = forward  # type: ignore[method-assign]
+    if name not in OURS:
+        return found.most, 0
+    live = planned = 0
+    for one in Schedule(dist.get_world_size(), count, OURS[name]).passes(rank):
+        live += sizes[one.chunk] if one.forward else -sizes[one.chunk]
+        planned = max(planned, live)
+    return found.most, planned
+
+
+def ideal(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], cores: int) -> float:
+    """Seconds of the passes of a schedule that wait for nothing but each other; `times` of each rank and chunk."""
+    ends: dict[tuple[int, Pass], float] = {}
+    orders = [iter(schedule.passes(rank)) for rank in range(schedule.pp)]
+    heads: list[Pass | None] = [next(order) for order in orders]
+    free, busy = [0.0] * schedule.pp, 0.0
+    while any(heads):
+        for rank, one in enumerate(heads):
+            needs = None if one is None else _needs(schedule, rank, one)
+            if one is None or (needs is not None and needs not in ends):
+                continue
+            seconds = times[rank][one.chunk][not one.forward]
+            free[rank] = max(free[rank], ends[needs] if needs else 0.0) + seconds
+            ends[rank, one] = free[rank]
+            busy += seconds
+            heads[rank] = next(orders[rank], None)
+    return max(*free, busy / cores)
+
+
+def _needs(schedule: Schedule, rank: int, one: Pass) -> tuple[int, Pass] | None:
+    """The pass, and its rank, that gives what a pass begins with."""
+    source = schedule.source(rank, one)
+    if source is None:
+        return None if one.forward else (rank, one._replace(forward=True))
+    stage = one.chunk * schedule.pp + rank + (-1 if one.forward else 1)
+    return source, one._replace(chunk=stage // schedule.pp)
+
+
+def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
+    """All methods with as many stages and micro-batches."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    settings = {"stages": stages, "micro_batches": count, "virtual": VIRTUAL, "batch": 1, "lr": LR}
+    settings["hidden"] = SIZES[stages]["hidden_size"]
+    names = [name for world in WORLDS for name in world if name != "kernels"]
+    found: dict[str, Any] = {"stages": stages, "micro_batches": count, "methods": {}, "ideal": {1: [], VIRTUAL: []}}
+    kinds = "passes", "whole", "cpu_passes", "cpu_whole", "others", "losses"
+    found["methods"] = {name: {kind: [] for kind in kinds} for name in names}
+    found["kernels"] = {1: [], VIRTUAL: []}
+    with tempfile.TemporaryDirectory() as folder, _Worlds(stages) as worlds:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, **SIZES[stages])).save_pretrained(folder)
+        for name in ["kernels", *names]:
+            worlds.run(name, start, name, folder, settings)
+        for number in range(rounds + 1):
+            _one_round(found, worlds, number, cores)
+        for name in names:
+            row = found["methods"][name]
+            row["kept"], row["planned"] = zip(*worlds.run(name, kept, name, count), strict=True)
+    expected = found["methods"][names[0]]["losses"]
+    for name, row in found["methods"].items():
+        error = max(abs(one - other) / other for one, other in zip(row["losses"], expected, strict=True))
+        assert error < 1e-3, f"{name} trains something else: losses {row['losses']}, not {expected}"
+    return found
+
+
+class _Worlds:
+    """The processes of all methods."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._of: dict[str, LocalWorld] = {}
+        self._worlds: list[LocalWorld] = []
+
+    def __enter__(self) -> _Worlds:
+        for names in WORLDS:
+            world = LocalWorld(self._ranks, process_group=False, start_method="forkserver", preload=PRELOAD)
+            self._worlds.append(world)
+            self._of |= dict.fromkeys(names, world)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for world in self._worlds:
+            world.close()
+
+    def run(self, name: str, function: Any, *args: Any) -> list[Any]:
+        return self._of[name].run(function, *args, timeout=300)
+
+
+def _one_round(found: dict[str, Any], worlds: _Worlds, number: int, cores: int) -> None:
+    """Round 0 warms up: optimizer states come into being, shapes become known."""
+    stages, count = found["stages"], found["micro_batches"]
+    names = list(found["methods"])
+    for name in names[number % len(names) :] + names[: number % len(names)]:
+        row = found["methods"][name]
+        before, began = busy_seconds(), time.perf_counter()
+        taken: list[Taken] = worlds.run(name, step, name, count)
+        elapsed = time.perf_counter() - began
+        row["losses"].append(next(one.loss for one in reversed(taken) if one.loss is not None))
+        if number:
+            own = sum(one.cpu_whole for one in taken)
+            row["others"].append(max(0.0, (busy_seconds() - before - own) / (elapsed * cores)))
+            row["passes"].append(max(one.passes for one in taken))
+            row["whole"].append(max(one.whole for one in taken))
+            row["cpu_passes"].append(sum(one.cpu_passes for one in taken))
+            row["cpu_whole"].append(sum(one.cpu_whole for one in taken))
+    times = worlds.run("kernels", kernels, min(count, 8), cores)
+    if number:
+        for which, virtual in enumerate((1, VIRTUAL)):
+            of_ranks = [rank[which] for rank in times]
+            found["ideal"][virtual].append(ideal(Schedule(stages, count, virtual), of_ranks, cores))
+            found["kernels"][virtual].append(count * sum(sum(both) for rank in of_ranks for both in rank))
+
+
+def busy_seconds() -> float:
+    """Processor seconds of all programs on this machine, since it started."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _wait, irq, softirq, steal = (int(one) for one in fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> str:
+    low, middle, high = quartiles([one / other for one, other in zip(ones, others, strict=True)])
+    return f"{middle:.2f} ({low:.2f} … {high:.2f})"
+
+
+def speed_rows(found: Mapping[str, Any]) -> Iterator[str]:
+    methods = found["methods"]
+    for name, row in methods.items():
+        virtual = VIRTUAL if "nterleaved" in name else 1
+        ours = methods[next(one for one, size in OURS.items() if size == virtual)]
+        yield (
+            f"| {found['stages']} | {found['micro_batches']} | {name} | {quartiles(row['passes'])[1]:.2f} "
+            f"| {ratios(found['ideal'][virtual], row['passes'])} "
+            f"| {min(found['ideal'][virtual]) / min(row['passes']):.2f} | {ratios(row['passes'], ours['passes'])} "
+            f"| {ratios(row['whole'], ours['whole'])} | {ratios(row['cpu_passes'], found['kernels'][virtual])} "
+            f"| {quartiles(row['others'])[1]:.0%} |"
+        )
+
+
+def memory_rows(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, row in found["methods"].items():
+        planned = " · ".join(f"{one / 1e6:.1f}" for one in row["planned"]) if name in OURS else "–"
+        over = [one / other for one, other in zip(row["kept"], row["planned"], strict=True) if other]
+        share = " · ".join(f"{one:.3f}" for one in over) or "–"
+        yield (
+            f"| {found['stages']} | {found['micro_batches']} | {name} "
+            f"| {' · '.join(f'{one / 1e6:.1f}' for one in row['kept'])} | {planned} | {share} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each engine")
+    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
+    arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    cores = len(os.sched_getaffinity(0))
+    columns = "passes s", "ideal / passes", "least / least", "passes / ours", "whole / ours", "CPU / kernels", "others"
+    print(f"{cores} cores\n\n| stages | m | engine |", " | ".join(columns), "|")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    results = []
+    for stages in arguments.stages:
+        for count in arguments.micro_batches:
+            results.append(run(stages, count, arguments.rounds, cores))
+            print("\n".join(speed_rows(results[-1])), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results))
+    print("\n| stages | m | engine | kept MB, by stage | planned MB | kept / planned |")
+    print("|---|---|---|---|---|---|")
+    for found in results:
+        print("\n".join(memory_rows(found)))
+
+
+if __name__ == "__main__":
+    main()
