@@ -91,8 +91,28 @@ def read_spec(path: str | Path) -> Result:
     from .plan import load_plan
     from .plan.written import written
 
-    text = json.dumps(written(load_plan(path)), indent=2, ensure_ascii=False)
-    return parse(text, f"the spec of {path}", "json")
+    plan = load_plan(path)
+    tree = written(plan)
+    if "model_type" in tree["model"]:
+        tree["model"] = _dimensions(plan)
+    return parse(json.dumps(tree, indent=2, ensure_ascii=False), f"the spec of {path}", "json")
+
+
+def _dimensions(plan: Plan) -> dict[str, Any]:
+    """The model of a plan under the keys that a spec has; a configuration has further ones, as those of a tokenizer.
+
+    Raises:
+        PlanError: the other keys change the model.
+    """
+    from .model.hf_config import shape_from_config
+    from .plan import PlanError
+
+    known = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
+    config = plan.spec.model.hf_config
+    model = {key: value for key, value in config.items() if key in known}
+    if shape_from_config(model) != plan.spec.model.shape:
+        raise PlanError("the model of this plan cannot be written as a spec: use the spec that it was compiled from")
+    return model
 
 
 def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:

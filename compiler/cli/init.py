@@ -3,51 +3,66 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from parcompile.diagnostics import has_errors
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, presets
-from parcompile.rules import check
-from parcompile.spec.resolve import Resolution
+from parcompile.searching.first import first_spec, sequence_length_of
 
-_MICRO_BATCHES = 8
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model as a spec names it, its configuration, and the name that a run of it gets."""
+
+    section: dict[str, Any]
+    config: dict[str, Any]
+    name: str
 
 
 @click.command("init")
-@click.option("--model", required=True, help="A preset, by its short or Hugging Face name.")
+@click.option("--model", help="A preset, by its short or Hugging Face name.")
+@click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
 @click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence; default: up to 8192.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file; default: print it.")
+@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
 def command(
-    model: str, nodes: int, gpus_per_node: int, accelerator: str, sequence_length: int | None, output: Path | None
+    model: str | None,
+    hf_config: Path | None,
+    nodes: int,
+    gpus_per_node: int,
+    accelerator: str,
+    sequence_length: int | None,
+    output: Path | None,
 ) -> None:
     """Write a first spec for a model and a cluster.
 
     Chooses the smallest pp, then the smallest tp, for which the weights and the optimizer state fit and every rule
-    passes.
+    passes, and says why. In a terminal, without --model and --hf-config, it asks for the values.
     """
-    preset = find_preset(model)
-    if preset is None:
-        near = closest(model, list(presets()))
-        raise click.UsageError(f"there is no preset {model!r}" + (f"; did you mean {near}?" if near else ""))
-    known = preset.config.get("max_position_embeddings", preset.config.get("n_positions", 1024))
-    length = sequence_length or min(int(known), 8192)
+    if model is None and hf_config is None:
+        if not sys.stdin.isatty():
+            raise click.UsageError("name the model with --model PRESET or --hf-config PATH")
+        model, hf_config = _asked_model()
+        nodes = click.prompt("Machines", default=nodes, type=click.IntRange(1, 65536), err=True)
+        gpus_per_node = click.prompt("Ranks on each", default=gpus_per_node, type=click.IntRange(1, 256), err=True)
+        accelerator = click.prompt("Accelerator", default=accelerator, err=True)
+    folder = output.parent if output else Path()
+    chosen = chosen_model(model, hf_config, folder)
+    if sequence_length is None:
+        sequence_length = sequence_length_of(chosen.config)
     cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-    spec = _first_that_fits(preset.name, cluster, length)
-    if spec is None:
-        raise click.ClickException(
-            f"no tp and pp were found with which {preset.name} fits on {nodes} · {gpus_per_node} {accelerator}: "
-            "add nodes, or write a spec and read what `parcompile check` says"
-        )
-    text = json.dumps(spec, indent=2, ensure_ascii=False) + "\n"
+    text, reason = made_spec(chosen, cluster, sequence_length, folder)
     if output is None:
         click.echo(text, nl=False)
+        click.echo(reason, err=True)
         return
     try:
         with output.open("x", encoding="utf-8") as stream:
@@ -56,38 +71,68 @@ def command(
         raise click.ClickException(f"{output} exists already") from None
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {output}; compile it with: parcompile {output} -o plan")
+    click.echo(f"{reason}\nwrote {output}; compile it with: parcompile {output} -o plan")
 
 
-def _first_that_fits(preset: str, cluster: dict[str, Any], length: int) -> dict[str, Any] | None:
-    from parcompile import schema
-    from parcompile.rules.arithmetic import divisors
+def _asked_model() -> tuple[str | None, Path | None]:
+    """The model that a user names: a preset, or a path."""
+    click.echo(f"Presets: {', '.join(presets())}", err=True)
+    answer = click.prompt("Model (a preset, or the path of a Hugging Face config.json)", err=True)
+    return (None, Path(answer)) if Path(answer).exists() and find_preset(answer) is None else (answer, None)
 
-    world = cluster["nodes"] * cluster["gpus_per_node"]
-    for pp in (size for size in divisors(world) if size <= 128):
-        for tp in divisors(cluster["gpus_per_node"]):
-            if world % (tp * pp):
-                continue
-            dp = world // (tp * pp)
-            training = {
-                "sequence_length": length,
-                "global_batch_size": dp * max(_MICRO_BATCHES, pp),
-                "micro_batch_size": 1,
-                "precision": "bf16",
-                **({"gradient_accumulation_dtype": "fp32"} if pp > 1 else {}),
-            }
-            spec = {
-                "version": 1,
-                "name": preset,
-                "model": {"preset": preset},
-                "cluster": cluster,
-                "parallelism": {"tp": tp, "cp": 1, "pp": pp, "dp": "auto", "sequence_parallel": tp > 1},
-                "training": training,
-                "zero": {"stage": 1},
-            }
-            validation = schema.validate(spec, "spec")
-            if not validation.valid:
-                raise click.UsageError(validation.diagnostics[0].message)
-            if not has_errors(check(Resolution(spec))):
-                return spec
-    return None
+
+def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Chosen:
+    """The model that the options name; a path is written relative to `folder`, where the spec will be.
+
+    Raises:
+        UsageError: both or none is given, or there is no such preset.
+        ClickException: the configuration cannot be read.
+    """
+    if (model is None) == (hf_config is None):
+        raise click.UsageError("give one of --model and --hf-config")
+    if hf_config is None:
+        assert model is not None
+        preset = find_preset(model)
+        if preset is None:
+            near = closest(model, list(presets()))
+            hint = f"did you mean {near}?" if near else "`parcompile init` in a terminal lists them."
+            raise click.UsageError(
+                f"there is no preset {model!r}; {hint} For another model, download its config.json and name it with "
+                "--hf-config PATH"
+            )
+        return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
+    file = hf_config / "config.json" if hf_config.is_dir() else hf_config
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.ClickException(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise click.ClickException(f"{file} does not hold a JSON object")
+    relative = Path(os.path.relpath(file, folder)).as_posix()
+    return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
+
+
+def made_spec(
+    chosen: Chosen, cluster: dict[str, Any], length: int, folder: Path, precision: str = "bf16"
+) -> tuple[str, str]:
+    """The text of a first spec, and why its layout was chosen.
+
+    Raises:
+        UsageError: the schema refuses a value.
+        ClickException: no layout was found.
+    """
+    try:
+        found = first_spec(chosen.name, chosen.section, cluster, length, folder, precision)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if found.spec is None:
+        last = (
+            f"; the last layout failed with [{found.errors[0].code}] {found.errors[0].message}" if found.errors else ""
+        )
+        raise click.ClickException(
+            f"no tp and pp fit {chosen.name} on {cluster['nodes']} · {cluster['gpus_per_node']} "
+            f"{cluster['accelerator']}: add nodes{last}"
+        )
+    return json.dumps(found.spec, indent=2, ensure_ascii=False) + "\n", found.reason

@@ -28,6 +28,7 @@ _COMMANDS = (
     "import",
     "init",
     "local",
+    "new",
     "preflight",
     "profile",
     "schema",

@@ -24,7 +24,12 @@ _LIKE = click.Choice(list(accelerators()))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the preset here (NAME.json).")
 @click.option("--ranks", type=click.IntRange(2, 16), help="Start as many CPU ranks on this machine and measure links.")
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="Time to spend.")
-@click.option("--like", type=_LIKE, help="Built-in preset that the machine resembles (default: by its name).")
+@click.option(
+    "--like",
+    type=_LIKE,
+    metavar="PRESET",
+    help="Built-in preset that the machine resembles (default: by its name); `parcompile accelerators` lists them.",
+)
 @click.option("--name", help="Name of the preset, for tables (default: that of the file).")
 def command(output: Path | None, ranks: int | None, seconds: float, like: str | None, name: str | None) -> None:
     """Measure the speed of this machine for the estimates.

@@ -1,0 +1,108 @@
+"""`parcompile new DIR`: a project that trains as it stands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import click
+
+from parcompile.project.files import EXECUTABLE, project_files
+from parcompile.searching.first import sequence_length_of
+
+from .init import chosen_model, made_spec
+
+_SMALL = {
+    "version": 1,
+    "name": "byte-llama",
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 192,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.08,
+    },
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu"},
+    "parallelism": {"tp": 2, "cp": 1, "pp": 1, "dp": "auto", "sequence_parallel": True},
+    "training": {
+        "sequence_length": 64,
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "precision": "fp32",
+        "optimizer": {"type": "adamw", "lr": 3e-3},
+    },
+    "zero": {"stage": 1},
+}
+"""Without a model: one that trains on two processes of a CPU, on bytes."""
+
+
+@click.command("new")
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--model", help="A preset, by its short or Hugging Face name. Default: a tiny model for a laptop.")
+@click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
+@click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
+@click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
+@click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
+@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+def command(
+    directory: Path,
+    model: str | None,
+    hf_config: Path | None,
+    nodes: int,
+    gpus_per_node: int,
+    accelerator: str,
+    sequence_length: int | None,
+) -> None:
+    """Create a project that trains as it stands.
+
+    DIR gets a spec, a training script with data loading, checkpoints and resume, launch scripts and a CI workflow.
+    Without --model and --hf-config the spec has a tiny model for two processes of a CPU. A Hugging Face config.json is
+    copied into the project.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise click.ClickException(f"{directory} exists already and is not an empty folder")
+    reason, extra = "", {}
+    if model is None and hf_config is None:
+        spec = json.dumps(_SMALL, indent=2) + "\n"
+    else:
+        file = None if hf_config is None else hf_config / "config.json" if hf_config.is_dir() else hf_config
+        chosen = chosen_model(model, hf_config, Path())
+        length = sequence_length or sequence_length_of(chosen.config)
+        cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
+        spec, reason = made_spec(chosen, cluster, length, Path())
+        if file is not None:
+            extra["config.json"] = file.read_text(encoding="utf-8")
+            spec = spec.replace(json.dumps(chosen.section["hf_config"]), '"config.json"')
+    files = project_files(directory.resolve().name, spec) | extra
+    try:
+        _write(directory, files)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from None
+    for name in files:
+        click.echo(f"wrote {directory / name}")
+    if reason:
+        click.echo(reason)
+    click.echo(f"next: cd {directory} && ./run.sh --steps 20")
+
+
+def _write(directory: Path, files: dict[str, str]) -> None:
+    """All files, or none: a folder that could not be filled is removed."""
+    existed = directory.exists()
+    try:
+        for name, text in files.items():
+            file = directory / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            if name in EXECUTABLE:
+                file.chmod(0o755)
+    except OSError:
+        for name in files:
+            (directory / name).unlink(missing_ok=True)
+        if not existed:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise

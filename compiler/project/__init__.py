@@ -1,0 +1,1 @@
+"""A runnable project around a spec: its training script, data, launch scripts and CI workflow."""
