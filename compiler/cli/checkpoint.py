@@ -97,7 +97,7 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     Resuming does that by itself; this saves the time at the start of each of many runs.
     """
     with _explained():
-        from parcompile.runtime.checkpoint.writing import convert as converted
+        from parcompile.runtime.checkpoint.converting import convert as converted
 
         click.echo(converted(folder, load_plan(plan), output))
 
@@ -130,6 +130,6 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> No
 def import_(folder: Path, plan: Path, output: Path) -> None:
     """Create a first checkpoint from Hugging Face weights."""
     with _explained():
-        from parcompile.runtime.checkpoint.writing import import_pretrained
+        from parcompile.runtime.checkpoint.converting import import_pretrained
 
         click.echo(import_pretrained(folder, load_plan(plan), output))

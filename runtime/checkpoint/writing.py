@@ -21,10 +21,7 @@ from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, model_parallel_places
 from parcompile.plan.resume import file_layout
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.building import persistent_buffers
-from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
-from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.spec import Precision
 
@@ -34,10 +31,8 @@ from .deepspeed_files import MASTER, shard_file, weights_file
 from .locking import hold, release
 from .manifest import LATEST, NOTE, Note, damages
 from .placing import begin, is_noted_there, put_in_place
-from .reading import SavedRun
 from .state_file import write_state
 from .universal import universal_checkpoint_info
-from .verifying import whole_note
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,56 +75,13 @@ class Source:
         return take_ranges(whole, layout.dim, layout.ranges[tp_rank], padded_size=size)
 
 
-def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
-    """A checkpoint for the layout of `plan` from one of any layout of the same model; returns the new checkpoint.
+def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> Path:
+    """The checkpoint of a source; returns its folder.
 
     Raises:
-        RunError: the checkpoint is damaged (which file is said), is of another model, or the plan keeps its optimizer
-            states in a form that only DeepSpeed writes; or the new one cannot be written.
+        RunError: the plan keeps its optimizer states in a form that only DeepSpeed writes, or the folder cannot
+            be written to.
     """
-    saved = SavedRun(whole_note(folder))
-    if saved.note.adapters:
-        raise RunError(
-            f"{saved.note.folder} has adapters, which are not converted: resume from it, which cuts them anew"
-        )
-    ours, theirs = plan.spec.model.architecture, saved.note.plan.spec.model.architecture
-    if ours != theirs:
-        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-        raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
-    counters = {key: saved.counters.get(key) for key in ("global_steps", "skipped_steps", "lr_scheduler")}
-    counters["global_samples"] = saved.note.step * plan.spec.training.global_batch_size
-    groups = [ParameterGroup(one.names, one.settings, one.scalars) for one in saved.groups]
-    source = Source(plan, _layouts(plan), saved.whole, groups, saved.buffers, saved.loss_scaler)
-    return _write(source, Path(output), saved.note.step, counters)
-
-
-def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Path:
-    """The checkpoint `step-0` of a run that starts from Hugging Face weights; returns it.
-
-    Raises:
-        RunError: the folder does not hold the plan's model, or as for `convert`.
-    """
-    source = PretrainedFolder(folder)
-    check_folder(folder, plan)
-    buffers = persistent_buffers(plan)
-    source.check(plan, buffers)
-    buffers.update({name: source.whole(name) for name in buffers if name in source})
-    counters = {"global_steps": 0, "skipped_steps": 0, "lr_scheduler": None, "global_samples": 0}
-
-    def weights(name: str, kind: str) -> Tensor | None:
-        return source.whole(name) if kind == MASTER else None
-
-    names = [name for name, _ in plan.parameters.expanded()]
-    group = ParameterGroup(names, _settings(plan), {"step": torch.tensor(0.0)})
-    return _write(Source(plan, _layouts(plan), weights, [group], buffers), Path(output), 0, counters)
-
-
-def _layouts(plan: Plan) -> dict[str, TensorLayout]:
-    rows = plan.tensors()
-    return {name: rows[parameter.name][1] for name, parameter in plan.parameters.expanded()}
-
-
-def _write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> Path:
     plan = source.plan
     training = plan.spec.training
     if training.precision is Precision.BF16 and training.gradient_accumulation_dtype is Precision.FP32:
@@ -303,7 +255,7 @@ def _scaler(source: Source) -> tuple[Any, bool]:
     return CreateLossScaler(dtype, training.loss_scale, dynamic, options), dynamic
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def optimizer_settings(plan: Plan) -> dict[str, Any]:
     """The settings of a fresh AdamW with the plan's values."""
     optimizer = plan.spec.training.optimizer
     make = torch.optim.AdamW if optimizer.type == "adamw" else torch.optim.Adam

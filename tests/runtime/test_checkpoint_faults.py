@@ -28,8 +28,8 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export, load, locking, placing, read_note, save, verify, writing
 from parcompile.runtime.checkpoint.contents import tensor_files
+from parcompile.runtime.checkpoint.converting import convert
 from parcompile.runtime.checkpoint.manifest import digest_of
-from parcompile.runtime.checkpoint.writing import convert
 
 pytestmark = pytest.mark.ranks
 

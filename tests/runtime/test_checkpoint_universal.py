@@ -13,7 +13,7 @@ from test_checkpoint_faults import listed
 
 from parcompile.plan import Plan
 from parcompile.runtime.checkpoint import SavedRun, read_note
-from parcompile.runtime.checkpoint.writing import convert, import_pretrained
+from parcompile.runtime.checkpoint.converting import convert, import_pretrained
 
 pytestmark = pytest.mark.ranks
 

@@ -101,7 +101,7 @@ def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layou
 
     from parcompile.runtime import RunError
     from parcompile.runtime.checkpoint import export, export_adapter
-    from parcompile.runtime.checkpoint.writing import convert
+    from parcompile.runtime.checkpoint.converting import convert
 
     plan, folder = make_plan(2, {"tp": 2}), str(tmp_path)
     expected = train_plain(plan)

@@ -13,7 +13,7 @@ from training_runs import initial_model, make_plan, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError, decay_groups
-from parcompile.runtime.checkpoint.writing import convert
+from parcompile.runtime.checkpoint.converting import convert
 
 pytestmark = pytest.mark.ranks
 
