@@ -24,19 +24,26 @@ PACKING = "packing"
 FIRST_SAMPLE = "first_sample"
 """The model is called under this name with the number of its first sequence in the data: dropout depends on it."""
 
+TOKEN_PLACES = "token_places"  # noqa: S105 -- no secret
+"""The model is called under this name with the sample and the position in it of each packed token [1, S, 2]."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward pass of a model works on."""
 
+    rows: int | None = None
+    """Sequences; None when the model was not called with tokens or positions."""
     sequence_length: int | None = None
-    """Tokens of each row that this cp rank holds; None when the model was not called with tokens or positions."""
+    """Tokens of each row that this cp rank holds; None as for `rows`."""
     documents: list[list[int]] | None = None
     """Borders of the documents in each row."""
     packing: Packing | None = None
     """Where the documents are, if each is dealt on its own or is whole on one rank."""
     first_sample: int | None = None
     """The number of the first row in the data."""
+    token_places: Tensor | None = None
+    """Of packed documents, the sample and the position in it of each token [1, S, 2]."""
 
 
 _NONE = MicroBatch()
@@ -80,10 +87,12 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     named = (kwargs.get("input_ids"), kwargs.get("position_ids"), *args)
     tokens = next((one for one in named if isinstance(one, Tensor)), None)
     _here.current = MicroBatch(
+        None if tokens is None else tokens.shape[0],
         None if tokens is None else tokens.shape[1],
         kwargs.pop(DOCUMENTS, None),
         kwargs.pop(PACKING, None),
         kwargs.pop(FIRST_SAMPLE, None),
+        kwargs.pop(TOKEN_PLACES, None),
     )
     return kwargs
 

@@ -19,9 +19,6 @@ from parcompile.runtime.micro_batch import FIRST_SAMPLE
 
 from .batches import Batch, split_batch, stack, without_padding
 
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of the chance of attention dropout in configurations of Hugging Face."""
-
 
 class PlanLoader:
     """Yields this rank's micro-batches, step after step, without end: the data set is walked round and round.
@@ -46,20 +43,13 @@ class PlanLoader:
             micro_batches = [self._whole(micro) for micro in range(self._steps)]
             divisor = self._divisor(micro_batches)
             for micro, batch in enumerate(micro_batches):
-                ready = {**self._part(batch), "num_items_in_batch": divisor}
-                if self._drops_attention:
-                    ready[FIRST_SAMPLE] = self._first_sample(micro)
-                yield ready
+                first = self._first_sample(micro)
+                yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
             self.step += 1
 
     @property
     def _steps(self) -> int:
         return self._mesh.plan.spec.training.gradient_accumulation_steps
-
-    @property
-    def _drops_attention(self) -> bool:
-        config = self._mesh.plan.spec.model.hf_config
-        return any(config.get(name) for name in _ATTENTION_DROPOUTS)
 
     def _first_sample(self, micro: int) -> int:
         """The number of the first sequence of this dp rank's micro-batch."""

@@ -6,7 +6,6 @@ room for, and step s trains on samples s·B … (s+1)·B − 1.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.micro_batch import TOKEN_PLACES
 from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batches_of_tokens
 
 from .batches import Batch
@@ -65,8 +65,14 @@ class PackedPlanLoader(PlanLoader):
         )
 
     def _whole(self, micro: int) -> Batch:
-        numbers = itertools.chain.from_iterable(self._samples(micro))
-        documents = [_named(self._documents[number]) for number in numbers]
+        documents = []
+        for sample, numbers in enumerate(self._samples(micro), self._first_sample(micro)):
+            start = 0
+            for document in (_named(self._documents[number]) for number in numbers):
+                positions = torch.arange(start, start + len(document["input_ids"]))
+                places = torch.stack([torch.full_like(positions, sample), positions], 1)
+                documents.append({**document, TOKEN_PLACES: places})
+                start += len(positions)
         # The first token of a document is predicted by none.
         predicted = [document["labels" if "labels" in document else "input_ids"][1:] for document in documents]
         return {"documents": documents, "shift_labels": torch.cat(predicted)}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.runtime.drawing import hold_features
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import Matrix, matrix_layout, matrix_of, saved_name
@@ -115,6 +116,8 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
         layer.lora_A[adapter] = RowParallelLinear.from_linear(
             down, ranges=piece.ranges, pad_sequence=True, **region.options
         )
+        assert piece.ranges is not None
+        hold_features(layer.lora_dropout[adapter], piece.ranges)
         if region.sequence_parallel:
             sum_in_backward(up.weight, region.group)
     elif piece.ranges is not None:

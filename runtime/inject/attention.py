@@ -78,18 +78,14 @@ class RingPlace:
         rank = 0 if self.group is None else dist.get_rank(self.group)
         return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
 
-    def dropping(self, dropout: float, module: nn.Module, heads: int) -> dict[str, Any]:
+    def dropping(self, dropout: float, name: str, layer: int, first_head: int) -> dict[str, Any]:
         """What dropout needs to draw the same mask in every layout; nothing without dropout.
 
         A mask depends on the seed, the layer, the sample, the head and the positions, all counted as without any axis.
+        `layer` is a number of 31 bits that no other attention of the model has.
         """
         if not dropout:
             return {}
-        name, layer = type(module).__name__, getattr(module, "layer_idx", None)
-        if layer is None:
-            raise RunError(
-                f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True
-            )
         first_sample = current().first_sample
         if first_sample is None:
             raise RunError(
@@ -101,7 +97,7 @@ class RingPlace:
             "dropout": dropout,
             "dropout_seed": layer + 1 << 32 | self.seed & 0xFFFFFFFF,
             "first_row": first_sample,
-            "first_head": heads * self.tp_index,
+            "first_head": first_head,
         }
 
 
@@ -141,6 +137,9 @@ def _attention(
         )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
+    layer = getattr(module, "layer_idx", None)
+    if dropout and layer is None:
+        raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)
     covered = not sliding_window or sliding_window >= place.sequence_length
     out = place.attend(
         query,
@@ -151,6 +150,6 @@ def _attention(
         window=None if covered else sliding_window,
         sinks=s_aux,
         softcap=softcap,
-        **place.dropping(dropout, module, query.shape[1]),
+        **place.dropping(dropout, name, layer or 0, query.shape[1] * place.tp_index),
     )
     return out.transpose(1, 2), None

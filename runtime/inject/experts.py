@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from parcompile.runtime.drawing import draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
@@ -39,7 +40,8 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
             setattr(module, kind, local)
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = local.shape
-    region.enter_block(block)
+    # Jitter is multiplied into the hidden states in place.
+    region.enter_block(block, writes=draws(block))
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         parts = output[0] if isinstance(output, tuple) else output

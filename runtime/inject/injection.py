@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.model.families import FAMILIES
+from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
@@ -67,9 +68,9 @@ class _Injection:
         adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
         parallelism = self.spec.parallelism
+        path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         if self.mesh.device.type != "meta":  # where no rank runs, the compiler's rule X004 has to do
-            layers = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-            check_masks(self.model, layers, self.spec.training.sequence_length)
+            check_masks(self.model, path, self.spec.training.sequence_length)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))
@@ -87,6 +88,10 @@ class _Injection:
         loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         balanced = getattr(self.model.config, "output_router_logits", False)
         self.model.loss_function = BalancedLoss(loss, self.model, self.mesh) if balanced else loss  # type: ignore[assignment]
+        if draws(self.model):
+            base = FAMILIES[self.spec.model.shape.model_type].base
+            layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
+            draw_by_place(self.model, self.mesh, [base, *layers])
         if self.mesh.size("pp") > 1:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 

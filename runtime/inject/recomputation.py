@@ -5,6 +5,7 @@ Attention keeps its output because recomputing it would send keys and values aro
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parcompile.model.user_module import UserModule
 from parcompile.plan import Plan
+from parcompile.runtime.drawing import Redrawn
 from parcompile.runtime.micro_batch import recompute_context
 
 
@@ -23,7 +25,26 @@ def recompute_as_planned(model: nn.Module, plan: Plan) -> None:
     if rules is not None:
         _recompute_layers(model, rules)
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_context})  # type: ignore[operator]
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})  # type: ignore[operator]
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The `context_fn` of activation checkpointing: the micro-batch and the random numbers of the forward pass."""
+    keeping, taking = recompute_context()
+    return keeping, _Both(taking, Redrawn())
+
+
+class _Both:
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def _recompute_layers(module: nn.Module, rules: UserModule) -> None:
@@ -31,6 +52,6 @@ def _recompute_layers(module: nn.Module, rules: UserModule) -> None:
         forward = layer.forward
 
         def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=recompute_context, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
         layer.forward = recomputed

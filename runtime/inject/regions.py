@@ -64,12 +64,16 @@ class Region:
             return reduce_scatter_to_sequence(parts, SEQUENCE_DIM, self.group, pad=True)
         return reduce_from_group(parts, self.group)
 
-    def enter_block(self, block: nn.Module) -> None:
-        """Makes the hidden states that `block` is called with enter the region, for whatever it does with them."""
+    def enter_block(self, block: nn.Module, *, writes: bool = False) -> None:
+        """Makes the hidden states that `block` is called with enter the region, for whatever it does with them.
+
+        `writes`: in training it changes them in place, which autograd forbids for what a collective returns.
+        """
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
             hidden, put_back = _hidden_states(args, kwargs)
-            return put_back(self.enter(hidden))
+            entered = self.enter(hidden)
+            return put_back(entered.clone() if writes and block.training else entered)
 
         block.register_forward_pre_hook(enter, with_kwargs=True)
 

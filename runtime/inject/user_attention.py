@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear
 
 from .attention import RingPlace
 
@@ -19,9 +21,11 @@ __all__ = ["run_around_ring"]
 class _Ring(TorchFunctionMode):
     """Sends torch's attention around the ring."""
 
-    def __init__(self, name: str, place: RingPlace) -> None:
+    def __init__(self, name: str, place: RingPlace, is_cut: bool) -> None:
         super().__init__()
         self.name, self.place, self.calls = name, place, 0
+        self.is_cut = is_cut
+        """Whether this rank computes some of the heads only."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.scaled_dot_product_attention:
@@ -42,12 +46,13 @@ class _Ring(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None or not is_causal:
             raise RunError(f"{self.name} attends with a mask of its own: only is_causal=True is cut", everywhere=True)
-        if dropout_p:
-            raise RunError(f"{self.name} drops {dropout_p} of its attention: set it to 0", everywhere=True)
         if query.dim() != 4:
             raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
         place = self.place
-        return place.attend(query, key, value, scale=scale)
+        number = zlib.crc32(f"{self.name}#{self.calls}".encode()) >> 1
+        first_head = query.shape[1] * place.tp_index if self.is_cut else 0
+        drop = place.dropping(dropout_p, self.name, number, first_head)
+        return place.attend(query, key, value, scale=scale, **drop)
 
 
 def run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
@@ -59,7 +64,8 @@ def run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
     forward = attention.forward
 
     def attend(*args: Any, **kwargs: Any) -> Any:
-        with _Ring(name, place) as ring:
+        is_cut = any(isinstance(one, ColumnParallelLinear) for one in attention.modules())
+        with _Ring(name, place, is_cut) as ring:
             output = forward(*args, **kwargs)
         if not ring.calls and (place.group is not None or current().documents or current().packing):
             raise RunError(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from parcompile.model.user_module import LAYER, UserModule
 from parcompile.runtime import micro_batch
+from parcompile.runtime.drawing import draw_by_place, draws, record_widths
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
@@ -113,6 +114,12 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
     rules, group = mesh.plan.spec.model.shape.user_module, mesh.parallel_group("tp")
     assert rules is not None
     slices = Slices(mesh)
+    if draws(module):
+        layers = rules.prefix.rstrip(".")
+        names = ["", *(f"{layers}.{name}" for name, _ in module.get_submodule(layers).named_children())]
+        widths = draw_by_place(module, mesh, names)
+        if group is not None:
+            record_widths(module, widths, mesh.plan.spec.training.sequence_length)
     sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
     region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
     for name in _attentions(rules, mesh):

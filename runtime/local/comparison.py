@@ -23,6 +23,7 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
+from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
@@ -152,6 +153,8 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- r
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, _, loader, _ = initialize(plan=plan, training_data=list(_samples(plan)))
     assert loader is not None
+    # What is drawn at random, one process of plain torch draws otherwise.
+    engine.train(not trains_at_random(engine.module))
     held = {name: _digest(parameter) for name, parameter in engine.module.named_parameters()}
     loss = float(engine.train_batch(iter(loader)))
     return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
@@ -176,7 +179,7 @@ def _step_of_one_process(plan: Plan, model: Any) -> StepResult:
     training = plan.spec.training
     samples = torch.stack(list(_samples(plan)))
     pieces, total = torch.split(samples, training.micro_batch_size), 0.0
-    model.train()
+    model.train(not trains_at_random(model))
     for ids in pieces:
         loss = model(input_ids=ids, labels=ids).loss / len(pieces)
         loss.backward()

@@ -27,6 +27,7 @@ from parcompile.runtime.deepspeed_patches import (
 )
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
+from parcompile.runtime.micro_batch import FIRST_SAMPLE
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
@@ -211,7 +212,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.nbytes for one in tensors)
 
 
-def _batch(mesh: Mesh) -> dict[str, Tensor]:
+def _batch(mesh: Mesh) -> dict[str, Any]:
     training = mesh.plan.spec.training
     shape = training.micro_batch_size, training.sequence_length // mesh.size("cp")
     tokens = torch.empty(shape, dtype=torch.long, device=META)
@@ -223,6 +224,7 @@ def _batch(mesh: Mesh) -> dict[str, Tensor]:
         "shift_labels": tokens,
         "position_ids": tokens,
         "num_items_in_batch": count,
+        FIRST_SAMPLE: 0,
     }
 
 

@@ -124,13 +124,13 @@ def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
         else:
             ended = [model(**batch).loss]
             ended[0].backward()
-        norms.append(_clip(model, mesh))
+        norms.append(clip(model, mesh))
         optimizer.step()
         losses.append(float(loss_of_step([loss.detach() for loss in ended], 1, mesh)))
     return {"losses": losses, "norms": norms, "parameters": named(model)}
 
 
-def _clip(model: nn.Module, mesh: Any) -> float:
+def clip(model: nn.Module, mesh: Any) -> float:
     """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once.
 
     A tied embedding that another stage counts is left out, by DeepSpeed's name for it.

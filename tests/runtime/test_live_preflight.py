@@ -435,7 +435,7 @@ def test_rounds_reach_every_neighbour_and_nobody_twice_in_one(count: int) -> Non
 
 def trials(losses: list[float], norms: list[float] | None = None) -> list[Trial]:
     return [
-        Trial([loss, loss], [norm, norm], [1.0, 1.0], 1)
+        Trial([loss, loss], [norm, norm], [1.0, 1.0], 1, False)
         for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True)
     ]
 

@@ -11,8 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from torch import Tensor
 from training_runs import make_plan, samples, whole_parameters
-from user_module import HEADS, HIDDEN, INJECTION, KV_HEADS, VOCABULARY, WIDTH, HandMade, OwnCount, drawn_decoder
+from user_module import (
+    HEADS,
+    HIDDEN,
+    INJECTION,
+    KV_HEADS,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    HandMade,
+    OwnCount,
+    drawn_decoder,
+)
 
 from parcompile.plan import Plan, plan_from_tree, plan_tree
 
@@ -42,10 +54,12 @@ def user_plan(
     return make_plan(world_size, parallelism, model=model, training=training, whole_model=True)
 
 
-def train(rank: int, plan: Plan, tied: bool) -> dict[str, Any]:
+def train(rank: int, plan: Plan, tied: bool, dropping: bool = False) -> dict[str, Any]:
     from parcompile.runtime import initialize, reduce_loss
 
-    engine, _, loader, _ = initialize(plan=plan, model=drawn_decoder(tied=tied), training_data=samples(plan))
+    engine, _, loader, _ = initialize(
+        plan=plan, model=drawn_decoder(tied=tied, dropping=dropping), training_data=samples(plan)
+    )
     losses, norms = [], []
     batches = iter(loader)
     for _ in range(STEPS):
@@ -165,3 +179,47 @@ def test_a_module_cannot_be_built_from_its_plan() -> None:
 
     with pytest.raises(RunError, match="which only you can build"):
         build_model(user_plan(1, {}))
+
+
+def test_dropout_is_the_same_in_every_layout_also_of_features_that_are_cut() -> None:
+    layouts: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (1, {}, {}),
+        (2, {"tp": 2}, {"micro_batch_size": 2}),
+        (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, {"activation_checkpointing": "full"}),
+    ]
+    expected: dict[str, Any] = {}
+    for world_size, parallelism, training in layouts:
+        plan = user_plan(world_size, parallelism, **training)
+        ranks = run_ranks(world_size, train, plan, False, True)
+        expected = expected or {**ranks[0], "parameters": whole_parameters(plan, ranks)}
+        for name in ("losses", "norms"):
+            assert ranks[0][name] == pytest.approx(expected[name], rel=TOLERANCE)
+        for name, value in whole_parameters(plan, ranks).items():
+            one = expected["parameters"][name]
+            assert float((value - one).norm() / one.norm()) < TOLERANCE, name
+
+
+class Noisy(Decoder):
+    """Draws what no layout could draw alike."""
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        logits: Tensor = super().forward(ids, position_ids)
+        return logits + torch.rand(())
+
+
+def call_noisy(rank: int, plan: Plan) -> str:
+    from parcompile.runtime import RunError, initialize
+
+    engine, _, loader, _ = initialize(plan=plan, model=Noisy(), training_data=samples(plan))
+    try:
+        engine.train_batch(iter(loader))
+    except RunError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_random_numbers_without_a_place_are_refused() -> None:
+    assert (
+        "the model calls rand, whose numbers would be others in each layout"
+        in run_ranks(1, call_noisy, user_plan(1, {}))[0]
+    )

@@ -21,6 +21,8 @@ INJECTION = {
 
 
 class Mix(nn.Module):
+    dropped = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads = HEADS, KV_HEADS
@@ -36,7 +38,9 @@ class Mix(nn.Module):
         key = self.key_norm(key.reshape(batch, length, self.n_kv_heads, HEAD))
         value = value.reshape(batch, length, self.n_kv_heads, HEAD)
         query, key = (rotate(one, angles).transpose(1, 2) for one in (query, key))
-        out = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True, enable_gqa=True)
+        value = value.transpose(1, 2)
+        dropped = self.dropped if self.training else 0.0
+        out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True, enable_gqa=True)
         mixed: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
         return mixed
 
@@ -61,11 +65,25 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class DroppingBlock(Block):
+    """Drops of the attention's weights, of its output, and of the features inside of the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix.dropped = 0.2
+        self.inside = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + F.dropout(self.mix(self.before_mix(x), angles), 0.3, self.training)
+        gate, up = self.up(self.before_up(x)).chunk(2, dim=-1)
+        return x + self.down(self.inside(F.silu(gate) * up))
+
+
 class Decoder(nn.Module):
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, dropping: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList((DroppingBlock if dropping else Block)() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.unembed = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:

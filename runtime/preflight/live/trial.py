@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
+from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.engine import initialize
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.loading import random_model
@@ -44,6 +45,8 @@ class Trial:
     """Of the gradients; of all ranks together."""
     seconds: list[float]
     peak_bytes: int
+    at_random: bool
+    """Something is drawn in training, such as dropout: equal samples give other losses."""
 
     def to_json(self) -> dict[str, Any]:
         """For the way to rank 0."""
@@ -73,13 +76,13 @@ def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         synchronize(mesh.device)
         seconds.append(time.perf_counter() - started)
-    peak = peak_bytes(mesh.device)
+    peak, at_random = peak_bytes(mesh.device), trains_at_random(engine.module)
     engine.destroy()
     del engine, loader, batches, model
     gc.collect()
     if mesh.device.type != "cpu":
         torch.cuda.empty_cache()
-    return Trial(losses, norms, seconds, peak)
+    return Trial(losses, norms, seconds, peak, at_random)
 
 
 def _of_pipeline(losses: Sequence[Tensor], mesh: Mesh) -> float:
@@ -129,7 +132,7 @@ def compare_trials(arrived: Arrived, trials: Sequence[Trial]) -> Iterator[Findin
 def _replicas(plan: Plan, trials: Sequence[Trial]) -> dict[tuple[int, ...], list[float]]:
     """The loss of each step by the ranks that compute it together: a cp group. Its parts are added.
 
-    With dropout, replicas draw different masks: only the tp ranks of one replica are comparable then, so that every
+    With dropout, masks of other samples are others: only the tp ranks of one replica are comparable then, so that every
     value is divided by its replica's.
     """
     groups = plan.groups
@@ -137,17 +140,13 @@ def _replicas(plan: Plan, trials: Sequence[Trial]) -> dict[tuple[int, ...], list
     for rank in range(len(trials)):
         ranks = tuple(groups.of_rank("cp", rank))
         found[ranks] = [math.fsum(trials[one].losses[step] for one in ranks) for step in range(STEPS)]
-    if not _drops(plan):
+    if not any(trial.at_random for trial in trials):
         return found
     firsts = {ranks: tuple(groups.of_rank("cp", groups.of_rank("tp", ranks[0])[0])) for ranks in found}
     return {
         ranks: [value / first for value, first in zip(values, found[firsts[ranks]], strict=True)]
         for ranks, values in found.items()
     }
-
-
-def _drops(plan: Plan) -> bool:
-    return any("drop" in key and isinstance(value, float) and value for key, value in plan.spec.model.hf_config.items())
 
 
 def _near(values: Sequence[float], others: Sequence[float], tolerance: float) -> bool:

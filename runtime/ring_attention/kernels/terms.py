@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
+from parcompile.runtime.hashing import WORD, combined, of_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,9 @@ class Terms:
 
     def weight_factors(self, dtype: torch.dtype) -> Tensor:
         """What each weight is multiplied by: 0 or 1 / (1 − dropout), [B, H, Q, S]."""
-        bits = _mixed(torch.tensor(self.seed & _WORD, device=self.rows.device) + 1) ^ (self.seed >> 32 & _WORD)
+        bits = combined(of_seed(self.seed), self.rows, 0x3C6EF372)
         # One more dim at a time; the offsets keep equal numbers of different kinds apart.
-        offsets = (0x3C6EF372, 0x1B873593, 0x5BD1E995, 0x2545F491)
-        for numbers, offset in zip((self.rows, self.heads, self.queries, self.keys), offsets, strict=True):
-            bits = _mixed(bits.unsqueeze(-1) ^ _mixed((numbers + offset) & _WORD))
-        return (bits >= round(self.dropout * (_WORD + 1))).to(dtype).mul_(1 / (1 - self.dropout))
-
-
-def _mixed(words: Tensor) -> Tensor:
-    """32-bit words, in int64, of which every bit depends on every bit of those given.
-
-    Factors are below 2^31, so that no product leaves int64.
-    """
-    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _WORD
-    words = ((words ^ (words >> 15)) * 0x735A2D97) & _WORD
-    return words ^ (words >> 16)
+        offsets = (0x1B873593, 0x5BD1E995, 0x2545F491)
+        for numbers, offset in zip((self.heads, self.queries, self.keys), offsets, strict=True):
+            bits = combined(bits.unsqueeze(-1), numbers, offset)
+        return (bits >= round(self.dropout * (WORD + 1))).to(dtype).mul_(1 / (1 - self.dropout))
