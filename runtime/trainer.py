@@ -138,18 +138,15 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         return self._batches
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """This rank's part of the loss."""
+        """The loss of this rank's sequences."""
         loss: Tensor = model(**inputs).loss
         return loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **others: Any) -> Tensor:
-        """As in `Trainer`, which logs the mean over all ranks: the parts of a sequence add up.
-
-        Through a pipeline the micro-batches of a step go together, when the last of them has come.
-        """
+        """As in `Trainer`; through a pipeline the micro-batches of a step go together, when the last has come."""
         if self.mesh.size("pp") == 1:
             loss: Tensor = super().training_step(model, inputs, *args, **others)
-            return loss * self.mesh.size("cp")
+            return loss
         self._waiting.append(inputs)
         if len(self._waiting) < self.args.gradient_accumulation_steps:
             return torch.zeros((), device=self.mesh.device)

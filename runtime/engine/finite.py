@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.loss import own_part
 from parcompile.spec import Precision
 
 STOP_AFTER = 25
@@ -40,7 +41,7 @@ class FiniteWatch:
 
     def _keep_loss(self, _module: Any, _inputs: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)
-        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else None
+        self._loss = own_part(loss).detach() if isinstance(loss, torch.Tensor) else None
 
     def _step(self, *args: Any, **options: Any) -> Any:
         boundary = self._engine.is_gradient_accumulation_boundary()

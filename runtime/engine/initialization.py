@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
@@ -22,6 +22,7 @@ from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_sm
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow
+from parcompile.runtime.loss.sequence import SequenceLoss, without_waiting
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
@@ -149,8 +150,22 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _check_engine(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
+    _leave_loss_on_its_way(engine)
     follow(engine)
     attach_loop(engine, mesh)
+
+
+def _leave_loss_on_its_way(engine: Any) -> None:
+    """Backward does not wait for the sum of the loss over cp, which is only its value."""
+    backward = engine.backward
+
+    def start(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        scaled: Tensor = backward(without_waiting(loss), retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        if not isinstance(loss, SequenceLoss):
+            return scaled
+        return loss.detach() / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
+
+    engine.backward = start
 
 
 def _measurements_file(plan: Plan | str, wanted: Path | str | bool) -> Path | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from parcompile.runtime.data import Batch
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.loss import loss_of_step
+from parcompile.runtime.loss import loss_of_step, own_part
 from parcompile.runtime.pipeline import PipelinedLoop
 
 
@@ -26,10 +26,10 @@ class Loop(Protocol):
         """Within it all ranks go through steps together."""
 
     def train(self, batches: Iterator[Batch]) -> list[Tensor]:
-        """One optimizer step; the losses of the micro-batches that ended on this rank."""
+        """One optimizer step; this rank's parts of the losses of the micro-batches that ended on it."""
 
     def evaluate(self, batches: Iterator[Batch], count: int) -> list[Tensor]:
-        """Forward passes of so many micro-batches; the losses of those that ended on this rank."""
+        """Forward passes of so many micro-batches; its parts of the losses of those that ended on it."""
 
 
 class AccumulatingLoop:
@@ -49,13 +49,13 @@ class AccumulatingLoop:
             loss = _loss(self._engine(**next(batches)))
             self._engine.backward(loss)
             self._engine.step()
-            losses.append(loss.detach())
+            losses.append(own_part(loss).detach())
         return losses
 
     def evaluate(self, batches: Iterator[Batch], count: int) -> list[Tensor]:
         """As in `Loop`."""
         with torch.no_grad():
-            return [_loss(self._engine(**next(batches))) for _ in range(count)]
+            return [own_part(_loss(self._engine(**next(batches)))) for _ in range(count)]
 
 
 def _loss(output: Any) -> Tensor:

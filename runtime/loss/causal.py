@@ -18,6 +18,8 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
 
+from .sequence import over_sequence, own_part
+
 
 class ParallelCausalLoss:
     """Takes the place of a Hugging Face model's `loss_function`.
@@ -37,19 +39,32 @@ class ParallelCausalLoss:
         self._group = mesh.parallel_group("tp") if logits_are_cut else None
         self._vocab_size = vocab_size
 
-    def __call__(
+    def __call__(self, logits: Tensor, *_: Any, **batch: Any) -> Tensor:
+        """The loss of whole sequences (a scalar), whose gradient is this rank's part; see `over_sequence`.
+
+        `reduce_loss` gives the loss of the batch.
+
+        Raises:
+            ValueError: `shift_labels` is missing: labels cannot be shifted after the sequence was split.
+        """
+        return over_sequence(self.part(logits, **batch), self.ring)
+
+    @property
+    def ring(self) -> dist.ProcessGroup | None:
+        """The ranks that share sequences."""
+        return self._mesh.parallel_group("cp")
+
+    def part(
         self,
         logits: Tensor,
-        labels: Tensor | None = None,  # noqa: ARG002 -- transformers passes it
-        vocab_size: int | None = None,  # noqa: ARG002 -- transformers passes it
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         **_: Any,
     ) -> Tensor:
-        """The loss of this rank (a scalar); `reduce_loss` gives the loss of the batch.
+        """What this rank's tokens add to the loss of whole sequences.
 
         Raises:
-            ValueError: `shift_labels` is missing: labels cannot be shifted after the sequence was split.
+            ValueError: as for a call.
         """
         if shift_labels is None:
             raise ValueError("call the model with shift_labels: a split sequence cannot be shifted (see split_batch)")
@@ -68,19 +83,20 @@ class ParallelCausalLoss:
     def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:
         """Predicted tokens of this micro-batch over all cp ranks; at least 1, so that an empty batch gives 0."""
         count = (labels != IGNORED_LABEL).sum().float()
-        if (group := self._mesh.parallel_group("cp")) is not None:
-            dist.all_reduce(count, group=group)
+        if self.ring is not None:
+            dist.all_reduce(count, group=self.ring)
         return count.clamp(min=1)
 
 
 def loss_of_step(losses: Sequence[Tensor], micro_batches: int, mesh: Mesh) -> Tensor:
     """The loss of a step's whole batch on all ranks, from the micro-batches that ended on this one.
 
-    Those of a pipeline end on its last stage. A sum over cp, a mean over dp and over micro-batches.
+    Those of a pipeline end on its last stage. Of each loss this rank's part counts: a sum over cp, a mean over dp and
+    over micro-batches.
     """
     total = torch.zeros((), device=mesh.device)
     if losses:
-        total += torch.stack([loss.float() for loss in losses]).sum()
+        total += torch.stack([own_part(loss).float() for loss in losses]).sum()
         dist.all_reduce(total, group=mesh.group("dp-cp"))
     if mesh.size("pp") > 1:
         dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
@@ -88,7 +104,7 @@ def loss_of_step(losses: Sequence[Tensor], micro_batches: int, mesh: Mesh) -> Te
 
 
 def reduce_loss(loss: Tensor, mesh: Mesh) -> float:
-    """The loss over all ranks from each rank's own: a sum over cp, a mean over dp."""
+    """The mean over dp of a loss that the model has returned: each cp rank has that of whole sequences."""
     total = loss.detach().float().clone()
     dist.all_reduce(total, group=mesh.group("dp-cp"))
-    return float(total) / mesh.size("dp")
+    return float(total) / mesh.size("dp-cp")

@@ -20,6 +20,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import is_recomputing
 
 from .causal import ParallelCausalLoss
+from .sequence import over_sequence
 
 
 class BalancedLoss:
@@ -61,10 +62,9 @@ class BalancedLoss:
         if not is_recomputing():
             self._logits.append(output[0])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, logits: Tensor, *_: Any, **batch: Any) -> Tensor:
         """As `ParallelCausalLoss`."""
-        loss: Tensor = self.causal(*args, **kwargs) + self._factor * self._balance()
-        return loss
+        return over_sequence(self.causal.part(logits, **batch) + self._factor * self._balance(), self.causal.ring)
 
     def _counted(self) -> Tensor:
         """[2, E] of the layers of this rank."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
+from parcompile.runtime.loss.sequence import own_part
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
 from .boundary import Boundary
@@ -56,7 +57,7 @@ class Step:
         self._asked: dict[Pass, Arrival] = {}
         self._held: dict[tuple[int, int], _Held] = {}
         self.losses: list[Tensor] = []
-        """Of the micro-batches that ended on this rank, as its forward passes gave them, without their graphs."""
+        """Of the micro-batches that ended on this rank, its parts, without their graphs."""
         self.most_held = 0
         """Chunks whose activations were alive at the same time."""
 
@@ -103,7 +104,7 @@ class Step:
         end: Boundary | Tensor
         outputs: Outputs = ()
         if isinstance(given, Tensor):
-            self.losses.append(given.detach())
+            self.losses.append(own_part(given).detach())
             end = given
         else:
             outputs = tuple(tensor.detach() for tensor in given)
