@@ -54,7 +54,7 @@ class Recorder:
         self._engine = engine
         self._engine_step = engine.step
         engine.step = self._step
-        _forget_peak()
+        forget_peak(mesh.device)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self._engine.is_gradient_accumulation_boundary()
@@ -143,8 +143,16 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _forget_peak() -> None:
-    """Building a model may take more memory than training it: on Linux the peak of the process can start anew."""
+def forget_peak(device: torch.device) -> None:
+    """Lets `peak_bytes` begin anew: building a model may take more memory than training it.
+
+    On a CPU this needs Linux.
+    """
+    if device.type != "cpu":
+        # What was freed while building is still reserved, and would count.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:

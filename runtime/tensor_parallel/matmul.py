@@ -79,6 +79,7 @@ class _Column(torch.autograd.Function):
             outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
             gathering = start_all_gather(x, group)
+            joined: Tensor | None = None
             if travels_in_pieces(x.device, x.nbytes):
                 shape = [size * group_size(group) if d == dim else size for d, size in enumerate(x.shape)]
                 outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
@@ -86,10 +87,11 @@ class _Column(torch.autograd.Function):
                     for out, w, b in zip(outs, weights, biases, strict=True):
                         _linear_into(out.narrow(dim, rank * x.shape[dim], x.shape[dim]), piece, w, b)
             else:
-                gathered = gathering.wait(dim)
-                outs = [F.linear(gathered, w, b) for w, b in zip(weights, biases, strict=True)]
+                joined = gathering.wait(dim)
+                outs = [F.linear(joined, w, b) for w, b in zip(weights, biases, strict=True)]
             if keep:
-                kept = gathering.wait(dim)
+                # Once: joining copies the pieces where there are several rows.
+                kept = gathering.wait(dim) if joined is None else joined
         ctx.group, ctx.dim, ctx.keep, ctx.has_bias = group, dim, keep, [b is not None for b in biases]
         ctx.save_for_backward(kept, *weights)
         return tuple(outs)

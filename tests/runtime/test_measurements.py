@@ -9,8 +9,11 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
@@ -18,7 +21,7 @@ from parcompile.backends.writing import to_text, write
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
 from parcompile.plan import load_plan, plan_tree
-from parcompile.runtime.profiling.recorder import FIRST_WRITE, put_row
+from parcompile.runtime.profiling.recorder import FIRST_WRITE, Recorder, peak_bytes, put_row
 from parcompile.spec.workload import workload_of
 
 RUNS = 5
@@ -66,6 +69,39 @@ def test_runs_leave_rows_that_calibrate_takes(axis: str, tmp_path: Path) -> None
     fitted = read_set(tmp_path / "own.json").memory
     measured = sorted(one.peak_bytes or 0 for one in rows)[RUNS // 2]
     assert footprint(rows[0].work, fitted).peak.total_bytes == pytest.approx(measured, rel=0.1)
+
+
+class Allocator:
+    """A CUDA allocator: bytes that it has reserved, the most of them, and what of them is in use."""
+
+    def __init__(self) -> None:
+        self.used = self.reserved = self.peak = 0
+
+    def take(self, size: int) -> None:
+        self.used += size
+        self.reserved = max(self.reserved, self.used)
+        self.peak = max(self.peak, self.reserved)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.used
+
+    def reset_peak_memory_stats(self, _: torch.device) -> None:
+        self.peak = self.reserved
+
+    def max_memory_reserved(self, _: torch.device) -> int:
+        return self.peak
+
+
+def test_the_peak_on_a_gpu_is_that_of_training_not_of_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator()
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, getattr(allocator, name))
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"))
+    allocator.take(70)  # the model is built
+    allocator.take(-60)
+    Recorder(SimpleNamespace(step=None), mesh, Path("unused"))
+    allocator.take(20)  # and trained
+    assert peak_bytes(mesh.device) == 30
 
 
 def row(run: str, **more: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from parcompile.runtime.tensor_parallel import (
     shard_weight,
     share_input,
 )
+from parcompile.runtime.transport import PendingGather
 
 from .world import World, each_transport, relative_error
 
@@ -213,6 +214,27 @@ def check_compile() -> None:
             assert relative_error(shared[name], plain[name]) < 1e-6, name
 
 
+def check_one_copy(rows: int) -> None:
+    """What several rows are joined into is what backward keeps."""
+    joined, real = [], PendingGather.wait
+
+    def wait(self: PendingGather, dim: int) -> Tensor:
+        joined.append(real(self, dim))
+        return joined[-1]
+
+    kept: list[Tensor] = []
+    options = {"group": dist.group.WORLD, "sequence_parallel": True, "sequence_dim": 1, "keep_gathered": True}
+    layer = ColumnParallelLinear(16, 32, bias=False, **options)
+    PendingGather.wait = wait
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            layer(torch.randn(rows, 8, 16, requires_grad=True))
+    finally:
+        PendingGather.wait = real
+    assert len(joined) == 1
+    assert joined[0].data_ptr() in [one.data_ptr() for one in kept]
+
+
 def check_disagreement() -> None:
     group = dist.group.WORLD
     layers = [ColumnParallelLinear(8, 8, group=group, sequence_parallel=flag) for flag in (True, False)]
@@ -267,6 +289,11 @@ def test_gradients_accumulate_and_frozen_weights_get_none(two_ranks: World) -> N
 
 def test_a_block_compiles_into_one_graph_with_the_same_numbers(two_ranks: World) -> None:
     two_ranks.run(check_compile)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_gathered_input_that_is_kept_is_put_together_once(two_ranks: World, rows: int) -> None:
+    two_ranks.run(check_one_copy, rows)
 
 
 def test_layers_that_disagree_cannot_share_an_input(two_ranks: World) -> None:
