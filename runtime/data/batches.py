@@ -13,6 +13,8 @@ from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
 from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
 
+from .samples import tensors_of
+
 Batch = dict[str, Any]
 
 
@@ -86,7 +88,25 @@ def _with_padding(documents: list[list[int]] | None, mask: Tensor) -> list[list[
     return found
 
 
-def stack(samples: Sequence[Any]) -> Batch:
-    """Samples [S] as a batch [B, S]; token ids alone are their own labels."""
-    rows = [{"input_ids": one, "labels": one} if isinstance(one, Tensor) else one for one in samples]
+def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> Batch:
+    """Samples [S] as a batch [B, S]; `tensors_of` says what a sample may be. `numbers` are theirs in the data set.
+
+    Raises:
+        ValueError: a sample is none, or samples differ in their names or lengths.
+    """
+    numbers = range(len(samples)) if numbers is None else numbers
+    rows = [tensors_of(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+    for row, number in zip(rows, numbers, strict=True):
+        if row.keys() != rows[0].keys():
+            raise ValueError(
+                f"sample {number} has {', '.join(sorted(row))}, sample {numbers[0]} of the same batch "
+                f"{', '.join(sorted(rows[0]))}"
+            )
+        for name, tensor in row.items():
+            if tensor.shape != rows[0][name].shape:
+                raise ValueError(
+                    f"sample {number}: {name} have shape {list(tensor.shape)}, those of sample {numbers[0]} of the "
+                    f"same batch have {list(rows[0][name].shape)}: cut and pad samples to the plan's sequence_length, "
+                    "or pack them (PackedPlanLoader)"
+                )
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -24,13 +24,18 @@ class PlanLoader:
     """Yields this rank's micro-batches, step after step, without end: the data set is walked round and round.
 
     Args:
-        dataset: a sequence of samples, each a dict of tensors [S] (`input_ids`, `labels`) or one tensor of token ids
-            [S], which are their own labels.
+        dataset: a sequence of samples, each a mapping of tensors, arrays or lists [S] (`input_ids`, `labels`) or token
+            ids [S] alone; without labels, token ids are their own. Rows of `datasets.Dataset`, in any format.
         mesh: this rank's place.
         first_step: the step to begin with, after a resume.
     """
 
     def __init__(self, dataset: Sequence[Any], mesh: Mesh, first_step: int = 0) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ValueError(
+                f"a {type(dataset).__name__} is not read: samples are looked up by number, so that every layout and "
+                "every resumed run sees the same; give a sequence (a streamed data set: list(data.take(n)))"
+            )
         if len(dataset) == 0:
             raise ValueError("the data set is empty")
         self._dataset = dataset
@@ -57,10 +62,10 @@ class PlanLoader:
         in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
         return self.step * training.global_batch_size + in_step
 
-    def _samples(self, micro: int) -> list[Any]:
-        """Those of this dp rank's micro-batch."""
+    def _numbers(self, micro: int) -> list[int]:
+        """Of the samples of this dp rank's micro-batch in the data set."""
         first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
-        return [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
+        return [index % len(self._dataset) for index in range(first, first + size)]
 
     def _part(self, batch: Batch) -> Batch:
         """This rank's tokens of it."""
@@ -68,7 +73,8 @@ class PlanLoader:
 
     def _whole(self, micro: int) -> Batch:
         """The whole sequences of this dp rank's micro-batch."""
-        batch = stack(self._samples(micro))
+        numbers = self._numbers(micro)
+        batch = stack([self._dataset[number] for number in numbers], numbers)
         if "labels" in batch:
             batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
         if "attention_mask" in batch:

@@ -18,6 +18,7 @@ from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batc
 
 from .batches import Batch
 from .loader import PlanLoader
+from .samples import tensors_of
 
 
 class PackedPlanLoader(PlanLoader):
@@ -27,8 +28,8 @@ class PackedPlanLoader(PlanLoader):
     padded to be equally long, so that they may hold a few tokens more than the plan says.
 
     Args:
-        documents: a sequence of documents, each a tensor of token ids [n], or a dict of tensors [n, …] with `input_ids`
-            and perhaps `labels`; n is at most the plan's sequence length.
+        documents: a sequence of documents, each token ids [n], or a mapping of tensors, arrays or lists [n, …] with
+            `input_ids` and perhaps `labels`; n is at most the plan's sequence length.
         mesh: this rank's place.
         first_step: the step to begin with, after a resume.
         padding_id: the token that fills up.
@@ -49,7 +50,8 @@ class PackedPlanLoader(PlanLoader):
     ) -> None:
         spec = mesh.plan.spec
         room = spec.training.sequence_length
-        lengths = [_length(document) for document in documents] if lengths is None else lengths
+        if lengths is None:
+            lengths = [len(tensors_of(documents[number], number)["input_ids"]) for number in range(len(documents))]
         for number, length in enumerate(lengths):
             if not 0 < length <= room:
                 raise ValueError(f"document {number} has {length} tokens: expected 1 to sequence_length {room}")
@@ -66,16 +68,24 @@ class PackedPlanLoader(PlanLoader):
 
     def _whole(self, micro: int) -> Batch:
         documents = []
-        for sample, numbers in enumerate(self._samples(micro), self._first_sample(micro)):
+        packs = [self._dataset[number] for number in self._numbers(micro)]
+        for sample, numbers in enumerate(packs, self._first_sample(micro)):
             start = 0
-            for document in (_named(self._documents[number]) for number in numbers):
+            for document in map(self._document, numbers):
                 positions = torch.arange(start, start + len(document["input_ids"]))
                 places = torch.stack([torch.full_like(positions, sample), positions], 1)
                 documents.append({**document, TOKEN_PLACES: places})
                 start += len(positions)
         # The first token of a document is predicted by none.
-        predicted = [document["labels" if "labels" in document else "input_ids"][1:] for document in documents]
+        predicted = [document["labels"][1:] for document in documents]
         return {"documents": documents, "shift_labels": torch.cat(predicted)}
+
+    def _document(self, number: int) -> dict[str, Tensor]:
+        document = tensors_of(self._documents[number], number)
+        mask = document.pop("attention_mask", None)
+        if mask is not None and not bool(mask.all()):
+            raise ValueError(f"document {number} is padded (its attention_mask has zeros): give it without padding")
+        return document
 
     def _part(self, batch: Batch) -> Batch:
         packed = self._collate(batch["documents"])
@@ -84,11 +94,3 @@ class PackedPlanLoader(PlanLoader):
             name: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
             for name, part in packed.items()
         }
-
-
-def _named(document: Any) -> Batch:
-    return {"input_ids": document} if isinstance(document, Tensor) else dict(document)
-
-
-def _length(document: Any) -> int:
-    return int(_named(document)["input_ids"].shape[0])
