@@ -50,7 +50,7 @@ def drawn_model(plan: Plan) -> nn.Module:
     for parameter in model.parameters():
         if parameter.dim() < 2:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    # Phi-MoE draws its experts at random in training, which no two layouts can do alike.
+    # Phi-MoE draws its experts at random in training: every layout alike, but not as plain torch does.
     return model.eval() if plan.spec.model.shape.model_type == "phimoe" else model.train()
 
 
