@@ -8,8 +8,9 @@ from torch import Tensor
 from parcompile.runtime.hashing import WORD, combined
 
 _FEATURES = 0x510E527F
-_CHUNK_NUMEL = 2**22
-"""Words take 8 bytes each and a few copies: so many are computed at a time."""
+_CHUNK_NUMEL = {"cpu": 2**18}
+_LARGE_CHUNK_NUMEL = 2**22
+"""Words take 8 bytes each and a few copies: so many are computed at a time. On CPUs they stay in the cache."""
 _BITS = 23
 
 
@@ -36,5 +37,6 @@ def _words(keys: Tensor, features: Tensor) -> Tensor:
 
 
 def _chunks(keys: Tensor, features: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_NUMEL // max(1, len(features)))
+    numel = _CHUNK_NUMEL.get(keys.device.type, _LARGE_CHUNK_NUMEL)
+    step = max(1, numel // max(1, len(features)))
     return [slice(start, start + step) for start in range(0, len(keys), step)]
