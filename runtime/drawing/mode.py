@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.hashing import mixed, of_seed
+from parcompile.runtime.ring_attention.kernels.hashing import mixed, of_seed
 
 from .numbers import dropped, uniform
 from .place import Place

@@ -184,7 +184,7 @@ def test_a_module_cannot_be_built_from_its_plan() -> None:
 def test_dropout_is_the_same_in_every_layout_also_of_features_that_are_cut() -> None:
     layouts: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         (1, {}, {}),
-        (2, {"tp": 2}, {"micro_batch_size": 2}),
+        (2, {"tp": 2}, {}),
         (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, {"activation_checkpointing": "full"}),
     ]
     expected: dict[str, Any] = {}

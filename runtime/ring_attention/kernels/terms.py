@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parcompile.runtime.hashing import WORD, combined, of_seed
+from .hashing import WORD, combined, of_seed
 
 
 @dataclass(frozen=True, slots=True)
