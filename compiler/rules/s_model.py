@@ -141,6 +141,40 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 
 
 @rule(
+    "S009",
+    "attention heads that do not fit together",
+    """Each key/value head serves the same number of query heads, so their number divides that of the query heads.
+    Rotary positions turn a head's values in pairs, so that its width is even where the whole head is turned.""",
+    wrong={"model": {**_TINY, "num_key_value_heads": 5}},
+    right={"model": {**_TINY, "num_key_value_heads": 4}},
+    sources=("transformers models/llama/modeling_llama.py: repeat_kv, rotate_half",),
+)
+def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
+    """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
+    shape = spec.shape
+    if shape.mla is not None:
+        return
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % kv_heads:
+        fitting = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
+        yield Finding(
+            f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole",
+            model_path(spec, "num_key_value_heads"),
+            help=f"num_key_value_heads can be {fitting}",
+        )
+    if shape.head_dim % 2 and spec.model_config.get("model_type") in _TURNED_WHOLE:
+        path = model_path(spec, "head_dim", "num_attention_heads")
+        yield Finding(
+            f"head_dim {shape.head_dim} is odd: rotary positions turn pairs", path, help="write an even width"
+        )
+
+
+_TURNED_WHOLE = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"}
+)
+
+
+@rule(
     "S005",
     "a dimension has no effect",
     """Each family reads its own keys; a key of another family (experts in a dense model, an MLP bias where the family
