@@ -26,6 +26,8 @@ FIRST_SAMPLE = "first_sample"
 
 TOKEN_PLACES = "token_places"  # noqa: S105 -- no secret
 """The model is called under this name with the sample and the position in it of each packed token [1, S, 2]."""
+ALONE = "parcompile_alone"
+"""The model is called under this name with True where a rank has whole sequences, as for generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class MicroBatch:
     """The number of the first row in the data."""
     token_places: Tensor | None = None
     """Of packed documents, the sample and the position in it of each token [1, S, 2]."""
+    alone: bool = False
+    """Each rank has all tokens, in their order; keys may be there from calls before."""
 
 
 _NONE = MicroBatch()
@@ -93,6 +97,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs.pop(PACKING, None),
         kwargs.pop(FIRST_SAMPLE, None),
         kwargs.pop(TOKEN_PLACES, None),
+        kwargs.pop(ALONE, False),
     )
     return kwargs
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
@@ -71,9 +72,12 @@ class RingPlace:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
         """Attention over the documents of the micro-batch, with further masks as `ring_attention` takes them."""
+        if current().alone:
+            return _alone(query, key, value, **masks)
         packing = current().packing
         if packing is None:
-            return attention(query, key, value, **self.options, documents=current().documents, **masks)
+            out: Tensor = attention(query, key, value, **self.options, documents=current().documents, **masks)
+            return out
         named = {name: given for name, given in self.options.items() if name != "layout"}
         rank = 0 if self.group is None else dist.get_rank(self.group)
         return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
@@ -99,6 +103,20 @@ class RingPlace:
             "first_row": first_sample,
             "first_head": first_head,
         }
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
+    """Attention of the last tokens over all that are kept, on this rank alone: [B, H, S, D] over [B, K, T, D].
+
+    The queries of the tokens before are zeros, whose results nobody reads: masks count from the first key.
+    """
+    new, length = query.shape[2], key.shape[2]
+    documents = current().documents
+    if documents is not None:
+        # A window's keys alone are kept: borders count from the first of them.
+        documents = [sorted({max(border - row[-1] + length, 0) for border in row}) for row in documents]
+    out: Tensor = attention(F.pad(query, (0, 0, length - new, 0)), key, value, group=None, documents=documents, **masks)
+    return out[:, :, length - new :]
 
 
 def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
@@ -140,7 +158,8 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if dropout and layer is None:
         raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)
-    covered = not sliding_window or sliding_window >= place.sequence_length
+    length = key.shape[2] if current().alone else place.sequence_length
+    covered = not sliding_window or sliding_window >= length
     out = place.attend(
         query,
         key,

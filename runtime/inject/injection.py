@@ -26,6 +26,7 @@ from .adapters import Adapters
 from .agreement import EXPERTS, check_agreement, entries
 from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
+from .generation import let_generate
 from .heads import localise_heads
 from .masks import check_masks
 from .norms import SpreadRMSNorm
@@ -92,6 +93,7 @@ class _Injection:
             base = FAMILIES[self.spec.model.shape.model_type].base
             layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
             draw_by_place(self.model, self.mesh, [base, *layers])
+        let_generate(self.model, self.mesh)
         if self.mesh.size("pp") > 1:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 

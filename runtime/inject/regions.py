@@ -55,7 +55,8 @@ class Region:
     def enter(self, hidden: Tensor) -> Tensor:
         """[B, s, H] between the regions to [B, S, H] inside."""
         if self.sequence_parallel:
-            return gather_from_sequence(hidden, SEQUENCE_DIM, self.group, current().sequence_length)
+            whole = gather_from_sequence(hidden, SEQUENCE_DIM, self.group, current().sequence_length)
+            return whole.contiguous()  # without its padding; blocks of experts view it as rows
         return copy_to_group(hidden, self.group)
 
     def leave(self, parts: Tensor) -> Tensor:

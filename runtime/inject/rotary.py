@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.runtime.micro_batch import current
+
 
 def see_last_position(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Lets each such embedding see the largest position of all ranks of `group`."""
@@ -31,6 +33,8 @@ def _with_last(
     group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One more token behind those of the rank, at the last position of all ranks."""
+    if current().alone:
+        return args, kwargs
     hidden, positions = args[0], kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = positions.max().view(1)
     dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
@@ -42,4 +46,6 @@ def _with_last(
 
 def _without_last(_: nn.Module, __: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> Any:
     """[B, S + 1, D] → [B, S, D], for cosines and sines or both in one."""
+    if current().alone:
+        return output
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(each[..., :-1, :] for each in output)

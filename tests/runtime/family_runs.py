@@ -68,10 +68,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def train_plain(plan: Plan) -> dict[str, Any]:
+def train_plain(plan: Plan, steps: int = STEPS) -> dict[str, Any]:
     model = drawn_model(plan)
     optimizer, losses, norms = optimizer_of(model), [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = model(**batch_of(plan)).loss
         loss.backward()
@@ -96,7 +96,7 @@ def train_injected(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
     found = []
     for plan in plans:
         try:
-            found.append({"rank": rank, **_train_on(plan, of_plan(mesh, plan))})
+            found.append({"rank": rank, **train_on(plan, of_plan(mesh, plan))[1]})
         except Exception as error:
             found.append({"rank": rank, "error": f"{type(error).__name__}: {error}"})
     return found
@@ -108,7 +108,8 @@ def of_plan(mesh: Any, plan: Plan) -> Any:
     return replace(mesh, plan=plan, groups=groups)
 
 
-def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
+def train_on(plan: Plan, mesh: Any, steps: int = STEPS) -> tuple[nn.Module, dict[str, Any]]:
+    """The injected model after its steps, and what they gave."""
     from parcompile.runtime import split_batch
     from parcompile.runtime.inject import inject
     from parcompile.runtime.loss import loss_of_step
@@ -117,7 +118,7 @@ def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
     model = inject(drawn_model(plan), mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
     batch = split_batch(batch_of(plan), mesh)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         if mesh.size("pp") > 1:
             ended = forward_and_backward(model, mesh, batch)
@@ -127,7 +128,7 @@ def _train_on(plan: Plan, mesh: Any) -> dict[str, Any]:
         norms.append(clip(model, mesh))
         optimizer.step()
         losses.append(float(loss_of_step([loss.detach() for loss in ended], 1, mesh)))
-    return {"losses": losses, "norms": norms, "parameters": named(model)}
+    return model, {"losses": losses, "norms": norms, "parameters": named(model)}
 
 
 def clip(model: nn.Module, mesh: Any) -> float:

@@ -1,0 +1,81 @@
+"""`generate` after training gives what the whole model gives in one process, or says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from family_runs import drawn_model, family_plan, of_plan, train_on
+from ranks import run_ranks
+from training_runs import whole_parameters
+
+from parcompile.plan import Plan
+
+pytestmark = pytest.mark.ranks
+
+FAMILIES = ("llama", "gemma3_text", "mixtral", "deepseek_v3", "phi3", "cohere2", "gpt_neox")
+"""Windows in some layers and in all, tied and scaled embeddings, experts, latent and fused attention, scaled logits."""
+
+TOKENS = 12
+PROMPTS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(5))
+MASK = torch.tensor([[1] * 7, [0, 0, 0, 1, 1, 1, 1]])
+"""The second prompt is shorter."""
+
+
+def texts(model: Any) -> dict[str, torch.Tensor]:
+    """What a model says, in the ways that people ask."""
+    common: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "pad_token_id": 0}
+    padded = {"attention_mask": MASK, "do_sample": False}
+    return {
+        "greedy": model.generate(PROMPTS, do_sample=False, **common),
+        "padded": model.generate(PROMPTS, **padded, **common),
+        "without keeping keys": model.generate(PROMPTS, **padded, use_cache=False, **common),
+        "beams": model.generate(PROMPTS, do_sample=False, num_beams=3, **common),
+    }
+
+
+def train_and_generate(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
+    from parcompile.runtime import RunError, join
+
+    mesh, found = join(max(plans, key=lambda plan: len(plan.groups.names))), []
+    for plan in plans:
+        model, trained = train_on(plan, of_plan(mesh, plan))
+        said: dict[str, Any] = {"rank": rank, "parameters": trained["parameters"], "training": model.training}
+        torch.manual_seed(rank)
+        try:
+            said["texts"] = texts(model)
+            said["sampled"] = model.generate(PROMPTS, do_sample=True, max_new_tokens=TOKENS, pad_token_id=0)
+        except RunError as error:
+            said["error"] = str(error)
+        said["still training"] = model.training
+        found.append(said)
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallelism", [{"tp": 2, "cp": 2, "sequence_parallel": True}, {"tp": 2}], ids=["tp2 x cp2, sp", "tp2"]
+)
+def test_every_rank_says_what_one_process_says(parallelism: dict[str, Any]) -> None:
+    size = parallelism["tp"] * parallelism.get("cp", 1)
+    plans = [family_plan(family, size, parallelism) for family in FAMILIES]
+    ranks = run_ranks(size, train_and_generate, plans)
+    for place, plan in enumerate(plans):
+        here = [rank[place] for rank in ranks]
+        alone: Any = drawn_model(plan)
+        alone.load_state_dict(whole_parameters(plan, here), strict=False)
+        expected = texts(alone.eval())
+        for found in here:
+            assert "error" not in found, found["error"]
+            for kind, text in expected.items():
+                assert torch.equal(found["texts"][kind], text), (plan.spec.name, kind)
+            assert found["training"] and found["still training"]
+        for found in here[:: plan.spec.parallelism.tp]:  # the first of each tp group, which is the innermost axis
+            partner = here[found["rank"] + 1]
+            assert torch.equal(found["sampled"], partner["sampled"])
+
+
+def test_stages_say_how_to_generate_instead() -> None:
+    for (found,) in run_ranks(2, train_and_generate, [family_plan("llama", 2, {"pp": 2})]):
+        assert "generate() under pp 2: each stage has a part of the layers" in found["error"]
+        assert "parcompile checkpoint export DIR --hf OUT" in found["error"]
