@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .blockwise import all_gather_attention, ring_attention
+from .blockwise import all_gather_attention, attend_over_ranks, ring_attention
 from .ulysses import ulysses_attention, usp_attention
 
 if TYPE_CHECKING:
@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
 
 def double_ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, inner_ranks: int, **options: Unpack[AttentionOptions]
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    inner_ranks: int,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """`ring_attention` in rings of `inner_ranks` neighbours, which pass their keys on to the next ring all at once."""
-    return ring_attention(query, key, value, inner_ranks=inner_ranks, **options)
+    return attend_over_ranks(query, key, value, "ring", inner_ranks=inner_ranks, return_lse=return_lse, **options)
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[..., Tensor]] = {
+IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = {
     "ring": ring_attention,
     "double_ring": double_ring_attention,
     "all_gather": all_gather_attention,
@@ -33,7 +39,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[..., Tensor]] = {
 """What a plan can name."""
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, implementation: str = "ring", **options: Any) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, *, implementation: str = "ring", **options: Any) -> Any:
     """Attention of this rank's queries over the keys of every rank, by the implementation of that name.
 
     Args:
@@ -45,7 +51,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, implementation: str 
             the place of `group`.
 
     Returns:
-        [B, H, S, E], as `ring_attention`.
+        [B, H, S, E], as `ring_attention`; with `return_lse` also the log-sum-exp.
 
     Raises:
         ValueError: there is no implementation of that name, or what it raises.

@@ -30,3 +30,9 @@ class AttentionOptions(TypedDict, total=False):
     dropout_seed: int | None
     first_row: int
     first_head: int
+
+
+class RingOptions(AttentionOptions, total=False):
+    """Those of the ring."""
+
+    inner_ranks: int | None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 
-from .blockwise import attend_over_ranks, ring_attention
+from .blockwise import attend_over_ranks
 from .documents import documents_of_rows
 from .inputs import autocast, check_inputs, check_terms
 from .sequence import local_positions
@@ -63,7 +63,9 @@ class UspGroups:
         return cls(heads, ring)
 
 
-def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> Any:
     """The same attention, of the same local tokens, as `ring_attention` with these arguments.
 
     Raises:
@@ -73,13 +75,19 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpa
     group = options.get("group")
     alone: AttentionOptions = {**options, "group": None}
     if group is None or dist.get_world_size(group) == 1:
-        return ring_attention(query, key, value, **alone)
-    return _exchange_heads(query, key, value, group, 0, alone)
+        return attend_over_ranks(query, key, value, "ring", return_lse=return_lse, **alone)
+    return _exchange_heads(query, key, value, group, 0, alone, return_lse)
 
 
 def usp_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, groups: UspGroups, **options: Unpack[AttentionOptions]
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    groups: UspGroups,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
     """The same attention, of the same local tokens, as `ring_attention` over all ranks of both groups.
 
     Raises:
@@ -90,8 +98,8 @@ def usp_attention(
         raise ValueError("usp: usp cannot run striped chunks; use zigzag or contiguous")
     across: AttentionOptions = {**options, "group": groups.ring}
     if dist.get_world_size(groups.heads) == 1:
-        return ring_attention(query, key, value, **across)
-    return _exchange_heads(query, key, value, groups.heads, dist.get_rank(groups.ring), across)
+        return attend_over_ranks(query, key, value, "ring", return_lse=return_lse, **across)
+    return _exchange_heads(query, key, value, groups.heads, dist.get_rank(groups.ring), across, return_lse)
 
 
 def _exchange_heads(
@@ -101,7 +109,8 @@ def _exchange_heads(
     group: dist.ProcessGroup,
     neighbourhood: int,
     options: AttentionOptions,
-) -> Tensor:
+    return_lse: bool,
+) -> Any:
     """Attend with this rank's share of the heads and the tokens of all ranks of `group`, the given neighbourhood."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
@@ -132,9 +141,11 @@ def _exchange_heads(
         whole = _AllToAll.apply(shares, group, 1, 2)  # type: ignore[no-untyped-call]
         options = {**options, "bias": whole.index_select(2, order)}
     options = {**options, "first_head": options.get("first_head", 0) + mine.start}
-    out = attend_over_ranks(query, key, value, "ring", **options)
+    out, lse = attend_over_ranks(query, key, value, "ring", return_lse=True, **options)
     exchanged: Tensor = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
-    return exchanged
+    if not return_lse:
+        return exchanged
+    return exchanged, _AllToAll.apply(lse.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):

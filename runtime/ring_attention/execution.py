@@ -1,0 +1,173 @@
+"""One call of attention over ranks: what meets what by which kernel, its forward passes and its backward passes.
+
+Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parcompile.layout.sequence import CpLayout
+
+from .all_gather import gathered, gathered_backward
+from .documents import Documents, documents_of_rows
+from .gather_schedule import GatherSchedule, plan_gather
+from .inputs import check_inputs, check_terms
+from .kernels.blocks import attend
+from .kernels.gradients import Gradients, Queries
+from .kernels.merge import RunningAttention, unseen_rows_to_infinity
+from .kernels.precision import accumulation_dtype
+from .kernels.selection import select_kernel
+from .kernels.terms import Terms
+from .kernels.tiles import Tile
+from .passes import AttentionCall, Pass, head_groups
+from .ring import around, ring_backward
+from .route import Masking, RingStep, effective_layout, plan_route
+from .sequence import local_positions
+
+
+def attention_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    carrier: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    layout: CpLayout | str = CpLayout.ZIGZAG,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    per_document: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    dropout_seed: int | None = None,
+    first_row: int = 0,
+    first_head: int = 0,
+    inner_ranks: int | None = None,
+) -> AttentionCall:
+    """Which rank meets which keys when, and by which kernel; arguments and errors are those of `ring_attention`."""
+    check_inputs(query, key, value, sinks)
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if rank < 0:
+        raise ValueError(f"ring attention: global rank {dist.get_rank()} is not in the group that it was given")
+    check_terms(query, size, alibi_slopes, bias, dropout, dropout_seed)
+    banded = False
+    schedules: list[tuple[slice, tuple[RingStep, ...] | GatherSchedule, Terms | None]] = []
+    has_terms = alibi_slopes is not None or bias is not None or dropout > 0
+    for rows, borders in documents_of_rows(documents, query.shape[0]):
+        masking = Masking(causal, window, borders, per_document)
+        banded |= masking.has_bands(effective_layout(CpLayout(layout), size))
+        place = CpLayout(layout), size, rank, query.shape[2], masking
+        schedule = plan_gather(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
+        terms = None
+        if has_terms:
+            length = query.shape[2]
+            dealt = borders if per_document else None
+            positions = [local_positions(layout, size, each, length * size, dealt) for each in range(size)]
+            terms = Terms(
+                positions[rank].to(query.device),
+                torch.cat(positions).to(query.device),
+                torch.arange(first_row, first_row + query.shape[0], device=query.device),
+                torch.arange(first_head, first_head + query.shape[1], device=query.device),
+                alibi_slopes,
+                bias,
+                dropout,
+                dropout_seed or 0,
+            )
+        schedules.append((rows, schedule, terms))
+    return AttentionCall(
+        group,
+        select_kernel(
+            query,
+            value,
+            banded=banded,
+            softcap=softcap,
+            added=alibi_slopes is not None or bias is not None,
+            dropout=dropout > 0,
+        ),
+        query.shape[3] ** -0.5 if scale is None else scale,
+        tuple(
+            Pass(rows, q_heads, kv_heads, schedule, None if terms is None else terms.of_pass(rows, q_heads))
+            for rows, schedule, terms in schedules
+            for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows])
+        ),
+    )
+
+
+def attention_backward(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and sinks."""
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    bring_home = None
+    ahead = gathered(call, key, value)
+    for one in call.passes:
+        queries = Queries(
+            one.of_queries(query),
+            one.of_queries(grad_out),
+            one.of_queries(out),
+            unseen_rows_to_infinity(one.of_queries(lse)),
+            call.scale,
+        )
+        targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
+        # The last gradients of this pass travel while the next one computes.
+        if isinstance(one.schedule, GatherSchedule):
+            bring_home = gathered_backward(call, one, queries, *next(ahead), targets, bring_home)
+        else:
+            keys, values = one.of_keys(key), one.of_keys(value)
+            bring_home = ring_backward(call, one, queries, keys, values, targets, bring_home)
+    if bring_home is not None:
+        bring_home()
+    return *grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse)
+
+
+def attention_forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
+    batch, heads, length, _ = query.shape
+    # [B, S, H, E] in memory: models join the heads of a token next.
+    out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
+    lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
+    ahead = gathered(call, key, value)
+    for one in call.passes:
+        running = RunningAttention(one.of_queries(out), one.of_queries(lse))
+        for tiles, keys, values, terms in _blocks(call, one, key, value, ahead):
+            attend(call.kernel, tiles, one.of_queries(query), keys, values, running, call.scale, terms)
+        if sinks is not None:
+            running.add_sinks(sinks[one.q_heads])
+        running.finish()
+    return out, lse
+
+
+def _blocks(
+    call: AttentionCall, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor, Terms | None]]:
+    """Tiles, the keys and values that they are of, and these keys' terms, as the keys come."""
+    if isinstance(one.schedule, GatherSchedule):
+        yield (one.schedule.tiles, *next(ahead), one.gathered_terms())
+        return
+    for step, keys, values in around(call.group, one.schedule, one.of_keys(key), one.of_keys(value)):
+        yield step.tiles, keys, values, one.terms_of_step(step)
+
+
+def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """A sink is a key whose value is 0: the gradient of its score is −p · Σ grad_out · out, summed over the queries."""
+    delta_BHS = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight_BHS = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    return -(weight_BHS * delta_BHS).sum((0, 2)).to(sinks.dtype)
