@@ -154,7 +154,11 @@ def _attention(
             f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
         )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise RunError(f"{name} attends in both directions; the runtime trains causal models only", everywhere=True)
+        both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+        way_out = f" (use_bidirectional_attention is {both!r}: set it to false)" if both else ""
+        raise RunError(
+            f"{name} attends in both directions; the runtime trains causal models only{way_out}", everywhere=True
+        )
     layer = getattr(module, "layer_idx", None)
     if dropout and layer is None:
         raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)

@@ -6,6 +6,8 @@ What neither knows is refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
@@ -14,7 +16,7 @@ from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
-from parcompile.runtime.loss.expert_balance import BalancedLoss
+from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
 from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
@@ -86,9 +88,10 @@ class _Injection:
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             register_gradient_sums(self.model, self.mesh)
         adapters.put_back(self.slices, region)
-        loss = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
-        balanced = getattr(self.model.config, "output_router_logits", False)
-        self.model.loss_function = BalancedLoss(loss, self.model, self.mesh) if balanced else loss  # type: ignore[assignment]
+        loss: Any = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
+        if balances_experts(self.model):
+            loss = BalancedLoss(loss, self.model, self.mesh)
+        self.model.loss_function = loss
         if draws(self.model):
             base = FAMILIES[self.spec.model.shape.model_type].base
             layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]

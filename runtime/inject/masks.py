@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from parcompile.runtime.errors import RunError
 
 _NAME = "parcompile_masks"
+_KEYS = ("use_bidirectional_attention", "sliding_window", "attention_chunk_size", "layer_types")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,16 @@ def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
         raise RunError(
             f"transformers masks {type(model).__name__} otherwise than its attention is told, and the ring reads only "
             f"the latter: {'; '.join(parts)}. The ring masks later tokens and tokens outside of one window: change "
-            f"the configuration, or make a window sequence_length {sequence_length} or more",
+            f"the configuration ({_named(model.config)}), or make a window sequence_length {sequence_length} or more",
             everywhere=True,
         )
+
+
+def _named(config: Any) -> str:
+    """The keys of a configuration that decide about masks, as they are set."""
+    found = {key: getattr(config, key, None) for key in _KEYS}
+    found = {key: sorted(set(value)) if isinstance(value, list) else value for key, value in found.items()}
+    return ", ".join(f"{key} {value!r}" for key, value in found.items() if value) or "of its masks"
 
 
 def _windows(model: nn.Module, path: str, length: int) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ and the gradient of the probabilities comes back with theirs: no stage knows how
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ from parcompile.runtime.micro_batch import is_recomputing
 
 from .causal import ParallelCausalLoss
 from .sequence import over_sequence
+
+
+def balances_experts(model: nn.Module) -> bool:
+    """Whether the configuration asks for the balancing loss and the model of transformers adds one.
+
+    DeepSeek and its like are balanced by a bias of their routers: there the key has no effect.
+    """
+    asked = getattr(model.config, "output_router_logits", False)
+    return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 class BalancedLoss:

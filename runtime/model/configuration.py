@@ -140,7 +140,7 @@ def difference(config: Any, plan: Plan, where: str, differs: Collection[str] = (
     found, expected = _values(config), _values(planned)
     stated = {planned.attribute_map.get(key, key) for key in plan.spec.model.hf_config}
     parts = []
-    for key in sorted((_read_keys(planned.__class__) & (found.keys() | expected.keys())) - set(differs)):
+    for key in sorted((read_keys(planned.__class__) & (found.keys() | expected.keys())) - set(differs)):
         for path, here, there in _leaves(key, found.get(key), expected.get(key)):
             default = "" if key in stated or key == "rope_parameters" else " (transformers' default)"
             parts.append(f"{path} is {here!r} in {where} and {there!r} in the plan{default}")
@@ -183,7 +183,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _read_keys(config_class: type[Any]) -> frozenset[str]:
+def read_keys(config_class: type[Any]) -> frozenset[str]:
     """The keys that change numbers: those that the class declares, and those that the model's code names."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 

@@ -41,15 +41,15 @@ def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **cha
     return plan
 
 
-def drawn_model(plan: Plan) -> nn.Module:
+def drawn_model(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The plan's model with every norm, bias and scalar drawn too: ones and zeros hide mistakes."""
     from parcompile.runtime import build_model
 
-    model = build_model(plan)
+    model = build_model(plan).to(dtype)
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         if parameter.dim() < 2:
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
     # Phi-MoE draws its experts at random in training: every layout alike, but not as plain torch does.
     return model.eval() if plan.spec.model.shape.model_type == "phimoe" else model.train()
 
@@ -68,8 +68,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def train_plain(plan: Plan, steps: int = STEPS) -> dict[str, Any]:
-    model = drawn_model(plan)
+def train_plain(plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    model = drawn_model(plan, dtype)
     optimizer, losses, norms = optimizer_of(model), [], []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -108,14 +108,16 @@ def of_plan(mesh: Any, plan: Plan) -> Any:
     return replace(mesh, plan=plan, groups=groups)
 
 
-def train_on(plan: Plan, mesh: Any, steps: int = STEPS) -> tuple[nn.Module, dict[str, Any]]:
+def train_on(
+    plan: Plan, mesh: Any, steps: int = STEPS, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, dict[str, Any]]:
     """The injected model after its steps, and what they gave."""
     from parcompile.runtime import split_batch
     from parcompile.runtime.inject import inject
     from parcompile.runtime.loss import loss_of_step
     from parcompile.runtime.pipeline import forward_and_backward
 
-    model = inject(drawn_model(plan), mesh)
+    model = inject(drawn_model(plan, dtype), mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
     batch = split_batch(batch_of(plan), mesh)
     for _ in range(steps):
@@ -138,7 +140,7 @@ def clip(model: nn.Module, mesh: Any) -> float:
     """
     from parcompile.runtime.inject.shared_rows import counted
 
-    square = torch.zeros(())
+    square = torch.zeros((), dtype=torch.float64)
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))

@@ -1,0 +1,198 @@
+"""Trains drawn configurations of every family on live ranks and in one process, and writes what it found as a page.
+
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+    python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"]
+    python .ci/configuration_matrix.py write LOG docs/configurations.md
+    python .ci/configuration_matrix.py export [--family llama] [--layout "tp 2"]
+
+`run` adds one line for each draw to LOG, so that a long run can be done in pieces; without a layout it takes each in
+turn. The exit code is 1 when a loss, a gradient norm or a parameter is further than 1e-5 (relative) from one process,
+or a configuration is refused without the name of a key that was drawn.
+
+`export` loads a drawn folder of each family in slices, trains one step, exports it and compares logits and
+configuration with the same step of transformers and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+
+KEPT = ("equal", "rounded")
+SIZES = frozenset({"hidden_size", "vocab_size", "max_position_embeddings", "model_type"})
+"""Keys that every configuration of the tests sets, and none varies here."""
+
+
+INTRODUCTION = """# Drawn configurations
+
+Configurations of every family, drawn over the keys of its class that change numbers, trained three AdamW steps with
+clipping on live ranks (gloo, fp32), and with plain transformers and torch in one process. *Equal*: every loss, gradient
+norm and parameter within 1e-5 relative. *Rounded*: further apart in fp32, and within 1e-6 where both compute in fp64.
+*Refused*: the message names a key that was drawn. *No model*: transformers builds none. The suite trains a sample; the
+tables were written by `python .ci/configuration_matrix.py run LOG` and `write LOG docs/configurations.md`.
+"""
+
+NEVER = """## Keys that no draw varies
+
+The classes or the models' code read them, and no draw of the family sets them. Dropouts and jitters are 0 here: they
+are drawn by the place in the batch, and have tests of their own.
+"""
+PLUMBING = frozenset(
+    {
+        *(
+            "_attn_implementation",
+            "_auto_class",
+            "attribute_map",
+            "base_config_key",
+            "extra_config_files",
+            "extra_files",
+        ),
+        *("base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "inputs_embeds"),
+        *("get_text_config", "text_config", "vision_config", "sub_configs_defaults", "per_layer_config", "num_labels"),
+    }
+)
+"""What the code reads of a configuration that no `config.json` of a text model sets."""
+DRAWS = 40
+"""Draws of a family that are looked at for the keys that they set."""
+
+
+def run(log: Path, first: int, count: int, layouts: list[str]) -> int:
+    """The draws `first` to `first + count`, dealt to the layouts in stretches."""
+    from configuration_runs import cases, outcomes
+    from drawn_configurations import varied
+
+    failed, share = 0, -(-count // len(layouts))
+    for place, layout in enumerate(layouts):
+        start = first + place * share
+        draws = cases(start, min(share, first + count - start), layout)
+        found = outcomes(draws, timeout=600)
+        with log.open("a", encoding="utf-8") as file:
+            for one in found:
+                failed += one.kind == "different"
+                keys = sorted(varied(one.drawn))
+                line = {
+                    "family": one.drawn.family,
+                    "layout": layout,
+                    "kind": one.kind,
+                    "worst": one.worst,
+                    "keys": keys,
+                }
+                file.write(json.dumps(line | {"number": one.drawn.number, "text": one.text}) + "\n")
+                if one.kind == "different":
+                    print(f"{one.worst:.1e} {one.drawn.text}\n    {one.text}", flush=True)
+        print(f"{layout}: {len(found)} draws", flush=True)
+    return int(failed > 0)
+
+
+def write(log: Path, page: Path) -> int:
+    """The page of the log: of a draw that was trained more than once, the last time."""
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    latest = {(line["layout"], line["number"]): line for line in lines}
+    page.write_text(text(list(latest.values())), encoding="utf-8")
+    return 0
+
+
+def text(lines: list[dict[str, Any]]) -> str:
+    """The page: what was drawn, by family and by layout, and what never was."""
+    by_family, by_layout = defaultdict(list), defaultdict(list)
+    for line in lines:
+        by_family[line["family"]].append(line)
+        by_layout[line["layout"]].append(line)
+    parts = [
+        INTRODUCTION,
+        *_table("layout", by_layout),
+        "",
+        *_table("family", by_family),
+        "",
+        NEVER,
+        *_never_varied(by_family),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _table(name: str, rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    found = [
+        f"| {name} | draws | equal | rounded | refused | no model | different | largest difference of equals |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    everything = [line for lines in rows.values() for line in lines]
+    for title, lines in [*rows.items(), ("all", everything)]:
+        counts = [
+            sum(line["kind"] == kind for line in lines)
+            for kind in ("equal", "rounded", "refused", "no model", "different")
+        ]
+        worst = max((line["worst"] for line in lines if line["kind"] == "equal"), default=0.0)
+        found.append(f"| {title} | {len(lines)} | {' | '.join(map(str, counts))} | {worst:.1e} |")
+    return found
+
+
+def _never_varied(by_family: dict[str, list[dict[str, Any]]]) -> list[str]:
+    from drawn_configurations import draw, varied
+    from transformers import CONFIG_MAPPING
+
+    from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+    from parcompile.runtime.model.configuration import read_keys
+
+    lacking, pairs, trained = defaultdict(list), 0, 0
+    for family in RUNTIME_FAMILIES:
+        names = CONFIG_MAPPING[family].attribute_map
+        drawn = {key for number in range(DRAWS) for key in varied(draw(number, (family,)))}
+        read = {names.get(key, key) for key in drawn} | {key for key in drawn if "." in key}
+        here = {names.get(key, key) for one in by_family.get(family, []) if one["kind"] in KEPT for key in one["keys"]}
+        pairs, trained = pairs + len(read), trained + len(read & here)
+        for key in sorted(read_keys(CONFIG_MAPPING[family]) - read - SIZES - PLUMBING):
+            lacking[key].append(family)
+    every = len(RUNTIME_FAMILIES)
+    rows = [
+        f"| `{key}` | {'all' if len(families) == every else ', '.join(families)} |"
+        for key, families in sorted(lacking.items())
+    ]
+    said = f"Of {pairs} pairs of a family and a key that draws set, {trained} are in a draw above that was trained."
+    return ["| key | families |", "|---|---|", *rows, "", said]
+
+
+def export(families: list[str], layout: str) -> int:
+    """What differs, family by family."""
+    from export_runs import faults
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = faults(families, Path(folder), layout)
+    print("\n".join([*found, f"{len(families)} families, {len(found)} faults"]))
+    return int(bool(found))
+
+
+def main() -> int:
+    """One of the commands."""
+    from drawn_configurations import LAYOUTS
+
+    from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running, writing = commands.add_parser("run"), commands.add_parser("write")
+    for command in (running, writing):
+        command.add_argument("log", type=Path)
+    running.add_argument("--first", type=int, default=0)
+    running.add_argument("--count", type=int, default=54)
+    running.add_argument("--layout", action="append", choices=list(LAYOUTS))
+    writing.add_argument("page", type=Path)
+    exporting = commands.add_parser("export")
+    exporting.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
+    exporting.add_argument("--layout", default="tp 2", choices=("one rank", "tp 2"))
+    given = parser.parse_args()
+    if given.command == "export":
+        return export(given.family or list(RUNTIME_FAMILIES), given.layout)
+    if given.command == "write":
+        return write(given.log, given.page)
+    return run(given.log, given.first, given.count, given.layout or list(LAYOUTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

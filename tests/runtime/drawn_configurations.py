@@ -1,0 +1,258 @@
+"""Configurations drawn at random: each key of a family's class that changes numbers takes other values than its own.
+
+The suite trains a few of them; `.ci/configuration_matrix.py` as many as one likes, and writes `docs/configurations.md`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from families import FAMILIES, tiny_config
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "tp 2": (2, {"tp": 2}),
+    "cp 2": (2, {"cp": 2}),
+    "pp 2": (2, {"pp": 2}),
+    "tp 2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "cp 2, Ulysses": (2, {"cp": 2, "cp_implementation": "ulysses"}),
+    "cp 2, all-gather, striped": (2, {"cp": 2, "cp_implementation": "all_gather", "cp_layout": "striped"}),
+    "tp 2 x cp 2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
+    "tp 4": (4, {"tp": 4}),
+    "cp 4, contiguous": (4, {"cp": 4, "cp_layout": "contiguous"}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}),
+    "pp 2 x cp 2": (4, {"pp": 2, "cp": 2}),
+}
+LENGTH = 16
+HEAD_DIM = 8
+
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_SWITCHES = (
+    *("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"),
+    *("qk_layernorm", "use_qk_norm", "norm_topk_prob", "output_router_logits", "use_parallel_residual"),
+    *("tie_word_embeddings", "rope_interleave"),
+)
+_NUMBERS: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None, 2.0, 20.0),
+    "final_logit_softcapping": (None, 3.0, 15.0),
+    "query_pre_attn_scalar": (5, 17),
+    "logit_scale": (0.3, 1.7),
+    "embedding_multiplier": (0.6, 3.0),
+    "logits_scaling": (0.7, 4.0),
+    "residual_multiplier": (0.3, 1.4),
+    "attention_multiplier": (0.2, 0.6),
+    "clip_qkv": (None, 0.4, 1.5),
+    "scale_emb": (2, 5),
+    "scale_depth": (0.8, 2.1),
+    "dim_model_base": (8, 16),
+    "routed_scaling_factor": (0.6, 2.5),
+    "router_aux_loss_coef": (0.01, 0.2),
+    "shared_expert_intermediate_size": (16, 56),
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "intermediate_size": (24, 56),
+}
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+_RARE = {
+    "use_bidirectional_attention": (True,),
+}
+"""What is refused: one draw in twelve."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A configuration and a layout."""
+
+    number: int
+    family: str
+    layout: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def parallelism(self) -> dict[str, Any]:
+        return LAYOUTS[self.layout][1]
+
+    @property
+    def text(self) -> str:
+        """For a table."""
+        return f"{self.number}: {self.family}, {self.layout}: {self.changes}"
+
+
+def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> Drawn:
+    """The same for the same number; families take turns, so that each is drawn as often as the others."""
+    from transformers import CONFIG_MAPPING
+
+    choose = random.Random(number)
+    family = families[number % len(families)]
+    base = {key: value for key, value in tiny_config(family).items() if key != "model_type"}
+    config = CONFIG_MAPPING[family](**base)
+    known = config.to_dict().keys() | base.keys()
+    names = {config.attribute_map.get(key, key) for key in known}
+    layers = choose.choice([2, 2, 4])
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+
+    def maybe(key: str, values: tuple[Any, ...], chance: float = 0.5) -> None:
+        if key in names and choose.random() < chance:
+            changes[key] = choose.choice(values)
+
+    for key in _EPSILONS:
+        maybe(key, (1e-6, 1e-3, 3e-2))
+    for key in _SWITCHES:
+        maybe(key, (False, True))
+    if family == "internlm3":  # both or neither
+        changes |= dict.fromkeys(("attention_bias", "mlp_bias"), changes.get("attention_bias", False))
+    for key, values in _NUMBERS.items():
+        maybe(key, values)
+    for key, values in _RARE.items():
+        maybe(key, values, 1 / 12)
+    for key in ("hidden_act", "hidden_activation"):
+        if family != "apertus":  # its activation has parameters
+            maybe(key, _ACTIVATIONS)
+    changes |= _heads(choose, family, names)
+    changes |= _experts(choose, family, config, names, layers)
+    changes |= _layer_kinds(choose, family, config, names, layers)
+    changes |= _rope(choose, family, config, changes)
+    return Drawn(number, family, layout or choose.choice(list(LAYOUTS)), changes)
+
+
+def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
+    traits = FAMILIES[family]
+    if traits.latent is not None:
+        return {
+            "q_lora_rank": choose.choice([None, 8, 12]) if family != "minicpm3" else choose.choice([8, 12]),
+            "kv_lora_rank": choose.choice([8, 16]),
+            "qk_nope_head_dim": choose.choice([4, 8]),
+            "qk_rope_head_dim": choose.choice([4, 8]),
+            "v_head_dim": choose.choice([4, 8]),
+        }
+    if family in ("gpt_neox", "persimmon"):
+        return {"num_attention_heads": choose.choice([4, 8])}
+    heads = choose.choice([4, 8])
+    found: dict[str, Any] = {"num_attention_heads": heads}
+    if "num_key_value_heads" in names:
+        found["num_key_value_heads"] = choose.choice([1, 2, 4, heads])
+    if traits.own_head_dim and not traits.hidden_is_heads and "head_dim" in names:
+        found["head_dim"] = choose.choice([8, 16])
+    elif traits.hidden_is_heads and "head_dim" in names:
+        found["head_dim"] = 32 // heads
+    return found
+
+
+def _experts(choose: random.Random, family: str, config: Any, names: set[str], layers: int) -> dict[str, Any]:
+    experts = FAMILIES[family].experts
+    if experts is None:
+        return {}
+    count = choose.choice([4, 8])
+    found: dict[str, Any] = {experts.count[0]: count, experts.per_token[0]: choose.choice([1, 2, 3])}
+    if experts.width[0] == "moe_intermediate_size":
+        found["moe_intermediate_size"] = choose.choice([8, 24])
+    if experts.shared_count is not None:
+        found[experts.shared_count[0]] = choose.choice([1, 2])
+    if "n_group" in names:
+        groups = choose.choice([1, 2])
+        found |= {"n_group": groups, "topk_group": choose.choice([1, groups])}
+        if groups == 2:
+            # A group has to hold two experts at least, and those chosen have to fit into the chosen groups.
+            found[experts.per_token[0]] = 2
+    if experts.by_layer is not None:
+        dense = choose.choice([0, 1])
+        found[experts.by_layer] = ["dense"] * dense + ["sparse"] * (layers - dense)
+        if experts.dense_layers is not None:
+            found[experts.dense_layers[0]] = dense
+    elif experts.dense_layers is not None:
+        found[experts.dense_layers[0]] = choose.choice([0, 1])
+    elif "mlp_only_layers" in names:
+        found["mlp_only_layers"] = choose.choice([[], [0]])
+    if getattr(config, "mtp_layer_types", None) is not None:
+        found |= {"num_nextn_predict_layers": 0}
+    return found
+
+
+def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str], layers: int) -> dict[str, Any]:
+    """Windows, and which layers have them or rotary embeddings."""
+    found: dict[str, Any] = {}
+    if "no_rope_layers" in names:
+        found["no_rope_layers"] = [choose.choice([0, 1]) for _ in range(layers)]
+    kinds = getattr(config, "layer_types", None)
+    key = FAMILIES[family].window_key
+    if "sliding_window" in names:
+        found["sliding_window"] = choose.choice([2, 5, 11, LENGTH, 40])
+        if key is not None:
+            found[key] = choose.choice([True, True, False])
+            found["max_window_layers"] = choose.choice([0, 1])
+        elif kinds is None and choose.random() < 0.3:
+            found["sliding_window"] = None
+    if kinds is not None:
+        mixed = "sliding_window" in names and found.get(key, True) if key else "sliding_window" in names
+        words = ["sliding_attention", "full_attention"] if mixed else ["full_attention"]
+        found["layer_types"] = [choose.choice(words) for _ in range(layers)]
+    return found
+
+
+def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None or choose.random() < 0.25:
+        return {}
+    width = changes.get("head_dim", 32 // changes.get("num_attention_heads", 4))
+    width = changes.get("qk_rope_head_dim", width)
+    if all(isinstance(value, dict) for value in rope.values()):
+        # One set of parameters for each kind of layer.
+        return {"rope_parameters": {kind: _kind_of_rope(choose, value, width) for kind, value in rope.items()}}
+    found = _kind_of_rope(choose, rope, width)
+    if family != "phi3":
+        return {"rope_parameters": found}
+    while found["rope_type"] not in ("default", "longrope"):  # others are read as longrope
+        found = _kind_of_rope(choose, rope, width)
+    original = found.get("original_max_position_embeddings", 32)
+    return {"rope_parameters": found, "original_max_position_embeddings": original, "max_position_embeddings": 32}
+
+
+def _kind_of_rope(choose: random.Random, before: dict[str, Any], width: int) -> dict[str, Any]:
+    base: dict[str, Any] = {"rope_theta": choose.choice([50.0, 10000.0, 500000.0])}
+    if "partial_rotary_factor" in before:
+        base["partial_rotary_factor"] = choose.choice([0.5, 1.0])
+        width = int(width * base["partial_rotary_factor"])
+    pairs = width // 2
+    original = choose.choice([6, 12])
+    kinds: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": choose.choice([2.0, 3.5])},
+        "dynamic": {"factor": choose.choice([2.0, 4.0])},
+        "yarn": {
+            "factor": choose.choice([2.0, 4.0]),
+            "original_max_position_embeddings": original,
+            **choose.choice(({}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"attention_factor": 1.3})),
+            **choose.choice(({}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"truncate": False})),
+        },
+        "longrope": {
+            "factor": 4.0,
+            "original_max_position_embeddings": original,
+            "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+            "long_factor": [1.5 + 0.7 * pair for pair in range(pairs)],
+            **choose.choice(({}, {"attention_factor": 1.2})),
+        },
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": choose.choice([2.0, 4.0]),
+            "original_max_position_embeddings": original,
+        },
+    }
+    if "llama_4_scaling_beta" in before:
+        kinds = {"yarn": kinds["yarn"] | {"llama_4_scaling_beta": choose.choice([0.1, 0.4])}}
+    kind = choose.choice(list(kinds))
+    return {**base, "rope_type": kind, **kinds[kind]}
+
+
+def varied(drawn: Drawn) -> set[str]:
+    """The keys that a draw sets, down to those of rotary embeddings."""
+    found = set(drawn.changes)
+    rope = drawn.changes.get("rope_parameters", {})
+    for value in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
+        found |= {f"rope_parameters.{key}" for key, one in value.items() if not isinstance(one, dict)}
+    return found

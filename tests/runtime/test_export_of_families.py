@@ -1,0 +1,20 @@
+"""What was loaded from a folder, trained and exported is what transformers and torch make of that folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from export_runs import faults
+
+pytestmark = pytest.mark.ranks
+
+FAMILIES = ("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe")
+"""Fused weights, scales, experts stored under other names, buffers.
+
+`.ci/configuration_matrix.py export` runs all families, on two ranks.
+"""
+
+
+def test_an_exported_model_is_the_trained_one_with_the_configuration_that_came_in(tmp_path: Path) -> None:
+    assert faults(FAMILIES, tmp_path, "one rank") == []
