@@ -12,9 +12,9 @@ pytestmark = pytest.mark.ranks
 FAMILIES = ("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe")
 """Fused weights, scales, experts stored under other names, buffers.
 
-`.ci/configuration_matrix.py export` runs all families, on two ranks.
+`.ci/configuration_matrix.py export` runs all families.
 """
 
 
 def test_an_exported_model_is_the_trained_one_with_the_configuration_that_came_in(tmp_path: Path) -> None:
-    assert faults(FAMILIES, tmp_path, "one rank") == []
+    assert faults(FAMILIES, tmp_path, "tp 2") == []
