@@ -10,6 +10,7 @@ from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_f
 from parcompile.model.presets import presets
 from parcompile.spec.resolve import Resolution
 
+from .arithmetic import divisors
 from .places import model_path
 from .registry import Finding, rule
 
@@ -156,11 +157,15 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
         return
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if heads % kv_heads:
-        fitting = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
+        fitting = divisors(heads)
+        near = min(fitting, key=lambda one: abs(one - kv_heads))
+        path = model_path(spec, "num_key_value_heads")
+        fix = Fix(f"set num_key_value_heads to {near}", Safety.CHANGES_NUMERICS, (Edit(path, near),))
         yield Finding(
             f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole",
-            model_path(spec, "num_key_value_heads"),
-            help=f"num_key_value_heads can be {fitting}",
+            path,
+            help=f"num_key_value_heads can be {', '.join(map(str, fitting))}",
+            fixes=(fix,) if path[-1] == "num_key_value_heads" else (),
         )
     if shape.head_dim % 2 and spec.model_config.get("model_type") in _TURNED_WHOLE:
         path = model_path(spec, "head_dim", "num_attention_heads")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
-from parcompile.machines.accelerator import find_accelerator
+from parcompile.machines.accelerator import accelerators
 from parcompile.spec.resolve import Resolution
 
 from .places import also, model_path
@@ -94,7 +94,8 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
 def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
     """Says what has to be exported before Megatron-LM starts."""
     tp, cp, accelerator = spec.axis(Axis.TP), spec.axis(Axis.CP), spec.cluster.accelerator
-    if (tp > 1 or cp > 1) and find_accelerator(accelerator).starts_kernels_in_turn:
+    machine = accelerators().get(accelerator)  # none, where a file that cannot be used is named
+    if (tp > 1 or cp > 1) and machine is not None and machine.starts_kernels_in_turn:
         yield Finding(
             f"tp {tp}, cp {cp} on {accelerator}: export CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-LM",
             _TP if tp > 1 else ("parallelism", "cp"),
