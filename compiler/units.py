@@ -34,7 +34,10 @@ def format_milliseconds(seconds: float) -> str:
 
 def format_bandwidth(bytes_per_s: float) -> str:
     """Bytes per second in the decimal units of data sheets: `450 GB/s`, `3.35 TB/s`."""
-    return f"{bytes_per_s / 1e12:.3g} TB/s" if bytes_per_s >= 1e12 else f"{bytes_per_s / 1e9:.3g} GB/s"
+    if bytes_per_s < 1e12:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    digits = ".0f" if bytes_per_s >= 1e14 else ".3g"
+    return f"{bytes_per_s / 1e12:{digits}} TB/s"
 
 
 def format_compute(flops_per_s: float) -> str:

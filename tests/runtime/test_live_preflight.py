@@ -19,7 +19,7 @@ from ranks import RankError, free_port, run_ranks
 from training_runs import make_plan, samples
 
 from parcompile.backends.writing import to_text
-from parcompile.machines.accelerator import Accelerator, Link, Measured
+from parcompile.machines.accelerator import Link, Measured, find_accelerator
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import identified
 from parcompile.runtime.preflight.findings import Finding, Verdict
@@ -58,8 +58,17 @@ def on_two_nodes(plan: Plan) -> Plan:
 def with_machine(plan: Plan, bytes_per_s: float) -> Plan:
     """The same plan for a machine whose links were measured at that rate."""
     link = Link("node_link", "loopback", bytes_per_s, "a test", latency_seconds=1e-3)
-    machine = Accelerator(
-        "lab", "a lab", None, 1e6, 1e9, link, link, dict.fromkeys(_SOURCES, "a test"), Measured("cpu", 1e6, 1e6, 1e-3)
+    known = find_accelerator("cpu")
+    machine = replace(
+        known,
+        name="lab",
+        title="a lab",
+        flops_per_s=1e6,
+        memory_bytes_per_s=1e9,
+        node_link=link,
+        network_link=link,
+        sources=dict.fromkeys(_SOURCES, "a test"),
+        measured=Measured(1e6, 1e6, 1e-3),
     )
     return identified(replace(plan, spec=replace(plan.spec, cluster=replace(plan.spec.cluster, preset=machine))))
 
@@ -131,10 +140,17 @@ def test_a_rank_that_never_comes_is_named_in_bounded_time() -> None:
 
 def with_nan(rank: int, plan: Plan) -> dict[str, Any]:
     from parcompile.runtime.loss import ParallelCausalLoss
+    from parcompile.runtime.preflight.live import trial
 
-    right = ParallelCausalLoss.__call__
-    if rank == 1:
-        ParallelCausalLoss.__call__ = lambda *args, **options: right(*args, **options) * float("nan")
+    right, initialize = ParallelCausalLoss.__call__, trial.initialize
+
+    def initialized(**options: Any) -> Any:
+        made = initialize(**options)  # with the self-check, which a loss that is no number would not pass
+        if rank == 1:
+            ParallelCausalLoss.__call__ = lambda *args, **given: right(*args, **given) * float("nan")
+        return made
+
+    trial.initialize = initialized
     return outcome(rank, plan)
 
 
@@ -173,8 +189,8 @@ def with_other_groups(rank: int, plan: Plan) -> dict[str, Any]:
 
     right = stages.join
 
-    def joined(plan: Plan) -> Any:
-        mesh = right(plan)
+    def joined(plan: Plan, **options: Any) -> Any:
+        mesh = right(plan, **options)
         return replace(mesh, groups={**mesh.groups, "tp": mesh.groups["dp"], "dp": mesh.groups["tp"]})
 
     stages.join = joined
@@ -219,7 +235,7 @@ def test_links_slower_than_the_preset_says_are_odd_and_do_not_fail() -> None:
     first, _ = run_ranks(2, outcome, with_machine(make_plan(2, {}), 1e15))
     assert first["passed"]
     odd = of_verdict(first["tree"], "odd")["rate in a node"]
-    assert odd["planned"] == "1e+06 GB/s"
+    assert odd["planned"] == "1000 TB/s"
     assert "of what the estimate counts on; preset cpu: loopback" in odd["detail"]
 
 
