@@ -18,7 +18,7 @@ from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.reporters import report
 from .diagnostics.reporters.style import Style
-from .pipeline import Checked, check_read, is_plan, read_spec, recognised
+from .pipeline import Checked, check_read, is_plan, read_spec, recognised, whole_spec
 from .plan import Plan, PlanError, compile_plan, load_plan
 from .rules import rule_targets
 from .searching.ranking import Ranked, SearchResult
@@ -196,10 +196,12 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     Raises:
         SpecError: the spec has errors that no layout mends.
         SourceError: the file cannot be read.
-        PlanError: the plan cannot be read.
+        PlanError: the plan cannot be read, or a spec cannot say all that it does.
         ValueError: nothing can be searched in this spec.
     """
     checked = _checked(text_or_path, (), "spec")
+    if (path := _path(text_or_path)) is not None:
+        whole_spec(path)
     # A layout mends what rules find; syntax and schema errors stay.
     fatal = [one for one in checked.diagnostics if one.is_error and one.code[:1] in ("J", "K")]
     if fatal or checked.document is None or not isinstance(checked.document.tree, dict):

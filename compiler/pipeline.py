@@ -98,6 +98,25 @@ def read_spec(path: str | Path) -> Result:
     return parse(json.dumps(tree, indent=2, ensure_ascii=False), f"the spec of {path}", "json")
 
 
+def whole_spec(path: str | Path) -> None:
+    """Sees to it that what is asked of a plan's spec can be asked: it says all that the plan does.
+
+    Raises:
+        PlanError: it does not; what a spec cannot say is named.
+    """
+    if not is_plan(path):
+        return
+    from .plan import PlanError, load_plan
+    from .plan.written import lacking
+
+    missing = lacking(load_plan(path), schema.load("spec")["$defs"]["model_dimensions"]["properties"])
+    if missing:
+        raise PlanError(
+            f"{path} is a plan, and other layouts need its spec, which would lack {' and '.join(missing)}: give the "
+            "spec that the plan was compiled from"
+        )
+
+
 def _dimensions(plan: Plan) -> dict[str, Any]:
     """The model of a plan under the keys that a spec has; a configuration has further ones, as those of a tokenizer.
 
@@ -109,7 +128,7 @@ def _dimensions(plan: Plan) -> dict[str, Any]:
 
     known = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
     config = plan.spec.model.hf_config
-    model = {key: value for key, value in config.items() if key in known}
+    model = {key: value for key, value in config.items() if key in known and value is not None}
     if shape_from_config(model) != plan.spec.model.shape:
         raise PlanError("the model of this plan cannot be written as a spec: use the spec that it was compiled from")
     return model

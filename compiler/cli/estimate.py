@@ -19,10 +19,10 @@ from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
-from parcompile.pipeline import Checked, check_file
-from parcompile.plan import PlanError, compile_plan
+from parcompile.pipeline import Checked, check_file, is_plan, whole_spec
+from parcompile.plan import Plan, PlanError, compile_plan, load_plan
 from parcompile.schema import validate
-from parcompile.searching.variant import MEMORY_RULE, Variant, changed, variant
+from parcompile.searching.variant import MEMORY_RULE, changed, variant
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
@@ -64,19 +64,19 @@ def command(
         raise click.UsageError("--plot and --sweep cannot be combined: --plot draws one layout")
     fitted = read_set(coefficients) if coefficients else None
     axes = dict(_values(text) for text in (*sweep, *more))
-    checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes))
+    checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes), whole=bool(axes))
     assert checked.document is not None
     folder = Path() if spec == "-" else Path(spec).resolve().parent
     if axes:
         assert isinstance(checked.document.tree, dict)
         _print_sweep(checked.document.tree, axes, folder, form, fitted)
         return
-    found = as_written(checked)
-    if found.work is None:
-        raise click.ClickException(f"[{found.code}] {found.message}")
-    result = estimate(found.work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
+    assert checked.resolution is not None
+    # A plan holds more than the spec that can be made of it, such as a machine that stood in a file.
+    decided = load_plan(spec).spec if is_plan(spec) else checked.resolution.spec()
+    result = estimate(workload_of(decided), tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
-        _plot(plot, checked, result)
+        _plot(plot, compile_plan(decided, checked.resolution.tree, []), result)
     if form == "json":
         click.echo(json.dumps(result.to_json(), indent=2))
     else:
@@ -84,14 +84,13 @@ def command(
         click.echo(writable(sys.stdout, text), nl=False)
 
 
-def _plot(file: Path, checked: Checked, result: Estimate) -> None:
+def _plot(file: Path, plan: Plan, result: Estimate) -> None:
     """The memory and the step of an estimate as one drawing."""
     from parcompile.show.pictures.named import picture
     from parcompile.show.pictures.subject import Subject
     from parcompile.show.pictures.svg import svg
 
-    assert checked.resolution is not None
-    subject = Subject(compile_plan(checked.resolution.spec(), checked.resolution.tree, []), result)
+    subject = Subject(plan, result)
     drawn = svg(picture("memory", subject), picture("timeline", subject))
     try:
         write_file(file, drawn)
@@ -99,14 +98,18 @@ def _plot(file: Path, checked: Checked, result: Estimate) -> None:
         raise click.ClickException(f"{file} cannot be written: {error.strerror}") from None
 
 
-def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False) -> Checked:
+def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, whole: bool = False) -> Checked:
     """The spec, when nothing is wrong with it but what is ignored; otherwise the diagnostics are printed.
+
+    With `whole`, a plan is taken only where its spec says all that the plan does.
 
     Raises:
         ClickException: it cannot be read.
         Exit: it has errors.
     """
     try:
+        if whole:
+            whole_spec(spec)
         checked = check_file(spec)
     except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None
@@ -123,12 +126,6 @@ def _ignored(one: Diagnostic, memory: bool, open_: bool) -> bool:
         return True
     # Syntax and schema errors (J, K) stop everything.
     return open_ and one.code[:1] not in ("J", "K")
-
-
-def as_written(checked: Checked) -> Variant:
-    """The step of a checked spec as it stands."""
-    assert checked.resolution is not None
-    return Variant({}, workload_of(checked.resolution.spec()))
 
 
 def _values(text: str) -> tuple[str, list[object]]:

@@ -83,8 +83,8 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
         memory_bytes=memory,
         flops_per_s=base.flops_per_s if flops is None else flops,
         memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
-        node_link=_link("node_link", tree["node_link"]) if "node_link" in tree else base.node_link,
-        network_link=_link("network_link", tree["network_link"]) if "network_link" in tree else base.network_link,
+        node_link=base.node_link if "node_link" in assumed else _link("node_link", tree["node_link"]),
+        network_link=base.network_link if "network_link" in assumed else _link("network_link", tree["network_link"]),
         sources={
             key: f"assumed, as {base.name}" if key in assumed else note
             for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from parcompile.model.architecture import architecture
 from parcompile.spec import Origin
 
 from .plan import Plan
@@ -22,6 +24,30 @@ def written(plan: Plan) -> dict[str, Any]:
             node[key] = found.value
     if any(found.origin is Origin.CONFIG for found in spec.provenance.values()):
         tree["model"] = dict(spec.model.hf_config)
-    if spec.cluster.preset is not None:
-        tree.setdefault("cluster", {})["accelerator"] = spec.cluster.accelerator
+    if _machine_file(plan) is not None:
+        tree["cluster"]["accelerator"] = spec.cluster.accelerator
     return tree
+
+
+def lacking(plan: Plan, keys: Collection[str]) -> tuple[str, ...]:
+    """What of a plan a spec alone cannot say, in words: figures of a machine that stood in a file, and keys of a model.
+
+    Args:
+        plan: whose spec is not at hand.
+        keys: those of a model that a spec knows.
+    """
+    spec, file = plan.spec, _machine_file(plan)
+    found = [] if file is None else [f"the figures of the machine in {file}"]
+    if any(one.origin is Origin.CONFIG for one in spec.provenance.values()):
+        config = architecture(spec.model.hf_config)
+        said = {*keys, *(key for key, value in config.items() if value is None or key.endswith("_token_id"))}
+        unsaid = config.keys() - said
+        found += [f"the model's {', '.join(sorted(unsaid))}"] if unsaid else []
+    return tuple(found)
+
+
+def _machine_file(plan: Plan) -> str | None:
+    """The file that described the accelerator, if one did."""
+    given = plan.spec.provenance.get("cluster.accelerator")
+    value = None if given is None or plan.spec.cluster.preset is None else given.value
+    return value if isinstance(value, str) else None

@@ -11,11 +11,17 @@ from click.testing import CliRunner
 
 from parcompile import schema
 from parcompile.backends.environment import gpu_resource, variables
+from parcompile.backends.registry import render
+from parcompile.backends.writing import write
 from parcompile.cli.accelerators import command
+from parcompile.cli.compile import command as compile_command
+from parcompile.cli.estimate import command as estimate_command
+from parcompile.cli.search import command as search_command
 from parcompile.cost.coefficients import default_memory
 from parcompile.cost.footprint import footprint, usable_bytes
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import preset_from_tree, preset_tree
+from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
 from parcompile.plan import compile_plan, plan_from_tree, plan_tree
 from parcompile.spec.workload import workload_of
@@ -90,6 +96,45 @@ def test_a_plan_keeps_what_its_spec_describes(tmp_path: Path) -> None:
     assert (machine.memory_bytes, machine.flops_per_s) == (24 * GIB, 165e12)
     assert again.spec.cluster.accelerator == "rtx-4090"
     assert footprint(workload_of(again.spec)).limit_bytes == usable_bytes(24 * GIB, default_memory())
+
+
+@pytest.mark.parametrize("accelerator", [{"memory_gib": 30, "bf16_tflops": 400}, "lab.json"], ids=["spec", "file"])
+def test_a_plan_is_estimated_for_its_own_machine(accelerator: object, tmp_path: Path) -> None:
+    (tmp_path / "lab.json").write_text(json.dumps({"memory_gib": 30, "bf16_tflops": 400}), encoding="utf-8")
+    checked(tmp_path, accelerator)
+    spec, plan = str(tmp_path / "spec.json"), str(tmp_path / "plan")
+    assert CliRunner().invoke(compile_command, [spec, "-o", plan, "-q"]).exit_code == 0
+    of_spec, of_plan = (CliRunner().invoke(estimate_command, [one, "--format", "json"]) for one in (spec, plan))
+    assert of_spec.output == of_plan.output
+    assert json.loads(of_plan.output)["memory"]["usable_bytes"] < 30 * GIB
+
+
+def test_other_layouts_of_a_plan_are_not_those_of_another_machine_or_model(tmp_path: Path) -> None:
+    (tmp_path / "lab.json").write_text(json.dumps({"memory_gib": 30}), encoding="utf-8")
+    plan = str(tmp_path / "plan")
+    write(render(compiled(tmp_path, "lab.json"), ()), Path(plan))
+    for command_, *words in ((search_command,), (estimate_command, "--sweep", "tp=4,8")):
+        refused = CliRunner().invoke(command_, [plan, *words])
+        assert refused.exit_code == 1
+        assert "the figures of the machine in lab.json" in refused.output
+    config = {**presets()["gemma-2-9b"].config}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "spec.json").write_text(
+        json.dumps(
+            {
+                **SPEC,
+                "model": {"hf_config": "config.json"},
+                "cluster": {"gpus_per_node": 2, "accelerator": "h200"},
+                "parallelism": {"tp": 2},
+            }
+        ),
+        encoding="utf-8",
+    )
+    found = check_file(str(tmp_path / "spec.json"))
+    write(render(compile_plan(found.resolution.spec(), found.resolution.tree, []), ()), tmp_path / "other")
+    refused = CliRunner().invoke(search_command, [str(tmp_path / "other")])
+    assert refused.exit_code == 1
+    assert "attn_logit_softcapping" in refused.output
 
 
 def test_a_description_and_the_same_file_are_one_machine(tmp_path: Path) -> None:
