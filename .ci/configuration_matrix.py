@@ -1,7 +1,7 @@
 """Trains drawn configurations of every family on live ranks and in one process, and writes what it found as a page.
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-    python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"]
+    python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"] [--family llama]
     python .ci/configuration_matrix.py write LOG docs/configurations.md
     python .ci/configuration_matrix.py export [--family llama] [--layout "tp 2"]
 
@@ -63,7 +63,7 @@ DRAWS = 40
 """Draws of a family that are looked at for the keys that they set."""
 
 
-def run(log: Path, first: int, count: int, layouts: list[str]) -> int:
+def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[str, ...]) -> int:
     """The draws `first` to `first + count`, dealt to the layouts in stretches."""
     from configuration_runs import cases, outcomes
     from drawn_configurations import varied
@@ -71,7 +71,7 @@ def run(log: Path, first: int, count: int, layouts: list[str]) -> int:
     failed, share = 0, -(-count // len(layouts))
     for place, layout in enumerate(layouts):
         start = first + place * share
-        draws = cases(start, min(share, first + count - start), layout)
+        draws = cases(start, min(share, first + count - start), layout, families)
         found = outcomes(draws, timeout=600)
         with log.open("a", encoding="utf-8") as file:
             for one in found:
@@ -182,6 +182,7 @@ def main() -> int:
     running.add_argument("--first", type=int, default=0)
     running.add_argument("--count", type=int, default=54)
     running.add_argument("--layout", action="append", choices=list(LAYOUTS))
+    running.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
     writing.add_argument("page", type=Path)
     exporting = commands.add_parser("export")
     exporting.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
@@ -191,7 +192,8 @@ def main() -> int:
         return export(given.family or list(RUNTIME_FAMILIES), given.layout)
     if given.command == "write":
         return write(given.log, given.page)
-    return run(given.log, given.first, given.count, given.layout or list(LAYOUTS))
+    families = tuple(given.family or RUNTIME_FAMILIES)
+    return run(given.log, given.first, given.count, given.layout or list(LAYOUTS), families)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ injects it, and if not, what stands in the way. Those that work are measured by
 
     python benchmarks/models.py --prove [FAMILY ...]
 
-in tp 2, cp 2 and tp 2 × cp 2 with sequence parallelism, each against one process; most of them also by
+in tp 2, cp 2, tp 2 × cp 2 with sequence parallelism and pp 2, each against one process; most of them also by
 tests/runtime/test_families.py.
 """
 
@@ -38,6 +38,8 @@ INJECTED_STYLES = {
     "moe_tp_experts",
     "mla_kv_a_proj",
 }
+
+PROVED = ("tp2", "cp2", "tp2 × cp2, sequence parallel", "pp2")
 
 HEAD = """# Models
 
@@ -97,7 +99,9 @@ def prove(families: list[str]) -> int:
     from training_runs import whole_parameters
 
     expected, failed = {family: train_plain(family_plan(family, 1, {})) for family in families}, 0
-    for layout, (world_size, parallelism, _) in list(LAYOUTS.items())[:3]:
+    for layout, (world_size, parallelism, _) in LAYOUTS.items():
+        if layout not in PROVED:
+            continue
         plans = [family_plan(family, world_size, parallelism) for family in families]
         ranks = run_ranks(world_size, train_injected, plans, timeout=600)
         for place, family in enumerate(families):

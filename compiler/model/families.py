@@ -279,6 +279,20 @@ FAMILIES: Mapping[str, Family] = {
         ),
         defaults=_defaults(4, 128, sliding_window=1024),
     ),
+    "gpt_oss": Family(
+        sinks="sinks",
+        experts=Experts(
+            router="router",
+            router_bias=True,
+            bias=True,
+            transposed=True,
+            interleaved=True,
+            count=("num_local_experts", 128),
+            count_alias="num_experts",
+            per_token=("num_experts_per_tok", 4),
+        ),
+        defaults=_defaults(8, 64, attention_bias=True, sliding_window=128),
+    ),
     "glm4_moe": Family(
         qk_norm=QkNorm.HEAD,
         qk_norm_key="use_qk_norm",

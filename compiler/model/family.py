@@ -36,6 +36,13 @@ class Experts:
     block: str = "mlp"
     router: str = "gate"
     router_first: bool = True
+    router_bias: bool = False
+    bias: bool = False
+    """Each expert's two projections have a bias."""
+    transposed: bool = False
+    """Stored as [experts, in, out]."""
+    interleaved: bool = False
+    """The columns of gate and up alternate, in place of all gates first."""
     shared: str = ""
     shared_gate: str = ""
     count: tuple[str, int | None] = ("num_local_experts", 8)
@@ -78,6 +85,8 @@ class Family:
     """One name stands for a fused projection."""
     heads_interleaved: bool = False
     """A fused projection holds query, key and value of one head after the other, not all queries first."""
+    sinks: str = ""
+    """A learned score of each head beside those of its keys, which takes a share of the softmax and gives nothing."""
     output: str = "o_proj"
     output_first: bool = False
     qk_norm: QkNorm = QkNorm.NONE

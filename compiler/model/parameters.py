@@ -50,12 +50,24 @@ class _Rows:
         *,
         bias: bool = False,
         layers: range | None = None,
+        inside: bool = False,
     ) -> None:
-        """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is whole."""
+        """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is whole.
+
+        `inside` a block of experts the first rank adds it: the gradient of the others is zero.
+        """
         self.add(f"{name}.weight", (out_size, in_size), split, layers=layers)
         if bias:
             cut = split if split is not None and split.dim == 0 else None
-            self.add(f"{name}.bias", (out_size,), cut, layers=layers, sequence_parallel=cut is None)
+            whole = cut is None
+            self.add(
+                f"{name}.bias",
+                (out_size,),
+                cut,
+                layers=layers,
+                sequence_parallel=whole and not inside,
+                partial=whole and inside,
+            )
 
     def norm(self, name: str, width: int, holds: Norm = Norm.WEIGHT) -> None:
         """A norm of the residual stream."""
@@ -99,6 +111,8 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
         size = heads * width
         rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
 
+    if family.sinks:
+        rows.add(f"{name}.{family.sinks}", (heads,), column(heads))
     if family.output_first:
         output()
     parts = [Part(count * width, count) for count in (heads, kv_heads, kv_heads)]
@@ -163,13 +177,16 @@ def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:
 
 def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
     h, bias = shape.hidden_size, shape.mlp_bias
+    inside = family.experts is not None and name != family.mlp
     parts = (Part(f, f),) * (2 if family.gated else 1)
     if len(family.up) == 1:
-        rows.linear(f"{name}.{family.up[0]}", len(parts) * f, h, Split(0, parts), bias=bias, layers=layers)
+        rows.linear(
+            f"{name}.{family.up[0]}", len(parts) * f, h, Split(0, parts), bias=bias, layers=layers, inside=inside
+        )
     else:
         for projection in family.up:
-            rows.linear(f"{name}.{projection}", f, h, column(f), bias=bias, layers=layers)
-    rows.linear(f"{name}.{family.down}", h, f, row(f), bias=bias, layers=layers)
+            rows.linear(f"{name}.{projection}", f, h, column(f), bias=bias, layers=layers, inside=inside)
+    rows.linear(f"{name}.{family.down}", h, f, row(f), bias=bias, layers=layers, inside=inside)
     for scalar in family.activation:
         rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
 
@@ -185,15 +202,29 @@ def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> N
         # experts: the gradient is a part.
         rows.add(f"{names.block}.{name}", size, layers=layers, partial=True)
 
+    def router() -> None:
+        replicated(f"{names.router}.weight", (experts, h))
+        if names.router_bias:
+            replicated(f"{names.router}.bias", (experts,))
+
+    def expert(name: str, size: tuple[int, ...], split: Split | None, *, partial: bool = False) -> None:
+        name = f"{names.block}.experts.{name}"
+        rows.add(name, size, split, expert_dim=0, layers=layers, partial=partial)
+
     if names.router_first:
-        replicated(f"{names.router}.weight", (experts, h))
-    for name, size, split in (
-        ("gate_up_proj", (experts, 2 * f, h), Split(1, (Part(f, f), Part(f, f)))),
-        ("down_proj", (experts, h, f), Split(2, (Part(f, f),))),
-    ):
-        rows.add(f"{names.block}.experts.{name}", size, split, expert_dim=0, layers=layers)
+        router()
+    # Pairs of a gate and an up column stay together where they alternate.
+    up = (Part(2 * f, f),) if names.interleaved else (Part(f, f), Part(f, f))
+    across, along = (2, 1) if names.transposed else (1, 2)
+    expert("gate_up_proj", (experts, h, 2 * f) if names.transposed else (experts, 2 * f, h), Split(across, up))
+    if names.bias:
+        expert("gate_up_proj_bias", (experts, 2 * f), Split(1, up))
+    expert("down_proj", (experts, f, h) if names.transposed else (experts, h, f), Split(along, (Part(f, f),)))
+    if names.bias:
+        # Whole on every rank, and added by the first: the gradient of the others is zero.
+        expert("down_proj_bias", (experts, h), None, partial=True)
     if not names.router_first:
-        replicated(f"{names.router}.weight", (experts, h))
+        router()
     if moe.shared_intermediate_size:
         _mlp(rows, shape, family, f"{names.block}.{names.shared}", moe.shared_intermediate_size, layers)
     if names.shared_gate:

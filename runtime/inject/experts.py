@@ -7,31 +7,31 @@ part of its gradient on each rank.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
 
 from parcompile.runtime.drawing import draws
-from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 
+from .biases import add_once
 from .regions import Region
 
 
 def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
     """Cuts everything in `block`, a router with its experts, in place.
 
-    Raises:
-        RunError: a cut linear has a bias that would be added on every rank.
+    What is added to the ranks' parts of the sum (a bias behind a cut weight) is added by the first rank.
     """
     for child_name, module in block.named_modules():
         for kind, parameter in list(module.named_parameters(recurse=False)):
             whole = ".".join(part for part in (name, child_name, kind) if part)
             piece = slices.of(whole)
             if piece.ranges is None or piece.dim is None:
-                if isinstance(module, nn.Linear) and kind == "bias" and slices.of(f"{whole[:-4]}weight").ranges:
-                    raise RunError(f"{whole} would be added on every tensor-parallel rank", everywhere=True)
+                if is_bias_of_row(whole, slices):
+                    add_once(module, kind, region.group)
                 continue
             local = nn.Parameter(
                 take_ranges(parameter.detach(), piece.dim, piece.ranges), requires_grad=parameter.requires_grad
@@ -40,6 +40,7 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
             setattr(module, kind, local)
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = local.shape
+        _see_to_alignment(module)
     # Jitter is multiplied into the hidden states in place.
     region.enter_block(block, writes=draws(block))
 
@@ -49,3 +50,27 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     block.register_forward_hook(leave)
+
+
+def is_bias_of_row(name: str, slices: Slices) -> bool:
+    """Whether a parameter is added to what a cut weight beside it gives, a linear's or that of experts."""
+    for ending in (".bias", "_bias"):
+        weight = name.removesuffix(ending) + (".weight" if ending == ".bias" else "")
+        if name.endswith(ending) and slices.has(weight):
+            return slices.of(weight).ranges is not None
+    return False
+
+
+def _see_to_alignment(module: nn.Module) -> None:
+    """Lets experts multiply one after the other where their slices are too narrow for torch's grouped matmul.
+
+    It wants rows of a multiple of 16 bytes, in the weights and in what they give.
+    """
+    stacks = [one for one in module.parameters(recurse=False) if one.dim() == 3]
+    if all(size * one.element_size() % 16 == 0 for one in stacks for size in one.shape[1:]):
+        return
+    config = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) is not None:
+        own: Any = copy.copy(config)
+        own._experts_implementation = "eager"
+        module.config = own

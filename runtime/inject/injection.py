@@ -25,7 +25,7 @@ from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallel
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
 from .adapters import Adapters
-from .agreement import EXPERTS, check_agreement, entries
+from .agreement import check_agreement
 from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .generation import let_generate
@@ -101,8 +101,8 @@ class _Injection:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 
     def _experts(self, region: Region) -> None:
-        blocks = [name.rpartition(".")[0] for name, style in entries(self.model).items() if style == EXPERTS]
-        for name in blocks:
+        names = [name for name, _ in self.model.named_parameters() if self.slices.of(name).parameter.expert_dim == 0]
+        for name in dict.fromkeys(name.rpartition(".experts.")[0] for name in names):
             block = self.model.get_submodule(name)
             cut_experts(name, block, self.slices, region)
 

@@ -17,6 +17,8 @@ from .stored_names import stored_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_QUANTIZED = ("_blocks", "_scales", "_scale_inv", ".weight_scale", ".qweight")
+"""Endings of tensors that stand for quantized weights: MXFP4, block-wise FP8, compressed-tensors, GPTQ."""
 
 
 class PretrainedFolder:
@@ -63,7 +65,7 @@ class PretrainedFolder:
         for name, shape in planned.items():
             entry = stored_as(name, self._places.keys(), self._open)
             if entry is None:
-                raise RunError(f"{self.folder} lacks {name} {list(shape)}", everywhere=True)
+                raise RunError(f"{self.folder} lacks {name} {list(shape)}{self._quantized()}", everywhere=True)
             found = tuple(entry[0].get_shape())
             if found != shape:
                 raise RunError(
@@ -78,7 +80,20 @@ class PretrainedFolder:
         extra = self._places.keys() - used - tied
         extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
         if extra:
-            raise RunError(f"{self.folder} has {min(extra)}, which the plan does not know", everywhere=True)
+            raise RunError(
+                f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}", everywhere=True
+            )
+
+    def _quantized(self) -> str:
+        """Why a folder of quantized weights lacks others, and how to get those."""
+        quantized = sorted(name for name in self._places if name.endswith(_QUANTIZED))
+        if not quantized:
+            return ""
+        return (
+            f": its weights are quantized ({quantized[0]}), and training needs them whole. Load them once with "
+            "transformers' from_pretrained and dequantize=True in the quantization_config (Mxfp4Config, "
+            "FineGrainedFP8Config), and save them with save_pretrained"
+        )
 
     def take(self, name: str, dim: int | None, ranges: tuple[tuple[int, int], ...] | None, shape: torch.Size) -> Tensor:
         """The ranges of a tensor along `dim`, in order, and zeros where they reach beyond it; only they are read."""

@@ -60,6 +60,10 @@ class Slices:
         """Whether this rank's stages have the parameter of that name in the whole model."""
         return name in self._holding
 
+    def has(self, name: str) -> bool:
+        """Whether the whole model has a parameter of that name."""
+        return name in self._rows
+
     def of(self, name: str) -> Slice:
         """This rank's part of the parameter of that name in the whole model."""
         parameter, layout = self._tensors[self._rows[name]]

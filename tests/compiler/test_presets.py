@@ -49,6 +49,8 @@ LAYOUTS = {
     "gpt2-large": (1, 4, 1, 1, 1),
     "gpt2-xl": (1, 1, 1, 1, 1),
     "deepseek-v3": (64, 8, 1, 1, 32),
+    "gpt-oss-20b": (2, 4, 1, 1, 4),
+    "gpt-oss-120b": (8, 8, 1, 1, 8),
 }
 
 
@@ -79,7 +81,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 35
+    assert len(LAYOUTS) == 37
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

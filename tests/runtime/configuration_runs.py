@@ -32,9 +32,9 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def cases(first: int, count: int, layout: str) -> list[Drawn]:
+def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTIME_FAMILIES) -> list[Drawn]:
     """Draws for one layout."""
-    return [draw(number, RUNTIME_FAMILIES, layout) for number in range(first, first + count)]
+    return [draw(number, families, layout) for number in range(first, first + count)]
 
 
 def planned(drawn: Drawn, *, alone: bool = False) -> Plan:

@@ -50,6 +50,8 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (0.6, 2.5),
     "router_aux_loss_coef": (0.01, 0.2),
     "shared_expert_intermediate_size": (16, 56),
+    "swiglu_alpha": (1.0, 2.5),
+    "swiglu_limit": (0.5, 7.0),
     "topk_method": ("greedy", "group_limited_greedy"),
     "intermediate_size": (24, 56),
 }

@@ -47,8 +47,8 @@ def drawn_model(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
 
     model = build_model(plan).to(dtype)
     generator = torch.Generator().manual_seed(11)
-    for parameter in model.parameters():
-        if parameter.dim() < 2:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or name.endswith("bias"):
             parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
     # Phi-MoE draws its experts at random in training: every layout alike, but not as plain torch does.
     return model.eval() if plan.spec.model.shape.model_type == "phimoe" else model.train()

@@ -9,8 +9,8 @@ from export_runs import faults
 
 pytestmark = pytest.mark.ranks
 
-FAMILIES = ("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe")
-"""Fused weights, scales, experts stored under other names, buffers.
+FAMILIES = ("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe", "gpt_oss")
+"""Fused weights, scales, experts stored under other names, buffers; sinks and biases of experts.
 
 `.ci/configuration_matrix.py export` runs all families.
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_runs import batch_of, drawn_model, family_plan, named
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from training_runs import whole_parameters
 
 from parcompile.plan import Plan
@@ -22,6 +23,7 @@ FAMILIES = (
     *("llama", "phi3", "gemma3_text", "olmo2", "apertus", "phi", "qwen2"),
     # stored under other names, or expert by expert
     *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "granitemoe"),
+    "gpt_oss",  # sinks, and experts with biases
 )
 
 
@@ -168,3 +170,16 @@ class TestFolders:
         (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
         with pytest.raises(RunError, match=r"model.safetensors cannot be read"):
             PretrainedFolder(tmp_path)
+
+
+def test_a_folder_of_quantized_weights_says_how_to_get_whole_ones(tmp_path: Path) -> None:
+    plan = family_plan("gpt_oss", 1, {})
+    stored(plan, tmp_path, "1GB")
+    tensors = load_file(tmp_path / "model.safetensors")
+    packed = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[f"{packed}_blocks"] = tensors.pop(packed).to(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        RunError, match=r"lacks .*gate_up_proj .* are quantized \(.*gate_up_proj_blocks\).*dequantize=True"
+    ):
+        PretrainedFolder(tmp_path).check(plan)
