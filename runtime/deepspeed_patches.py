@@ -33,8 +33,9 @@ Read:
   preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
 - `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
   `place_in_shard`
-- `parameter.grad_accum`, `fp32_groups_gradients_flat`, `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the
-  bytes of gradients and buckets. `kept_gradients`, `reduce_buckets`, `shape_tensors`
+- `parameter.grad_accum`, `fp32_groups_gradients_flat`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
+  `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
+  `reduce_buckets`, `shape_tensors`
 
 - `parameter._hp_grad` (runtime/bf16_optimizer.py) and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py):
   where gradients add up, to which those of another stage are added. `accumulated_gradient`
@@ -203,11 +204,14 @@ def kept_gradients(engine: Any) -> list[Tensor]:
     """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
     kept = [getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum")]
     kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        for sums in getattr(engine.optimizer, name, {}).values():
+            kept += [sums] if isinstance(sums, Tensor) else sums or []
     return [one for one in kept if one is not None]
 
 
 def reduce_buckets(optimizer: Any) -> list[Tensor]:
-    """What gradients are copied to before they are reduced; it is there from the first gradient on."""
+    """What gradients are copied to before they are reduced: from the first gradient on, at stage 2 in backward only."""
     return [buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values() for buffer in bucket.buffer]
 
 

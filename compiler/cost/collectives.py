@@ -167,8 +167,10 @@ def _gradients(work: Workload, numel: int, send: _Send) -> None:
     if work.zero_stage == 0:
         send("dp-cp", "all-reduce", 1, numel * width, ranks)
         return
-    reduction = "all-reduce" if work.framework == "deepspeed" and work.zero_stage == 1 else "reduce-scatter"
-    send("dp-cp", reduction, 1, numel * width, ranks)
+    # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
+    deepspeed = work.framework == "deepspeed"
+    reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
+    send("dp-cp", reduction, work.gradient_reductions, numel * width, ranks)
     weights = (padded_numel(numel, ranks) if work.framework == "deepspeed" else numel) * work.element_bytes
     send("dp-cp", "all-gather", 1, weights, ranks)
     if work.zero_stage >= 3:

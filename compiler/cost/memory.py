@@ -53,6 +53,8 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     gradients, bucket = numel * sum_width, bucket_numel(work) * width
     if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):
         gradients, bucket = padded * sum_width + numel * width, 0
+    if work.zero_stage >= 2:
+        gradients = shard * sum_width
     return StaticMemory(
         numel=numel,
         padded_numel=padded,

@@ -202,4 +202,5 @@ def _optimizer_step_bytes(work: Workload, numel: int, bucket: float) -> float:
     adam = MASTER_BYTES * shard * (2 if work.machine.name == "cpu" else 1)
     if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
         return adam
-    return MASTER_BYTES * shard + adam - numel * work.gradient_bytes - bucket
+    gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
+    return MASTER_BYTES * shard + adam - gradients - bucket

@@ -136,6 +136,7 @@ def step_terms(work: Workload) -> StepTerms:
     numels = [work.stage_parameters(stage) for stage in stages]
     numel = max(numels)
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
+    reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
     experts = shape.moe.num_experts_per_token if shape.moe else 0
     return StepTerms(

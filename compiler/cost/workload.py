@@ -137,6 +137,11 @@ class Workload:
         return self.dp * self.cp
 
     @property
+    def gradient_reductions(self) -> int:
+        """How often a step reduces its gradients (DeepSpeed runtime/engine.py, `allreduce_gradients`)."""
+        return self.micro_batches if self.framework == "deepspeed" and self.zero_stage >= 2 else 1
+
+    @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding over all tp ranks."""
         return padded_vocab_size(self.shape.vocab_size, self.tp, self.vocab_divisible_by)

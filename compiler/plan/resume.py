@@ -26,6 +26,7 @@ ADAPTABLE = (
     "optimizer shards (dp · cp)",
     "precision",
     "gradient accumulation",
+    "zero stage",
 )
 """Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
 
@@ -141,10 +142,11 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"pp {old.pp} → {new.pp}: DeepSpeed's files are one for each stage, and its converter joins tp ranks only"
     elif before.spec.virtual_stages != after.spec.virtual_stages:
         yield "the pipeline stages hold other layers: DeepSpeed's files are one for each stage"
-    if before.spec.zero_stage != after.spec.zero_stage:
-        stages = f"{before.spec.zero_stage} → {after.spec.zero_stage}"
-        yield f"zero.stage {stages}: the optimizer state is laid out otherwise"
     first, second = before.spec.training, after.spec.training
+    stages = before.spec.zero_stage, after.spec.zero_stage
+    one_class = set(stages) == {1, 2} and first.gradient_accumulation_dtype is first.precision
+    if stages[0] != stages[1] and not one_class:
+        yield f"zero.stage {stages[0]} → {stages[1]}: DeepSpeed keeps the state in another optimizer"
     if first.precision != second.precision or first.gradient_accumulation_dtype != second.gradient_accumulation_dtype:
         yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"
     if first.optimizer.type != second.optimizer.type:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
-from .places import also, model_path
+from .places import also
 from .registry import Finding, rule
 
 _STAGE = ("zero", "stage")
-_ZERO: Path = ("deepspeed", "zero_optimization")
+_ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
 
 _FROM_STAGE = {
     "offload_param": 3,
@@ -76,33 +76,53 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "Z002",
-    "ZeRO stage 2 or 3 with a mixture of experts",
-    """DeepSpeed shards experts and dense parameters over different groups only at stage 1.""",
+    "experts over ep with ZeRO options that DeepSpeed refuses",
+    """Experts that are dealt over ep are reduced over fewer ranks than the rest of the model. DeepSpeed's ZeRO stages 1
+    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise. Stage
+    3 accepts the experts of DeepSpeed's AutoEP only. Where ep is 1 every stage is possible.""",
     wrong={
         "model": {"preset": "qwen3-30b-a3b"},
-        "parallelism": {"tp": 2},
-        "zero": {"stage": 2},
+        "parallelism": {"tp": 2, "ep": 8},
+        "zero": {"stage": 3},
         "cluster": {"nodes": 4},
     },
     right={
         "model": {"preset": "qwen3-30b-a3b"},
-        "parallelism": {"tp": 2},
+        "parallelism": {"tp": 2, "ep": 8},
         "zero": {"stage": 1},
         "cluster": {"nodes": 4},
     },
-    sources=("gpt-neox arguments.py",),
+    sources=(
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",
+        "DeepSpeed 0.19.8 runtime/engine.py, _validate_zero3_moe_compatibility",
+    ),
     targets=("deepspeed",),
 )
-def zero_2_excludes_experts(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stage ≥ 2 with experts."""
-    if spec.zero_stage >= 2 and spec.shape.has_moe:
+def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
+    """Fires for ep > 1 at stage 3, and for what stages 1 and 2 assert."""
+    stage, ep = spec.zero_stage, spec.axis(Axis.EP)
+    if not spec.shape.has_moe or ep == 1 or stage == 0:
+        return
+    if stage >= 3:
         yield Finding(
-            f"zero.stage {spec.zero_stage} with a mixture of experts",
+            f"zero.stage {stage} with ep {ep}: DeepSpeed shards experts over ep up to stage 2",
             _STAGE,
-            help="use stage 1",
+            help="use stage 1 or 2, or ep 1",
             fixes=_lower(),
-            related=also(spec, model_path(spec, "model_type")),
+            related=also(spec, ("parallelism", "ep")),
         )
+        return
+    needed = ("reduce_scatter", "contiguous_gradients")[:stage]
+    for key in needed:
+        path = (*_ZERO, key)
+        if spec.given(*path) and spec.get(*path) is False:
+            yield Finding(
+                f"{key} false with ep {ep} at zero.stage {stage}: DeepSpeed stops with an assertion",
+                path,
+                help="remove it",
+                fixes=(Fix(f"remove {key}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+                related=also(spec, ("parallelism", "ep")),
+            )
 
 
 @rule(

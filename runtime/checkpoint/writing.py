@@ -200,7 +200,7 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
             "param_groups": [{**group.settings, "params": [number]} for number, group in enumerate(groups)],
         },
         "single_partition_of_fp32_groups": [run.flat[MASTER] for run in runs],
-        "zero_stage": ZeroStageEnum.optimizer_states,
+        "zero_stage": ZeroStageEnum(plan.spec.zero_stage),
         "group_paddings": [run.padding for run in runs],
         "param_alignment_paddings": [[0] * len(group.names) for group in groups],
         "partition_count": [plan.spec.parallelism.zero_shards] * len(groups),

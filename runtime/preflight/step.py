@@ -102,12 +102,21 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurem
     engine, weights, master = _engine(model, mesh, tracker)
     optimizer = engine.optimizer
     _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
-    static: list[int] = []
+    gradients, bucket = 0, 0
 
     def look() -> None:
-        """Behind the first micro-batch: gradients, and the bucket."""
-        static[:] = _storage_bytes(kept_gradients(engine)), _nbytes(reduce_buckets(optimizer))
+        """Behind the first micro-batch."""
+        nonlocal gradients
+        gradients = _storage_bytes(kept_gradients(engine))
 
+    def look_into_bucket(_: Tensor) -> None:
+        """Behind a gradient: at ZeRO stage 2 the bucket is there only then."""
+        nonlocal bucket
+        bucket = max(bucket, _nbytes(reduce_buckets(optimizer)))
+
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(look_into_bucket)
     run = _run_stages if mesh.size("pp") > 1 else _run_whole
     taken = run(engine, mesh, tracker, look)
     moments = sum(
@@ -117,7 +126,6 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurem
         if isinstance(value, Tensor) and value.dim() > 0
     )
     counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
-    gradients, bucket = static
     return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket), taken)
 
 

@@ -36,6 +36,8 @@ PRIVATE_NAMES = {
     "bit16_groups": "runtime/zero/stage_1_and_2.py",
     "bit16_groups_flat": "runtime/zero/stage_1_and_2.py",
     "round_robin_bit16_meta": "runtime/zero/stage_1_and_2.py",
+    "all_grad_tensors": "runtime/zero/stage_1_and_2.py",
+    "averaged_gradients": "runtime/zero/stage_1_and_2.py",
     "ipg_buckets": "runtime/zero/stage_1_and_2.py",
     "grad_accum": "runtime/zero/stage_1_and_2.py",
     "bf16_groups": "runtime/bf16_optimizer.py",

@@ -62,6 +62,18 @@ LAYOUTS = {
         {},
         {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
     ),
+    "dp2 with ZeRO-2, two micro-batches": (2, {}, {"micro_batch_size": 1}),
+    "dp3 with ZeRO-2, bf16 summed in fp32": (
+        3,
+        {},
+        {
+            "precision": "bf16",
+            "gradient_accumulation_dtype": "fp32",
+            "global_batch_size": 6,
+            "micro_batch_size": 1,
+        },
+    ),
+    "tp2 cp2 with ZeRO-2, recomputed": (4, {"tp": 2, "cp": 2}, {"activation_checkpointing": "full"}),
     **STAGES,
 }
 
@@ -70,7 +82,8 @@ def plan_of(name: str) -> Plan:
     world, parallelism, training = LAYOUTS[name]
     model = {"num_hidden_layers": 5 if "uneven" in name else 4 if name in STAGES else 2}
     model["tie_word_embeddings"] = "tied" in name
-    return make_plan(world, dict(parallelism), model=model, training=dict(training))
+    extra = {"zero": {"stage": 2}} if "ZeRO-2" in name else None
+    return make_plan(world, dict(parallelism), model=model, training=dict(training), extra=extra)
 
 
 def live_counts(rank: int, plan: Plan) -> Counts:

@@ -13,7 +13,7 @@ import pytest
 from ranks import run_ranks
 from training_runs import make_plan, static_bytes, train_in_one_process, train_with_engine, whole_parameters
 
-from parcompile.plan import plan_tree
+from parcompile.plan import Plan, plan_tree
 
 TOLERANCE = 1e-5
 
@@ -114,8 +114,11 @@ def relative(found: float, expected: float) -> float:
 def test_a_plan_gives_the_numbers_of_one_process(name: str, masked: bool) -> None:
     world_size, parallelism, model, training = CASES[name]
     plan = make_plan(world_size, parallelism, model=model, training=training)
-    expected = train_in_one_process(plan, masked=masked)
-    ranks = run_ranks(world_size, train_with_engine, plan, masked)
+    compare(plan, run_ranks(world_size, train_with_engine, plan, masked), train_in_one_process(plan, masked=masked))
+
+
+def compare(plan: Plan, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Losses and norms of every rank, and the parameters of all together."""
     for found in ranks:
         assert max(map(relative, found["losses"], expected["losses"])) < TOLERANCE
         assert max(map(relative, found["norms"], expected["norms"])) < TOLERANCE
@@ -123,6 +126,24 @@ def test_a_plan_gives_the_numbers_of_one_process(name: str, masked: bool) -> Non
     assert whole.keys() == expected["parameters"].keys()
     for parameter, value in expected["parameters"].items():
         assert float((whole[parameter] - value).norm() / value.norm()) < TOLERANCE, parameter
+
+
+SHARDED_GRADIENTS = (
+    "cp2, four accumulation steps",
+    "tp2 × dp2, two accumulation steps",
+    "kv replicas in a fused weight (phi3), over two optimizer shards",
+    "balanced experts (mixtral), tp2 × cp2 with sequence parallelism",
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SHARDED_GRADIENTS)
+def test_sharded_gradients_give_the_numbers_of_one_process(name: str) -> None:
+    """ZeRO stage 2 reduces and shards gradients behind every micro-batch."""
+    world_size, parallelism, model, training = CASES[name]
+    plan = make_plan(world_size, parallelism, model=model, training=training, extra={"zero": {"stage": 2}})
+    assert not plan.refusals
+    compare(plan, run_ranks(world_size, train_with_engine, plan, True), train_in_one_process(plan, masked=True))
 
 
 @pytest.mark.ranks
