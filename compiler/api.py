@@ -131,13 +131,16 @@ class Search:
         return self.fitting[0] if self.fitting else None
 
 
-def check(text_or_path: TextOrPath, *, targets: Sequence[str] = (), kind: str | None = None) -> CheckResult:
+def check(
+    text_or_path: TextOrPath, *, targets: Sequence[str] = (), kind: str | None = None, estimate: bool = True
+) -> CheckResult:
     """Check a spec, a plan's spec, or a DeepSpeed, Megatron-LM or gpt-neox configuration.
 
     Args:
         text_or_path: the path of a file or plan, the text of a spec (with a line break or a brace), or its tree.
         targets: check the rules of these targets too, as `--target` does.
         kind: what the text is. By default its keys tell; a text that nothing tells is checked as a spec.
+        estimate: whether the estimated peak of memory has to fit.
 
     Returns:
         All findings. A file with mistakes raises nothing.
@@ -147,12 +150,16 @@ def check(text_or_path: TextOrPath, *, targets: Sequence[str] = (), kind: str | 
         PlanError: the plan cannot be read.
         ValueError: there is no target of that name, or the file is of a kind that has no checker.
     """
-    checked = _checked(text_or_path, targets, kind)
+    checked = _checked(text_or_path, targets, kind, estimate=estimate)
     return CheckResult(checked.diagnostics, checked.kind, checked.text)
 
 
 def compile(  # noqa: A001 -- the word of the command line
-    text_or_path: TextOrPath, output: str | Path | None = None, *, targets: Sequence[str] = ()
+    text_or_path: TextOrPath,
+    output: str | Path | None = None,
+    *,
+    targets: Sequence[str] = (),
+    estimate: bool = True,
 ) -> Plan:
     """Compile a spec into a plan.
 
@@ -160,6 +167,7 @@ def compile(  # noqa: A001 -- the word of the command line
         text_or_path: the path of a spec or plan, the text of a spec, or its tree.
         output: the folder to write the plan and its launch files to. All files are written, or none.
         targets: what to write besides the plan, as `--target` does.
+        estimate: whether the estimated peak of memory has to fit.
 
     Returns:
         The plan. `plan.groups(rank)` lists the process groups of a rank, `plan.estimate()` predicts memory and time.
@@ -171,7 +179,7 @@ def compile(  # noqa: A001 -- the word of the command line
         ValueError: there is no target of that name.
         OSError: the folder cannot be written.
     """
-    checked = _checked(text_or_path, targets, "spec")
+    checked = _checked(text_or_path, targets, "spec", estimate=estimate)
     if not checked.valid or checked.document is None or checked.resolution is None:
         raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text))
     path = _path(text_or_path)
@@ -218,15 +226,15 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     return Search(spec, found.fitting, found.too_large, found.refused)
 
 
-def _checked(given: TextOrPath, targets: Sequence[str], kind: str | None) -> Checked:
-    text = _read(given)
+def _checked(given: TextOrPath, targets: Sequence[str], kind: str | None, *, estimate: bool = True) -> Checked:
+    text, wanted = _read(given), rule_targets(chosen(targets), estimate=estimate)
     read, recognition = recognised(text, kind)
     if recognition.kind == UNKNOWN:
         # Nothing tells what it is: as a spec, the findings say what is missing.
-        return check_read(text, _folder(given), rule_targets(chosen(targets)))
+        return check_read(text, _folder(given), wanted)
     if not recognition.is_checked:
         raise ValueError(f"{text.source.file} is of kind {recognition.kind}, which has no checker")
-    return check_read(read, _folder(given), rule_targets(chosen(targets)), kind=recognition.kind)
+    return check_read(read, _folder(given), wanted, kind=recognition.kind)
 
 
 def _read(given: TextOrPath) -> Result:

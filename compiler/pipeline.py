@@ -30,7 +30,7 @@ from .backends.kinds import (
 )
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .rules import DEFAULT_TARGETS, check
+from .rules import DEFAULT_TARGETS, MEMORY_RULES, check
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, parse, read_file
 
@@ -317,14 +317,19 @@ def _in_calls(first: Call) -> list[Diagnostic]:
     return list(found.values())
 
 
-def compile_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> tuple[Plan | None, Checked]:
+def compile_file(
+    path: str | Path, targets: Collection[str] = DEFAULT_TARGETS, *, must_fit: bool = True
+) -> tuple[Plan | None, Checked]:
     """The plan of a spec, checked for these targets, or None when it has errors.
+
+    Without `must_fit`, what is too large for its accelerator has a plan nevertheless: to be looked at.
 
     Raises:
         SourceError: the file cannot be read.
     """
     checked = check_file(path, targets)
-    if not checked.valid:
+    errors = [one for one in checked.diagnostics if one.is_error]
+    if any(must_fit or one.code not in MEMORY_RULES for one in errors):
         return None, checked
     assert checked.document is not None
     assert checked.resolution is not None

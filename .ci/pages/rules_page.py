@@ -17,7 +17,7 @@ rules themselves; `parcompile explain CODE` shows the same in a terminal.
 An **error** stops the compiler, a **warning** names something that is probably not meant, a **remark** (info) says what
 was inferred, rewritten or has no effect. A rule that concerns *all* is true of any run; the others hold for the backend
 that they name, and those of Megatron-LM fire only with `--target megatron`.
-Examples are parts of a spec, laid over one of llama-3-8b on a node of eight H100s.
+Examples are parts of a spec, laid over one of llama-3-8b on a node of eight H200s.
 """
 
 

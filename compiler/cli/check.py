@@ -28,7 +28,7 @@ from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
 from .main import SPEC_HAS_ERRORS, USAGE
-from .targets import chosen_targets, target_option
+from .targets import chosen_targets, no_estimate_option, target_option
 
 _ROUNDS = 100
 
@@ -72,6 +72,7 @@ class _Run:
 @click.option("--warnings-as-errors", is_flag=True, help="Fail on warnings.")
 @click.option("--fix", is_flag=True, help="Apply the fixes that are safe, keeping the file's formatting.")
 @click.option("--unsafe-fixes", is_flag=True, help="Apply also those that change numerics or cost.")
+@no_estimate_option("Do not check whether the estimated peak of memory fits.")
 @click.option("-v", "--verbose", is_flag=True, help="Print remarks in full, with their places.")
 @click.option("--show-values", is_flag=True, help="Show each resolved value and where it comes from (text, json).")
 def command(
@@ -88,6 +89,7 @@ def command(
     warnings_as_errors: bool,
     fix: bool,
     unsafe_fixes: bool,
+    no_estimate: bool,
     verbose: bool,
     show_values: bool,
 ) -> None:
@@ -102,7 +104,8 @@ def command(
     chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
     mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
     asked = _asked(deepspeed_version, used_with)
-    run = _checked(_expanded(specs), rule_targets(chosen_targets(targets)), kind, mending, asked)
+    wanted = rule_targets(chosen_targets(targets), estimate=not no_estimate)
+    run = _checked(_expanded(specs), wanted, kind, mending, asked)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values, folded=not verbose)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):

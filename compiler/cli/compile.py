@@ -19,7 +19,7 @@ from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
-from .targets import chosen_targets, target_option
+from .targets import chosen_targets, no_estimate_option, target_option
 
 
 @click.command("compile")
@@ -34,22 +34,30 @@ from .targets import chosen_targets, target_option
 @click.option(
     "--check", is_flag=True, help="Write nothing. Exit with 1 and a diff when the files in the folder are out of date."
 )
+@no_estimate_option("Do not estimate the peak of memory, and write plans that may not fit.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 @click.option("-v", "--verbose", is_flag=True, help="Print remarks in full, with their places.")
 def command(
-    spec: str, output: Path | None, targets: tuple[str, ...], *, check: bool, quiet: bool, verbose: bool
+    spec: str,
+    output: Path | None,
+    targets: tuple[str, ...],
+    *,
+    check: bool,
+    no_estimate: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Compile a spec into a plan and its launch files.
 
     SPEC is a spec file, a plan (to write it for other targets), or - for standard input. The spec is checked first.
-    When it has an error, nothing is written. --check compares the folder with the targets that were written before,
-    unless --target names others.
+    When it has an error, nothing is written; that its estimated peak of memory does not fit is one. --check compares
+    the folder with the targets that were written before, unless --target names others.
     """
     if check and output is None:
         raise click.UsageError("--check needs the folder to compare with: add -o DIR")
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
-        plan, checked = compile_file(spec, rule_targets(targets))
+        plan, checked = compile_file(spec, rule_targets(targets, estimate=not no_estimate))
         if plan is not None and is_plan(spec):
             # Compiled already: its identity stays.
             plan = load_plan(spec)
@@ -64,7 +72,7 @@ def command(
         return
     written = _write(plan, output, targets) if output else []
     if not quiet:
-        click.echo(writable(sys.stdout, summary(plan, Style.of(sys.stdout).width)))
+        click.echo(writable(sys.stdout, summary(plan, Style.of(sys.stdout).width, estimate=not no_estimate)))
         _print_losses(plan, targets)
         for file in written:
             click.echo(f"wrote {file}")

@@ -21,8 +21,9 @@ from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file, is_plan, whole_spec
 from parcompile.plan import Plan, PlanError, compile_plan, load_plan
+from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
-from parcompile.searching.variant import MEMORY_RULE, changed, variant
+from parcompile.searching.variant import changed, variant
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
@@ -122,7 +123,7 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
 
 def _ignored(one: Diagnostic, memory: bool, open_: bool) -> bool:
     """Whether an error does not stop: too little memory is what an estimate says, open layouts what a search closes."""
-    if memory and one.code == MEMORY_RULE:
+    if memory and one.code in MEMORY_RULES:
         return True
     # Syntax and schema errors (J, K) stop everything.
     return open_ and one.code[:1] not in ("J", "K")

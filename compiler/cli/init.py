@@ -15,6 +15,8 @@ from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, presets
 from parcompile.searching.first import first_spec, sequence_length_of
 
+from .targets import no_estimate_option
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -32,6 +34,7 @@ class Chosen:
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
 @click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+@no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
 def command(
     model: str | None,
@@ -41,11 +44,14 @@ def command(
     accelerator: str,
     sequence_length: int | None,
     output: Path | None,
+    *,
+    no_estimate: bool,
 ) -> None:
     """Write a first spec for a model and a cluster.
 
-    Chooses the smallest pp, then the smallest tp, for which the weights and the optimizer state fit and every rule
-    passes, and says why. In a terminal, without --model and --hf-config, it asks for the values.
+    Chooses the smallest pp, then the smallest tp, whose estimated peak of memory fits with 90 % and which every rule
+    allows, with full recomputation where that is faster, and says why. If none fits, it says what would. In a terminal,
+    without --model and --hf-config, it asks for the values.
     """
     if model is None and hf_config is None:
         if not sys.stdin.isatty():
@@ -59,7 +65,7 @@ def command(
     if sequence_length is None:
         sequence_length = sequence_length_of(chosen.config)
     cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-    text, reason = made_spec(chosen, cluster, sequence_length, folder)
+    text, reason = made_spec(chosen, cluster, sequence_length, folder, estimate=not no_estimate)
     if output is None:
         click.echo(text, nl=False)
         click.echo(reason, err=True)
@@ -115,7 +121,13 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
 
 
 def made_spec(
-    chosen: Chosen, cluster: dict[str, Any], length: int, folder: Path, precision: str = "bf16"
+    chosen: Chosen,
+    cluster: dict[str, Any],
+    length: int,
+    folder: Path,
+    precision: str = "bf16",
+    *,
+    estimate: bool = True,
 ) -> tuple[str, str]:
     """The text of a first spec, and why its layout was chosen.
 
@@ -124,15 +136,14 @@ def made_spec(
         ClickException: no layout was found.
     """
     try:
-        found = first_spec(chosen.name, chosen.section, cluster, length, folder, precision)
+        found = first_spec(chosen.name, chosen.section, cluster, length, folder, precision, estimate=estimate)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if found.spec is None:
-        last = (
-            f"; the last layout failed with [{found.errors[0].code}] {found.errors[0].message}" if found.errors else ""
-        )
-        raise click.ClickException(
+        lines = [
             f"no tp and pp fit {chosen.name} on {cluster['nodes']} · {cluster['gpus_per_node']} "
-            f"{cluster['accelerator']}: add nodes{last}"
-        )
+            f"{cluster['accelerator']}: {found.reason}"
+        ]
+        lines += ["what would fit:", *(f"  {one}" for one in found.remedies)] if found.remedies else []
+        raise click.ClickException("\n".join(lines))
     return json.dumps(found.spec, indent=2, ensure_ascii=False) + "\n", found.reason

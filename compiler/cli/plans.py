@@ -25,7 +25,7 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
     try:
         if is_plan(path):
             return load_plan(path), None
-        plan, checked = compile_file(path)
+        plan, checked = compile_file(path, must_fit=False)
     except (PlanError, SourceError) as error:
         raise click.ClickException(str(error)) from None
     if plan is None:

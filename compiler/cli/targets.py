@@ -18,6 +18,11 @@ def target_option(said: str) -> Callable[[Any], Any]:
     )
 
 
+def no_estimate_option(said: str) -> Callable[[Any], Any]:
+    """The option that leaves estimates out; `said` is its help."""
+    return click.option("--no-estimate", is_flag=True, help=said)
+
+
 def chosen_targets(names: Sequence[str]) -> tuple[str, ...]:
     """The targets that are meant.
 

@@ -16,7 +16,7 @@ from parcompile.units import GIB
 
 from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
-from .footprint import Footprint, applied, footprint, layout_class, memory_values, peak_bytes
+from .footprint import applied, footprint, is_safe, layout_class, memory_values, peak_bytes
 from .measurements import Measurement
 from .memory_terms import memory_terms
 from .step import step_seconds, step_terms, timing
@@ -41,9 +41,6 @@ TRANSFER = 1.04
 TIE = 1.08
 """Layouts whose predictions differ by less than the mean error of a prediction cannot be told apart: the simpler one is
 chosen."""
-
-SAFE = 0.9
-"""A layout is chosen when it fits with at least this probability."""
 
 INFINIBAND: Mapping[str, float] = {"network_link": 0.8, "network_ports": 1.0, "network_scale": 0.0}
 """Prior for networks with a rail for each rank, whose rings do not slow down with the number of nodes."""
@@ -223,8 +220,8 @@ def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
                 found = footprint(one.work, fitted.memory)
                 low, high = found.interval_bytes
                 memory.append((found.peak.total_bytes / one.peak_bytes - 1, low <= one.peak_bytes <= high))
-                fits.append(found.fits)
-        fits += [not footprint(one.work, fitted.memory).fits for one in crashed_of_memory(rows)]
+                fits.append(found.fits is not False)
+        fits += [footprint(one.work, fitted.memory).fits is False for one in crashed_of_memory(rows)]
     time: list[tuple[float, bool]] = []
     if fitted.time is not None:
         for one in usable(rows):
@@ -266,11 +263,6 @@ def picked(members: Sequence[Measurement], fitted: CoefficientSet) -> Measuremen
         return None
     close = [one for one in fitting if seconds[id(one)] <= TIE * min(seconds.values())]
     return min(close, key=lambda one: (simplicity(one.work), seconds[id(one)]))
-
-
-def is_safe(found: Footprint) -> bool:
-    """Whether a layout fits with the probability that a choice asks for."""
-    return found.probability is None or found.probability >= SAFE
 
 
 def simplicity(work: Workload) -> tuple[int, ...]:

@@ -29,6 +29,12 @@ COUNTED = {
 """For the runtime, whose memory is counted and not fitted: of the coefficients only the framework's base is left."""
 
 
+SAFE = 0.9
+"""A layout is chosen when it fits with at least this probability; below it, a spec is warned of."""
+HOPELESS = 0.05
+"""Below this probability a layout is refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Peak bytes of the ranks of one stage; `rank` is the first of them."""
@@ -71,9 +77,9 @@ class Footprint:
         return max(self.stages, key=lambda one: one.total_bytes)
 
     @property
-    def fits(self) -> bool:
-        """Whether the prediction is within the limit; always, where no limit is known."""
-        return self.limit_bytes is None or self.peak.total_bytes <= self.limit_bytes
+    def fits(self) -> bool | None:
+        """Whether the prediction is within the limit; None where no limit is known."""
+        return None if self.limit_bytes is None else self.peak.total_bytes <= self.limit_bytes
 
 
 def stage_components(work: Workload, terms: StageTerms, values: Mapping[str, float]) -> dict[str, float]:
@@ -150,7 +156,7 @@ def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
     fullest = max(stages, key=lambda one: one.total_bytes)
     peak, interval = fullest.total_bytes, stage_interval(work, fullest, fitted)
     device = work.machine.memory_bytes
-    if device is None:
+    if device is None or not work.names_machine:
         return Footprint(stages, interval, None, None)
     limit = usable_bytes(device, fitted)
     return Footprint(stages, interval, limit, fit_probability(peak, interval, limit))
@@ -169,6 +175,11 @@ def stage_interval(work: Workload, stage: RankMemory, fit: Fit | None = None) ->
 H100_MIB = 81559
 CONTEXT_BYTES = 0.5 * GIB
 """Memory that CUDA takes before anything is allocated: 0.3 to 0.5 GiB, as nvidia-smi shows of an empty process."""
+
+
+def is_safe(found: Footprint) -> bool:
+    """Whether a layout fits with the probability that a choice asks for."""
+    return found.probability is None or found.probability >= SAFE
 
 
 def usable_bytes(device_bytes: int, fit: Fit) -> float:

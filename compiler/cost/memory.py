@@ -15,7 +15,9 @@ LARGEST_BUCKET = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes that a rank of one stage holds, as DeepSpeed's ZeRO-1 engine allocates them.
+    """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them at ZeRO stage 0 and 1.
+
+    Stages 2 and 3 are the same arithmetic: they shard gradients, stage 3 also weights, like the optimizer state.
 
     Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master
     weights and two fp32 moments of its shard of the padded group.
@@ -59,8 +61,8 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
         numel=numel,
         padded_numel=padded,
         shard_numel=shard,
-        weight_bytes=padded * width,
-        gradient_bytes=gradients,
+        weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
+        gradient_bytes=shard * sum_width if work.zero_stage >= 2 else gradients,
         master_bytes=shard * MASTER_BYTES,
         optimizer_bytes=shard * ADAM_STATE_BYTES,
         bucket_bytes=bucket,

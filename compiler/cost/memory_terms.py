@@ -9,7 +9,7 @@ from parcompile.layout.stages import Stage
 
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
-from .memory import LARGEST_BUCKET, keeps_both_gradients
+from .memory import LARGEST_BUCKET, keeps_both_gradients, static_memory
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -101,7 +101,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             StageTerms(
                 index,
                 numel,
-                *_static(work, numel),
+                *_static(work, stage, numel),
                 bucket * work.element_bytes,
                 kept["stream"],
                 kept["attention"],
@@ -176,17 +176,15 @@ def _loss_chunk_bytes(work: Workload, logits: float) -> float:
     return 4 * min(logits, LOSS_CHUNK_ELEMENTS) if work.framework == "deepspeed" else 0.0
 
 
-def _static(work: Workload, numel: int) -> tuple[float, float, float, float]:
+def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
     """Weights, gradients, master weights and optimizer state in bytes."""
-    shards = work.shards if work.zero_stage >= 1 else 1
-    padded = padded_numel(numel, shards) if work.framework == "deepspeed" else numel
-    weights, gradients = padded * work.element_bytes, numel * work.gradient_bytes
-    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
-        gradients = padded * work.gradient_bytes + numel * work.element_bytes
-    shard = padded / shards
+    if work.framework == "deepspeed":
+        held = static_memory(work, stage)
+        return held.weight_bytes, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
+    shard = numel / (work.shards if work.zero_stage >= 1 else 1)
     return (
-        weights / (work.shards if work.zero_stage >= 3 else 1),
-        gradients / (work.shards if work.zero_stage >= 2 else 1),
+        numel * work.element_bytes / (work.shards if work.zero_stage >= 3 else 1),
+        numel * work.gradient_bytes / (work.shards if work.zero_stage >= 2 else 1),
         shard * MASTER_BYTES,
         shard * ADAM_STATE_BYTES,
     )

@@ -10,8 +10,11 @@ from parcompile.units import format_bytes, format_seconds
 
 from .estimate import Estimate
 from .flops import CONVENTION
+from .footprint import Footprint
+from .workload import Workload
 
 _PLAIN = Style()
+_COLOURS = {True: "1;32", False: "1;31", None: "1;33"}
 MARKS = "█▓▒░#=+-"
 PLAIN_MARKS = "#=*+-o.:"
 BAR_WIDTH = 48
@@ -37,7 +40,6 @@ def headed(rows: list[str], style: Style) -> list[str]:
 
 def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     work, memory, time = found.work, found.memory, found.time
-    peak = memory.peak
     sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
     yield (
         "layout",
@@ -45,19 +47,10 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
         f"{', sequence parallel' if work.sequence_parallel else ''}",
     )
     yield "parameters", f"{found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank"
-    low, high = map(format_bytes, memory.interval_bytes)
-    yield (
-        "memory",
-        f"{format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}), "
-        f"90 % interval {low} to {high}; the largest part is {peak.largest}",
-    )
-    if memory.limit_bytes is not None and memory.probability is not None:
-        verdict = style.paint("fits", "1;32") if memory.fits else style.paint("does not fit", "1;31")
-        yield (
-            "",
-            f"{verdict} into {format_bytes(memory.limit_bytes)} usable of {work.machine.name} with probability "
-            f"{memory.probability:.0%}",
-        )
+    yield "memory", peak_text(memory)
+    verdict = fit_text(work, memory)
+    if verdict:
+        yield "", style.paint(verdict, _COLOURS[memory.fits])
     step, (fast, slow) = time.step, map(format_seconds, time.interval_seconds)
     yield "step", f"{format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; {work.tokens_per_step:,} tokens"
     yield "throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}"
@@ -68,6 +61,28 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
             "budget",
             f"{found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, {found.budget.days:.2f} days{price}",
         )
+
+
+def peak_text(memory: Footprint) -> str:
+    """The fullest rank, its interval and its largest part."""
+    peak = memory.peak
+    low, high = (format_bytes(size, peak.total_bytes) for size in memory.interval_bytes)
+    return (
+        f"{format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}), 90 % interval {low} to {high}; "
+        f"the largest part is {peak.largest}"
+    )
+
+
+def fit_text(work: Workload, memory: Footprint) -> str:
+    """Whether it fits into what is usable, and how likely; nothing where the host's memory decides."""
+    if not work.names_machine:
+        return "no accelerator is named: whether it fits is not checked"
+    if memory.limit_bytes is None or memory.probability is None:
+        return ""
+    limit = format_bytes(memory.limit_bytes)
+    if memory.fits:
+        return f"fits into {limit} usable of {work.machine.name} with probability {memory.probability:.0%}"
+    return f"does not fit into {limit} usable of {work.machine.name}: probability {memory.probability:.0%}"
 
 
 def memory_rows(components: Mapping[str, float]) -> list[str]:

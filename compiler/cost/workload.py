@@ -81,6 +81,8 @@ class Workload:
     framework: str = "deepspeed"
     preset: Accelerator | None = None
     """A measured machine, which `accelerator` then only resembles."""
+    names_machine: bool = True
+    """Whether anybody said what machine it is; otherwise nothing is claimed of what fits into its memory."""
 
     @property
     def machine(self) -> Accelerator:

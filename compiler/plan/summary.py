@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from parcompile.cost.context_time import choices
+from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
+from parcompile.cost.table import fit_text, peak_text
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters.style import hanging
 from parcompile.layout.grid import Axis
 from parcompile.spec.workload import workload_of
@@ -12,9 +15,10 @@ from parcompile.units import format_bytes, format_milliseconds
 from .plan import Plan
 
 
-def summary(plan: Plan, width: int = 80) -> str:
-    """What the plan does and costs, for a terminal of `width` columns."""
-    spec, memory = plan.spec, static_memory(workload_of(plan.spec))
+def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
+    """What the plan does and costs, for a terminal of `width` columns; without `estimate`, what is exact of it."""
+    spec, work = plan.spec, workload_of(plan.spec)
+    memory = static_memory(work)
     axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.PP, Axis.DP))
     training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel
@@ -35,7 +39,8 @@ def summary(plan: Plan, width: int = 80) -> str:
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
         ),
         **_context(plan),
-        "memory": (f"{format_bytes(memory.total_bytes)} on each rank, without activations: " + ", ".join(parts)),
+        **(_peak(work) if estimate else {}),
+        "static": f"{format_bytes(memory.total_bytes)} on each rank, without activations: {', '.join(parts)}",
         "runtime": "executes this plan"
         if not plan.refusals
         else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),
@@ -43,6 +48,13 @@ def summary(plan: Plan, width: int = 80) -> str:
     }
     column = max(map(len, rows))
     return "\n".join(hanging(f"{name:<{column}}  ", text, width) for name, text in {"plan": spec.name, **rows}.items())
+
+
+def _peak(work: Workload) -> dict[str, str]:
+    """The estimated peak, and whether it fits."""
+    found = footprint(work)
+    verdict = fit_text(work, found)
+    return {"memory": f"{peak_text(found)}{'; ' if verdict else ''}{verdict}"}
 
 
 def _context(plan: Plan) -> dict[str, str]:

@@ -1,5 +1,27 @@
 """The semantic rules: what a layout must satisfy. One small function per rule, registered with its page."""
 
-from .registry import CONCERNED, DEFAULT_TARGETS, Finding, Rule, all_rules, check, rule, rule_targets
+from .registry import (
+    CONCERNED,
+    DEFAULT_TARGETS,
+    ESTIMATE,
+    MEMORY_RULES,
+    Finding,
+    Rule,
+    all_rules,
+    check,
+    rule,
+    rule_targets,
+)
 
-__all__ = ["CONCERNED", "DEFAULT_TARGETS", "Finding", "Rule", "all_rules", "check", "rule", "rule_targets"]
+__all__ = [
+    "CONCERNED",
+    "DEFAULT_TARGETS",
+    "ESTIMATE",
+    "MEMORY_RULES",
+    "Finding",
+    "Rule",
+    "all_rules",
+    "check",
+    "rule",
+    "rule_targets",
+]

@@ -8,13 +8,12 @@ from parcompile.cost.memory import static_memory
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.suggest import closest
 from parcompile.layout.grid import Axis
-from parcompile.layout.tensor import SplitError
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import PresetError, is_preset_file
-from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.resolve import Resolution
 from parcompile.units import format_bytes
 
+from .h_fit import as_fix, changes, exceeds_device, workload
 from .places import also, model_path
 from .registry import Finding, rule
 
@@ -23,23 +22,23 @@ from .registry import Finding, rule
     "H001",
     "weights, gradients and optimizer do not fit",
     """What is held for the whole run (weights, gradients, fp32 master weights, optimizer state, the reduce bucket)
-    has to be smaller than the accelerator's memory; activations come on top. Counted for ZeRO stage 0 and 1, where it
-    is exact.""",
+    has to be smaller than the accelerator's memory; activations come on top (H004). Counted for ZeRO stage 0 and 1,
+    where it is exact. The fixes are the smallest changes that fit with activations, as estimated.""",
     wrong={"model": {"preset": "llama-3-70b"}},
-    right={"model": {"preset": "llama-3-70b"}, "parallelism": {"tp": 8}, "cluster": {"nodes": 8}},
+    right={
+        "model": {"preset": "llama-3-70b"},
+        "cluster": {"nodes": 8},
+        "parallelism": {"tp": 8},
+        "training": {"activation_checkpointing": "full"},
+    },
     sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
 )
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the static bytes of the fullest rank exceed the device's memory."""
-    machine, stage = spec.cluster.preset or accelerators().get(spec.cluster.accelerator), spec.zero_stage
-    device = None if machine is None else machine.memory_bytes
-    if machine is None or device is None or stage > 1 or spec.shape.num_attention_heads % spec.axis(Axis.TP):
+    work = workload(spec)
+    if not exceeds_device(work):
         return
-    try:
-        memory = static_memory(workload_of(spec.spec()))
-    except (SplitError, ValueError):
-        # The layout cannot be cut as written, which other rules say.
-        raise Unavailable("memory") from None
+    memory, device = static_memory(work), work.machine.memory_bytes or 0
     parts = {
         "weights": memory.weight_bytes,
         "gradients": memory.gradient_bytes,
@@ -47,17 +46,16 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
         "optimizer state": memory.optimizer_bytes,
         "reduce bucket": memory.bucket_bytes,
     }
-    if memory.total_bytes <= device:
-        return
     largest = max(parts, key=lambda name: parts[name])
     terms = " + ".join(f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in parts.items())
     shards = spec.axis(Axis.DP) * spec.axis(Axis.CP)
     yield Finding(
-        f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {machine.name}, without "
+        f"{terms} = {format_bytes(memory.total_bytes)} > {format_bytes(device)} of {work.machine.name}, without "
         f"activations; the largest part is {largest}",
         model_path(spec, "hidden_size"),
         help=f"raise tp (now {spec.axis(Axis.TP)}) or pp (now {spec.axis(Axis.PP)}): both shrink everything; at ZeRO "
         f"stage 1 a larger dp · cp (now {shards}) shrinks the fp32 master weights and the optimizer state",
+        fixes=tuple(as_fix(spec, one) for one in changes(spec, work)),
         related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
     )
 

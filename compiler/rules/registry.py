@@ -14,14 +14,22 @@ from typing import Any
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.spec.resolve import Resolution, Unavailable
 
-CONCERNED = ("deepspeed", "runtime", "megatron")
+ESTIMATE = "estimate"
+"""What rules concern that judge by a prediction: who wants no estimates goes without them."""
+CONCERNED = ("deepspeed", "runtime", "megatron", ESTIMATE)
 """What a rule may concern. A rule that concerns one of them fires only when the plan is meant for it."""
-DEFAULT_TARGETS = ("deepspeed", "runtime")
+DEFAULT_TARGETS = ("deepspeed", "runtime", ESTIMATE)
+
+PEAK_RULE = "H004"
+"""Code of the rule that judges by the estimated peak."""
+MEMORY_RULES = ("H001", PEAK_RULE)
+"""Codes that say that a layout does not fit: who asks for an estimate learns it there."""
 
 
-def rule_targets(targets: Collection[str]) -> tuple[str, ...]:
+def rule_targets(targets: Collection[str], *, estimate: bool = True) -> tuple[str, ...]:
     """What the rules are asked for when files of these targets are wanted: every plan runs, some have rules beside."""
-    return (*DEFAULT_TARGETS, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
+    found = (*DEFAULT_TARGETS, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
+    return found if estimate else tuple(one for one in found if one != ESTIMATE)
 
 
 @dataclass(frozen=True, slots=True)

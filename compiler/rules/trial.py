@@ -1,4 +1,8 @@
-"""Tries fixes before they are offered: one that does not remove its diagnostic, or that adds an error, is none."""
+"""Tries fixes before they are offered: one that does not remove its diagnostic, or that adds an error, is none.
+
+That what is mended turns out too large for its accelerator is no fault of the fix: it works, but comes behind those
+after which the run fits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from dataclasses import replace
 from parcompile.diagnostics import Diagnostic, Fix, Path, Replacement
 from parcompile.text import Document
 from parcompile.text.edits import EditError, apply_edit
+
+from .registry import PEAK_RULE
 
 Recheck = Callable[[Document], Sequence[Diagnostic]]
 """Everything that is wrong with a document."""
@@ -36,6 +42,7 @@ def tried(diagnostics: Iterable[Diagnostic], document: Document, recheck: Rechec
 
 def _working(one: Diagnostic, errors: Counter[tuple[str, Path]], document: Document, recheck: Recheck) -> list[Fix]:
     working: list[Fix] = []
+    too_large: list[Fix] = []
     for fix in one.fixes:
         if len(working) == MOST_OFFERED:
             break
@@ -50,7 +57,10 @@ def _working(one: Diagnostic, errors: Counter[tuple[str, Path]], document: Docum
         added = Counter(_identity(other) for other in after if other.is_error) - errors
         if gone and not added:
             working.append(replace(fix, replacement=_replacement(document, changed)))
-    return working
+        elif gone and all(code == PEAK_RULE for code, _ in added):
+            # Nobody could tell what memory it takes before: what is too large comes last.
+            too_large.append(replace(fix, replacement=_replacement(document, changed)))
+    return [*working, *too_large][:MOST_OFFERED]
 
 
 def _replacement(before: Document, after: Document) -> Replacement:

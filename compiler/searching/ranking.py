@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.cost.calibration import SAFE, TIE, simplicity
+from parcompile.cost.calibration import TIE, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
-from parcompile.cost.footprint import Footprint, footprint
+from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 from parcompile.units import format_bytes, format_seconds
 
@@ -43,7 +43,7 @@ class Ranked:
     @property
     def is_safe(self) -> bool:
         """Whether it fits with the probability that a choice asks for."""
-        return self.memory.probability is None or self.memory.probability >= SAFE
+        return is_safe(self.memory)
 
 
 @dataclass(frozen=True, slots=True)

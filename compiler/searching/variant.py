@@ -14,14 +14,22 @@ from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import AXES, Axis
 from parcompile.plan.compile import REFUSAL_PREFIX
-from parcompile.rules import DEFAULT_TARGETS, Rule, all_rules
+from parcompile.rules import DEFAULT_TARGETS, MEMORY_RULES, Rule, all_rules
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 
+CUT_KEYS = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""What says how the layers are cut into stages."""
 _CP = ("cp_implementation", "hierarchical_cp_sizes")
 
 SECTIONS: Mapping[str, str] = {
-    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout", *_CP), "parallelism"),
+    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout", *_CP, *CUT_KEYS), "parallelism"),
     "micro_batch_size": "training",
     "global_batch_size": "training",
     "sequence_length": "training",
@@ -34,9 +42,6 @@ SECTIONS: Mapping[str, str] = {
     "stage": "zero",
 }
 """What may be replaced, and the section of the spec in which it stands."""
-
-MEMORY_RULE = "H001"
-"""Says that static memory alone does not fit: the estimate says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,6 @@ def _deciding(executable: bool) -> tuple[Rule, ...]:
         rule
         for rule in all_rules()
         if rule.concerns(DEFAULT_TARGETS)
-        and rule.code != MEMORY_RULE
+        and rule.code not in MEMORY_RULES
         and (rule.severity is Severity.ERROR or (executable and rule.code.startswith(REFUSAL_PREFIX)))
     )

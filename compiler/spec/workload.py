@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from parcompile.cost.workload import Workload
 
-from .values import Spec
+from .values import Origin, Spec
 
 
 def workload_of(spec: Spec) -> Workload:
     """The step of a resolved spec, as the DeepSpeed runtime executes it."""
     axes, training = spec.parallelism, spec.training
+    machine = spec.provenance.get("cluster.accelerator")
     return Workload(
         shape=spec.model.shape,
         nodes=spec.cluster.nodes,
@@ -38,4 +39,5 @@ def workload_of(spec: Spec) -> Workload:
         balances_experts=bool(spec.model.hf_config.get("output_router_logits")),
         stage_layers=spec.stages,
         preset=spec.cluster.preset,
+        names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
     )

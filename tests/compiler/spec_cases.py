@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parcompile.rules import DEFAULT_TARGETS
+from parcompile.rules import DEFAULT_TARGETS, ESTIMATE
 
 FOLDER = Path(__file__).parent.parent / "specs"
 
@@ -36,4 +36,11 @@ def cases(folder: str) -> Iterator[Case]:
             continue
         tree = json.loads(file.with_name(f"{file.stem}.expected.json").read_text(encoding="utf-8"))
         found = [(one["code"], one["line"], one["column"]) for one in tree["diagnostics"]]
-        yield Case(file, tuple(tree.get("targets", DEFAULT_TARGETS)), found)
+        yield Case(file, tuple(tree.get("targets", _targets(file))), found)
+
+
+def _targets(file: Path) -> tuple[str, ...]:
+    """What a case is checked for: whether its run fits only where it is about that, since few are of a real size."""
+    if file.name.split("-")[0] in ("H004", "H005"):
+        return DEFAULT_TARGETS
+    return tuple(one for one in DEFAULT_TARGETS if one != ESTIMATE)

@@ -18,7 +18,7 @@ def llama() -> dict[str, Any]:
     return {
         "version": 1,
         "model": {"preset": "llama-3-8b"},
-        "cluster": {"gpus_per_node": 8, "accelerator": "h100-sxm"},
+        "cluster": {"gpus_per_node": 8, "accelerator": "h200"},
         "training": {"sequence_length": 8192, "global_batch_size": 64},
     }
 

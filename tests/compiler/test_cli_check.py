@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "rules.md"
 GOOD = """{
   "version": 1,
   "model": {"preset": "llama-3-8b"},
-  "cluster": {"gpus_per_node": 8},
+  "cluster": {"gpus_per_node": 8, "accelerator": "h200"},
   "parallelism": {"tp": 2, "dp": 4},
   "training": {"sequence_length": 8192, "global_batch_size": 64,
     "micro_batch_size": 1, "gradient_accumulation_steps": 16}
@@ -260,7 +260,7 @@ def test_names_with_a_nul_byte_are_findings(run: Any, part: str) -> None:
 
 
 def test_a_machine_named_with_a_nul_byte_cannot_be_read(run: Any) -> None:
-    text = GOOD.replace('"gpus_per_node": 8', '"gpus_per_node": 8, "accelerator": "\\u0000.json"')
+    text = GOOD.replace('"h200"', '"\\u0000.json"')
     Path("nul.json").write_text(text, encoding="utf-8")
     found = run("check", "nul.json", "--format", "json")
     assert found.code == 1

@@ -97,7 +97,7 @@ def test_other_files_are_no_arguments(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["W001-tp-2-of-8", "C001-zigzag-8184", "P004-fp32-sums"])
 def test_emitted_arguments_pass(name: str, tmp_path: Path) -> None:
-    plan, _ = compile_file(Path(__file__).parents[1] / "specs" / "positive" / f"{name}.json")
+    plan, _ = compile_file(Path(__file__).parents[1] / "specs" / "positive" / f"{name}.json", must_fit=False)
     assert plan is not None
     text = " \\\n".join(megatron.as_list(megatron.arguments(plan)))
     done = checked(f"python pretrain_gpt.py {text}\n", tmp_path / "train.sh")

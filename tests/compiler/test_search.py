@@ -13,9 +13,9 @@ import pytest
 from layout_cases import spec_tree
 
 from parcompile.cli import main
-from parcompile.cost.calibration import SAFE, TIE
+from parcompile.cost.calibration import TIE
 from parcompile.cost.context_time import EQUAL
-from parcompile.cost.footprint import footprint
+from parcompile.cost.footprint import SAFE, footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes

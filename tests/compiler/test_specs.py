@@ -33,7 +33,7 @@ def test_negative_gives_exactly_its_findings(case: Case) -> None:
 
 @pytest.mark.parametrize("case", POSITIVE, ids=lambda case: case.id)
 def test_positive_compiles_with_exactly_its_remarks(case: Case) -> None:
-    plan, checked = compile_file(case.file)
+    plan, checked = compile_file(case.file, case.targets)
     assert found(checked) == case.expected
     assert plan is not None
     assert plan_from_tree(plan_tree(plan)).plan_hash == plan.plan_hash
@@ -69,7 +69,7 @@ def test_every_fix_removes_its_finding_and_adds_no_error(case: Case) -> None:
 def test_fixes_are_offered_for_most_errors() -> None:
     fixable = {one.code for case in NEGATIVE for one in check_file(case.file, case.targets).diagnostics if one.fixes}
     errors = {rule.code for rule in all_rules() if rule.severity is Severity.ERROR}
-    assert errors - fixable == {"H001"}  # what to give up when memory is short is a choice among layouts
+    assert errors <= fixable
 
 
 def test_a_conflict_shows_both_places() -> None:

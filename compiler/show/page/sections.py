@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
+from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
+from parcompile.cost.table import fit_text
 from parcompile.diagnostics import Diagnostic, Severity, format_path
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
@@ -18,18 +20,20 @@ from parcompile.units import format_bytes, format_seconds
 
 from .html import Html, folded, joined, table, tag
 
+_PEAK = "Peak memory"
+
 
 def tiles(subject: Subject) -> Html:
     """The figures that a reader looks for first."""
     plan, found = subject.plan, subject.estimate
     low, high = found.time.interval_seconds
     memory = found.memory
-    chance = "" if memory.probability is None else f"fits with probability {memory.probability:.0%}"
+    chance = fit_text(found.work, memory)
     mesh = " × ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in DENSE_AXES)
     static = max(stage.static_bytes for stage in memory.stages)
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),
-        ("Peak memory", format_bytes(memory.peak.total_bytes), chance),
+        (_PEAK, format_bytes(memory.peak.total_bytes), chance),
         ("Exact part of it", format_bytes(static), f"{max(found.parameters.by_stage):,} parameters on a rank"),
         (
             "Step",
@@ -41,9 +45,24 @@ def tiles(subject: Subject) -> Html:
     ]
     return tag(
         "dl",
-        *(tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", note))) for name, value, note in entries),
+        *(
+            tag(
+                "div",
+                tag("dt", name),
+                tag("dd", tag("b", value), tag("span", note)),
+                class_=_verdict(memory) if name == _PEAK else None,
+            )
+            for name, value, note in entries
+        ),
         class_="tiles",
     )
+
+
+def _verdict(memory: Footprint) -> str | None:
+    """The class of the tile of memory, as severe as the rule that speaks of it."""
+    if is_safe(memory):
+        return None
+    return "bad" if (memory.probability or 0.0) < HOPELESS else "warn"
 
 
 def figures(subject: Subject) -> tuple[Html, list[Picture]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parcompile.cost.footprint import RankMemory, stage_interval
-from parcompile.cost.table import memory_bars, memory_rows
+from parcompile.cost.table import fit_text, memory_bars, memory_rows
 from parcompile.units import GIB, format_bytes
 
 from .shapes import SMALL, Box, Line, Picture, Sketch, Text, text_width, ticks
@@ -82,9 +82,8 @@ def verdict(subject: Subject) -> str:
     memory = subject.estimate.memory
     peak, low, high = map(format_bytes, (memory.peak.total_bytes, *memory.interval_bytes))
     text = f"Peak {peak} on stage {memory.peak.stage}, 90 % interval {low} to {high}"
-    if memory.limit_bytes is None or memory.probability is None:
-        return text
-    return f"{text}; fits into {format_bytes(memory.limit_bytes)} usable with probability {memory.probability:.0%}"
+    fit = fit_text(subject.estimate.work, memory)
+    return f"{text}; {fit}" if fit else text
 
 
 def _words(peak: RankMemory) -> str:

@@ -1,0 +1,158 @@
+"""Changes of a layout after which it fits: the smallest ones, with what each costs in time.
+
+The global batch stays. Which changes the rules allow is not known here: what is found has to be checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .context_time import candidates, cheapest
+from .footprint import Footprint, footprint, is_safe
+from .step import timing
+from .workload import Workload
+
+MOST_TRIED = 400
+"""Layouts of which the memory is computed: about a tenth of a second."""
+MOST_FOUND = 6
+"""More than are shown, since the rules may refuse some."""
+ENOUGH = 4
+"""So many make last resorts needless."""
+MOST_TOGETHER = 3
+"""Values that are changed at once."""
+LARGEST_SIZE = 1024
+
+Value = int | str | bool
+
+NAMES = (
+    "activation_checkpointing",
+    "micro_batch_size",
+    "sequence_parallel",
+    "tp",
+    "pp",
+    "cp",
+    "stage",
+    "nodes",
+)
+"""What may be changed."""
+_FIELDS = {"activation_checkpointing": "recompute", "micro_batch_size": "micro_batch", "stage": "zero_stage"}
+_POWERS = (2, 4, 8, 16, 32, 64)
+_LAST_RESORTS = {"nodes": 1, "stage": 2}
+"""What has to be bought, and what the runtime does not execute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Values to set, the layout that follows, its memory, and its step beside that of the layout as it is."""
+
+    settings: Mapping[str, Value]
+    work: Workload
+    memory: Footprint
+    seconds: float
+    before_seconds: float
+
+    @property
+    def cost(self) -> float:
+        """The share by which a step takes longer; negative where it becomes shorter."""
+        return self.seconds / self.before_seconds - 1
+
+
+def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_context: bool = True) -> list[Change]:
+    """The smallest changes of `names` that fit with the probability that a choice asks for.
+
+    Of each set of names the fastest change counts, with as few nodes as possible. Fewer changed values come first, then
+    faster ones; other ZeRO stages and more nodes come last, however few values they change. With `chooses_context`, the
+    implementation of context parallelism is chosen anew, as for a spec that leaves it open.
+
+    Raises:
+        ValueError: the layout as it is cannot be cut.
+    """
+    before, tried = timing(work).step.seconds, 0
+    found: dict[frozenset[str], Change] = {}
+    for chosen in sorted(_sets(work, names), key=_rank):
+        last_resort = _rank(chosen)[0] > 0
+        if tried >= MOST_TRIED or len(found) >= (ENOUGH if last_resort else MOST_FOUND):
+            break
+        if any(known <= set(chosen) for known in found):
+            continue
+        fitting: list[Change] = []
+        for changed, settings in _changed(work, chosen):
+            tried += 1
+            # A layout that cannot be cut is none.
+            with contextlib.suppress(ValueError):
+                memory = footprint(changed)
+                if is_safe(memory):
+                    run = _with_context(changed) if chooses_context else changed
+                    fitting.append(Change(settings, run, memory, timing(run).step.seconds, before))
+        if fitting:
+            found[frozenset(chosen)] = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
+    return sorted(found.values(), key=lambda one: (*_rank(one.settings), one.seconds))
+
+
+def _with_context(work: Workload) -> Workload:
+    """The layout with the implementation of context parallelism that a spec gets which leaves it open."""
+    if work.cp == 1:
+        return work
+    possible, _ = candidates(work)
+    chosen = cheapest(work, possible).context
+    return replace(work, cp_implementation=chosen.implementation.value, cp_sizes=chosen.sizes)
+
+
+def _rank(names: Collection[str]) -> tuple[int, int]:
+    """What is tried and shown first."""
+    return sum(_LAST_RESORTS.get(name, 0) for name in names), len(names)
+
+
+def _sets(work: Workload, names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """The sets of values to change together."""
+    known = [name for name in NAMES if name in names and any(_values(work, name))]
+    for count in range(1, MOST_TOGETHER + 1):
+        yield from itertools.combinations(known, count)
+
+
+def _values(work: Workload, name: str) -> list[Value]:
+    """What a value may become; of sizes, the smaller changes first."""
+    if name == "activation_checkpointing":
+        return [] if work.recompute == "full" else ["full"]
+    if name == "sequence_parallel":
+        return [] if work.sequence_parallel else [True]
+    if name == "micro_batch_size":
+        return [size for size in range(work.micro_batch - 1, 0, -1) if work.micro_batch % size == 0]
+    if name == "stage":
+        return [stage for stage in (1, 2, 3) if stage > work.zero_stage]
+    if name == "pp" and work.virtual_stages > 1:
+        return []
+    limit = {"tp": work.gpus_per_node, "pp": work.shape.num_hidden_layers}.get(name, LARGEST_SIZE)
+    size = int(getattr(work, name))
+    factors = range(2, limit // size + 1) if name in ("tp", "pp") else _POWERS
+    return [size * factor for factor in factors if size * factor <= limit]
+
+
+def _changed(work: Workload, names: tuple[str, ...]) -> Iterator[tuple[Workload, dict[str, Value]]]:
+    """The layouts in which all of these values are others, at the same global batch."""
+    for values in itertools.product(*(_values(work, name) for name in names)):
+        settings = dict(zip(names, values, strict=True))
+        changed = _apply(work, settings)
+        if changed is not None:
+            yield changed, settings
+
+
+def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
+    """The layout with these values; None where heads, layers, tokens, ranks or the batch do not divide."""
+    fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in settings.items()}
+    tp, pp, cp, nodes = (int(fields.get(name, getattr(work, name))) for name in ("tp", "pp", "cp", "nodes"))
+    micro, batch = int(fields.get("micro_batch", work.micro_batch)), work.global_batch
+    dp, rest = divmod(nodes * work.gpus_per_node, tp * pp * cp)
+    if rest or not dp or batch % (dp * micro) or ("sequence_parallel" in fields and tp == 1):
+        return None
+    if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
+        return None
+    if "pp" in fields:
+        if work.shape.num_hidden_layers % pp:
+            return None
+        fields["stage_layers"] = None
+    return replace(work, **fields, dp=dp, micro_batches=batch // (dp * micro))
