@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.backends import conversion
 from parcompile.backends.importer import RefusedError
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import SPEC
@@ -89,9 +88,6 @@ def command(
         ("training", "precision"): precision,
     }
     answers = {path: value for path, value in given.items() if value is not None} | dict(map(_setting, settings))
-    if kind not in IMPORTERS:
-        _by_names(found.document.tree, kind, answers, output)
-        return
     try:
         importer = IMPORTERS[kind]
         result = import_tree(importer.tree(found.document), importer, answers, folder)
@@ -100,23 +96,6 @@ def command(
     _write_spec(result, output)
     click.echo(_as_json(result) if form == "json" else _account(result, file), err=True)
     if not result.complete:
-        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-
-
-def _by_names(tree: dict[str, Any], kind: str, answers: dict[SpecPath, Any], output: Path | None) -> None:
-    """Megatron-LM and gpt-neox, by a table of names."""
-    result = conversion.import_tree(tree, kind, answers)
-    text = json.dumps(result.spec, indent=2, ensure_ascii=False) + "\n"
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write_file(output, text)
-    lines = [f"carried: {len(result.carried)} of {len(result.carried) + len(result.lost)} keys"]
-    lines += [f"  {name} -> {target}" for name, target in sorted(result.carried.items())]
-    lines += [f"  {name}: {reason}" for name, reason in sorted(result.lost.items())]
-    lines += [f"missing: {'.'.join(path)}" for path in result.missing]
-    click.echo("\n".join(lines), err=True)
-    if result.missing:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 

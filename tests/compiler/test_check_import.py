@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from parcompile.backends.conversion import Imported, import_tree
-from parcompile.backends.kinds import DEEPSPEED
 from parcompile.backends.losses import effective_order
 from parcompile.backends.megatron import write as megatron
 from parcompile.cli import main
 from parcompile.pipeline import check_any, compile_file
 
 POSITIVE = Path(__file__).parents[1] / "specs" / "positive"
+
+
 NEOX = {
     "pipe-parallel-size": 1,
     "model-parallel-size": 2,
@@ -56,19 +56,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return call
 
 
-def flat(tree: Any, path: tuple[str, ...] = ()) -> set[str]:
-    found: set[str] = set()
-    for key, value in tree.items():
-        name = (*path, key.lstrip("-").replace("-", "_"))
-        found |= flat(value, name) if isinstance(value, dict) and value else {".".join(name)}
-    return found
-
-
-def accounted(result: Imported) -> set[str]:
-    assert not set(result.carried) & set(result.lost)
-    return set(result.carried) | set(result.lost)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -97,22 +84,6 @@ def test_a_script_with_exported_arguments_comes_back_as_the_same_training(name: 
     orders = [effective_order(one.spec.parallelism) for one in (again, plan)]
     assert orders[0] == orders[1]
     assert replace(again.spec.parallelism, order=plan.spec.parallelism.order) == plan.spec.parallelism
-
-
-def test_a_neox_file_is_carried_and_what_is_lost_has_a_reason(run: Any) -> None:
-    Path("neox.yml").write_text(yaml.safe_dump(NEOX), encoding="utf-8")
-    code, out, err = run("import", "neox.yml", "--gpus-per-node", "8")
-    spec = json.loads(out)
-    assert spec["model"]["model_type"] == "gpt_neox"
-    assert spec["parallelism"] == {"tp": 2, "pp": 1}
-    assert spec["training"]["micro_batch_size"] == 4
-    assert spec["zero"] == {"stage": 1}
-    assert spec["training"]["optimizer"] == {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "type": "adamw"}
-    assert "data_path: data belongs to the training script" in err
-    assert "missing: model.vocab_size" in err
-    assert code == 1
-    result = import_tree(NEOX, DEEPSPEED, {})
-    assert accounted(result) == flat(NEOX)
 
 
 def test_auto_is_asked_for(run: Any) -> None:

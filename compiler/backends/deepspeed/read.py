@@ -11,11 +11,8 @@ from typing import Any
 
 from parcompile.backends.importer import Importer
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
-from parcompile.schema import load
 
-from . import facts
-from .table import find
-from .versions import newest
+from . import facts, further
 from .write import ds_config
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
@@ -50,7 +47,8 @@ def read(source: Source, draft: Draft) -> None:
     _schedule(source, draft, lr)
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), float)
     draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
-    _further(source, draft)
+    for name in list(source.unread()):
+        further.read(source, draft, name, left_to=_TRAINER)
 
 
 def _batch(source: Source, draft: Draft) -> None:
@@ -157,34 +155,6 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
     if params["warmup_min_ratio"] != params["cos_min_ratio"] or lr is None:
         return None
     return None, {**said, "min_lr": params["cos_min_ratio"] * lr}
-
-
-def _further(source: Source, draft: Draft) -> None:
-    """What is left goes into the spec's further DeepSpeed keys, unless it cannot go with a plan."""
-    known = load("ds_config")["properties"]
-    for name in list(source.unread()):
-        path = tuple(name.split("."))
-        reason = facts.refusal(path)
-        if path[0] not in known:
-            source.lose(name, "DeepSpeed has no such key")
-        elif isinstance(source.given[name], Undecided):
-            source.lose(name, f"left to {_TRAINER}; the plan has a value of its own")
-        elif reason is not None and _is_off(path, source.given[name]):
-            source.ignore(name, "DeepSpeed does the same without it")
-        elif reason is not None:
-            source.lose(name, reason)
-        else:
-            draft.carry(source, name, ("deepspeed", *path))
-
-
-def _is_off(path: tuple[str, ...], value: Any) -> bool:
-    """Whether a key of ZeRO asks for nothing: by DeepSpeed's default, or as an old key that stands for none."""
-    key = find(newest(), *path) if path[0] == "zero_optimization" else None
-    if key is None:
-        return False
-    if key.deprecated is not None:
-        return key.deprecated.get("changes", {}).get(str(value).lower(), value) is None
-    return bool(value == key.default) and type(value) is type(key.default)
 
 
 IMPORTER = Importer(

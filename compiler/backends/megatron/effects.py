@@ -6,42 +6,14 @@ classified counts as lost.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from parcompile.backends.effect import Effect
 from parcompile.backends.reading import Account, Outcome
 
 from .options import line
 from .write import ROWS
-
-
-class Effect(enum.Enum):
-    """What an option without a place in a spec does; the text is the reason that an import gives."""
-
-    NUMBERS = "it changes the numbers of a run, and a spec has no word for it"
-    MEMORY = "it changes memory, time or placement, not numbers; a plan decides this itself"
-    SPEED = "it chooses between implementations of the same computation"
-    DATA = "data belongs to the training script"
-    TOKENIZER = "the tokenizer belongs to the training script"
-    CHECKPOINTS = "checkpoints belong to the training script"
-    REPORTS = "logs, profiles and tests of the run belong to the training script"
-    OTHER_RUN = "it belongs to inference, reinforcement learning or another kind of run"
-    OTHER_MODEL = "it belongs to a model of another kind, which a spec cannot express"
-    JOB = "how the job is started, watched and restarted belongs to the launcher"
-
-
-_NO_LOSS = frozenset(
-    {
-        Effect.SPEED,
-        Effect.DATA,
-        Effect.TOKENIZER,
-        Effect.CHECKPOINTS,
-        Effect.REPORTS,
-        Effect.JOB,
-    }
-)
-"""Effects of which a plan loses nothing: they stay with what runs it."""
 
 _GROUPS: Mapping[str, Effect] = MappingProxyType(
     {
@@ -220,4 +192,4 @@ def fate(name: str, value: object) -> Account | None:
         return Account(name, Outcome.LOST, "a spec has no such key")
     if value == option.default and type(value) is type(option.default):
         return Account(name, Outcome.NO_EFFECT, "it is Megatron-LM's own default")
-    return Account(name, Outcome.NO_EFFECT if found in _NO_LOSS else Outcome.LOST, found.value)
+    return found.account(name)

@@ -1,0 +1,215 @@
+"""gpt-neox's keys of the model. What kind of layers there are decides the model type; see `architecture`.
+
+Read off gpt-neox of 2026-05-20: megatron/model/transformer.py, activations.py, norms.py, word_embeddings.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, config_of
+from parcompile.backends.reading import Draft, Source, SpecPath, Undecided
+
+_MODEL: SpecPath = ("model",)
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+OPTIONS = (
+    *SIZES,
+    *("num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "activation", "bias_gelu_fusion"),
+    *("norm", "layernorm_epsilon", "rms_norm_epsilon", "use_bias_in_norms", "use_bias_in_attn_linear"),
+    *("use_bias_in_mlp", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "gpt_j_tied"),
+    *("no_weight_tying", "attention_dropout", "hidden_dropout", "init_method", "init_method_std"),
+    *("output_layer_init_method", "attention_config", "sliding_window_width", "moe_num_experts", "use_qk_layernorm"),
+    *("use_mup", "mlp_type", "rotary_interleaved"),
+)
+"""The keys that this module reads."""
+
+_ACTIVATIONS: Mapping[str, tuple[bool, str]] = MappingProxyType(
+    {
+        "gelu": (False, "gelu"),
+        "relu": (False, "relu"),
+        "swish": (False, "silu"),
+        "silu": (False, "silu"),
+        "swiglu": (True, "silu"),
+        "geglu": (True, "gelu"),
+        "reglu": (True, "relu"),
+    }
+)
+"""Whether each is gated, and what it computes."""
+_NORMS = MappingProxyType({"layernorm": False, "te_layernorm": False, "rmsnorm": True, "te_rmsnorm": True})
+"""Whether each is an RMSNorm."""
+
+
+def described(source: Source) -> list[str]:
+    """The keys that give sizes of a model."""
+    return [name for name in SIZES[:3] if source.has(name)]
+
+
+def mlp_width(given: int, multiple: int, *, gated: bool) -> int:
+    """The inner width of an MLP (`ParallelMLP`).
+
+    A gated one is scaled by 2/3, and half of that is each of its two parts: the key counts both.
+
+    Raises:
+        InexpressibleError: rounding makes the two linears disagree, so that gpt-neox itself stops.
+    """
+    first = int(given * 2 / 3) if gated else given
+    second = first // 2 if gated else given
+    first = -(-first // (2 * multiple)) * 2 * multiple
+    second = -(-second // multiple) * multiple
+    if (first // 2 if gated else first) != second:
+        what = f"intermediate_size {given} with mlp_multiple_of {multiple}"
+        raise InexpressibleError(what, f"the MLP's linears would be {first} and {second} wide and do not fit together")
+    return second
+
+
+def read(source: Source, draft: Draft) -> None:
+    """The model, when the file describes one.
+
+    Raises:
+        InexpressibleError: a spec has no word for it.
+        UndecidedError: the file leaves a value open.
+    """
+    _refuse_other_models(source)
+    if not described(source):
+        return
+    sizes: dict[str, Any] = {}
+    for name in SIZES:
+        key = "num_hidden_layers" if name == "num_layers" else name
+        sizes[name] = draft.carry(source, name, (*_MODEL, key))
+        if sizes[name] is None:
+            draft.ask((*_MODEL, key), f"the file does not say {name}")
+    draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
+    if None in (sizes["hidden_size"], sizes["num_attention_heads"]):
+        return
+    wanted, own = _layers(source, sizes["hidden_size"], sizes["num_attention_heads"])
+    for key, value in config_of(wanted, own).items():
+        draft.set((*_MODEL, key), value, said=True)
+
+
+def _layers(source: Source, hidden: int, heads: int) -> tuple[Architecture, dict[str, int]]:
+    """The switches of a layer, and the sizes of its heads and its MLP."""
+
+    def value(name: str) -> Any:
+        return source.value(name, _MODEL)
+
+    activation, norm = str(value("activation")), str(value("norm"))
+    if activation not in _ACTIVATIONS:
+        raise InexpressibleError(f"activation {activation}", "a spec has GELU, ReLU and SiLU, with a gate or without")
+    gated, computes = _ACTIVATIONS[activation]
+    if activation == "gelu" and value("bias_gelu_fusion") is True:
+        computes = "gelu_tanh"  # the fused kernel computes the approximation
+    elif activation != "gelu":
+        source.ignore("bias_gelu_fusion", "the activation is not gelu")
+    if norm not in _NORMS:
+        raise InexpressibleError(f"norm {norm}", "a spec has LayerNorm and RMSNorm")
+    rms = _NORMS[norm]
+    kv_heads = value("num_kv_heads") or heads
+    source.ignore("rms_norm_epsilon" if not rms else "layernorm_epsilon", f"norm is {norm}")
+    return (
+        Architecture(
+            rms_norm=rms,
+            epsilon=float(value("rms_norm_epsilon" if rms else "layernorm_epsilon")),
+            activation=computes,
+            gated=gated,
+            biases=_biases(source, rms=rms),
+            rope=_positions(source),
+            tied=value("no_weight_tying") is not True,
+            grouped=kv_heads != heads,
+            parallel=_is_parallel(source),
+            window=_window(source),
+            attention_dropout=float(value("attention_dropout")),
+            hidden_dropout=float(value("hidden_dropout")),
+            embedding_dropout=float(value("hidden_dropout")),
+            initializer_range=_deviation(source),
+        ),
+        {
+            "intermediate_size": mlp_width(_given_width(source, hidden), value("mlp_multiple_of"), gated=gated),
+            "num_key_value_heads": kv_heads,
+            "head_dim": hidden // heads,
+        },
+    )
+
+
+def _given_width(source: Source, hidden: int) -> int:
+    width, factor = (source.value(name, _MODEL) for name in ("intermediate_size", "expansion_factor"))
+    if width:
+        return int(width)
+    return int(factor * hidden) if factor else 4 * hidden
+
+
+def _biases(source: Source, *, rms: bool) -> tuple[bool, bool, bool]:
+    attention, mlp = (source.value(name, _MODEL) is True for name in ("use_bias_in_attn_linear", "use_bias_in_mlp"))
+    if source.value("use_bias_in_norms", _MODEL) is not True and not rms:
+        raise InexpressibleError("use_bias_in_norms false", "a spec's LayerNorm has a bias")
+    if rms:
+        source.ignore("use_bias_in_norms", "an RMSNorm has none")
+    return attention, attention, mlp
+
+
+def _positions(source: Source) -> Rope | None:
+    kind = source.value("pos_emb", _MODEL)
+    if kind not in ("learned", "rotary"):
+        raise InexpressibleError(f"pos_emb {kind}", "a spec has rotary and learned positions")
+    if kind == "learned":
+        for name in ("rotary_pct", "rotary_emb_base"):
+            source.ignore(name, "pos_emb is learned")
+        return None
+    percent, base = (float(source.value(name, _MODEL)) for name in ("rotary_pct", "rotary_emb_base"))
+    return Rope(base, percent, interleaved=source.value("rotary_interleaved", _MODEL) is True)
+
+
+def _is_parallel(source: Source) -> bool:
+    parallel, tied = (source.value(name, _MODEL) is True for name in ("gpt_j_residual", "gpt_j_tied"))
+    if parallel and tied:
+        raise InexpressibleError("gpt_j_tied", "attention and MLP side by side have a norm each")
+    source.ignore("gpt_j_tied", "it counts with gpt_j_residual only")
+    return parallel
+
+
+def _window(source: Source) -> int | None:
+    """Tokens that a query attends to: gpt-neox counts those before it, and only its flash attention has a window."""
+    width = source.value("sliding_window_width", _MODEL)
+    if width is None:
+        return None
+    if _kinds(source) != {"flash"}:
+        source.ignore("sliding_window_width", "attention_config is not flash")
+        return None
+    return int(width) + 1
+
+
+def _deviation(source: Source) -> float:
+    deviation = float(source.value("init_method_std", _MODEL))
+    for name in ("init_method", "output_layer_init_method"):
+        if source.has(name):
+            source.lose(name, "a spec draws all weights from a normal distribution: load a checkpoint to start alike")
+    return deviation
+
+
+def _kinds(source: Source) -> set[str]:
+    """The kinds of attention that are asked for: `[[["flash"], 32]]` names one for 32 layers."""
+    given = source.value("attention_config", _MODEL)
+    names: set[str] = set()
+    for entry in given if isinstance(given, list) else ():
+        kinds = entry[0] if isinstance(entry, list) and entry else entry
+        names.update(str(one) for one in (kinds if isinstance(kinds, list) else [kinds]))
+    return names or {"global"}
+
+
+def _refuse_other_models(source: Source) -> None:
+    """Refuses what is no decoder of a spec."""
+    other = sorted(_kinds(source) - {"global", "flash"})
+    if other:
+        raise InexpressibleError(f"attention_config {', '.join(other)}", "a spec has full attention and windows")
+    experts = source.value("moe_num_experts", _MODEL)
+    if isinstance(experts, int) and experts > 1:
+        raise InexpressibleError(f"moe_num_experts {experts}", "gpt-neox routes its experts as no model type here does")
+    for name, what in (
+        ("use_qk_layernorm", "queries and keys have a LayerNorm over all heads of a rank"),
+        ("use_mup", "its scales are those of µP"),
+        ("mlp_type", "the key belongs to another version of gpt-neox, which builds another MLP"),
+    ):
+        value = source.value(name, _MODEL)
+        if value not in (None, False) and not isinstance(value, Undecided):
+            raise InexpressibleError(f"{name} {value}".removesuffix(" True"), what)

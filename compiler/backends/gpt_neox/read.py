@@ -1,0 +1,197 @@
+"""A spec's values out of a gpt-neox configuration.
+
+gpt-neox hands part of its keys on to DeepSpeed as they are; those follow the importer of DeepSpeed's files. Read off
+gpt-neox of 2026-05-20: megatron/neox_arguments/arguments.py (`calculate_derived`), training.py, learning_rates.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parcompile.backends.architecture import InexpressibleError
+from parcompile.backends.deepspeed import further
+from parcompile.backends.importer import Importer, RefusedError
+from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+
+from . import model
+from .effects import fate
+from .fields import fields
+
+_TUNING = "DeepSpeed's autotuning"
+_PRECISION: SpecPath = ("training", "precision")
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+_SCHEDULE: SpecPath = ("training", "lr_scheduler")
+_WHOLE = frozenset({"attention_config", "pipe_parallel_size"})
+"""Keys whose value is read as it stands."""
+_PLAIN: Mapping[str, SpecPath] = {
+    "make_vocab_size_divisible_by": ("parallelism", "make_vocab_size_divisible_by"),
+    "model_parallel_size": ("parallelism", "tp"),
+    "sequence_parallel": ("parallelism", "sequence_parallel"),
+    "seq_length": ("training", "sequence_length"),
+    "gradient_accumulation_steps": ("training", "gradient_accumulation_steps"),
+    "gradient_clipping": ("training", "gradient_clipping"),
+    "train_iters": ("training", "train_steps"),
+    "seed": ("training", "seed"),
+    "zero_optimization.stage": ("zero", "stage"),
+}
+_IF_GIVEN: Mapping[str, SpecPath] = {
+    "train_batch_size": ("training", "global_batch_size"),
+    "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
+    "num_gpus": ("cluster", "gpus_per_node"),
+}
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+
+
+def options(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration by their dotted names, with underscores; what is "auto" is undecided."""
+
+    def leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            name = str(key) if path else str(key).replace("-", "_")
+            if isinstance(value, Mapping) and value:
+                yield from leaves(value, (*path, name))
+            else:
+                yield ".".join((*path, name)), Undecided("auto", _TUNING) if value == "auto" else value
+
+    return {name: value for name, value in leaves(tree, ()) if value is not None}
+
+
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """gpt-neox's own value of each key that is left out, with those that stand for a whole section."""
+    sections = {
+        "zero_optimization.stage": 0,
+        "optimizer.type": "Adam",
+        "optimizer.params.lr": 0.001,
+        "optimizer.params.betas": [0.9, 0.999],
+        "optimizer.params.eps": 1e-8,
+    }
+    return {name: field.default for name, field in fields().items() if field.is_current} | sections
+
+
+def read(source: Source, draft: Draft) -> None:
+    """Everything of the configuration that a spec can say.
+
+    Raises:
+        RefusedError: no spec can say what model it is.
+    """
+    try:
+        model.read(source, draft)
+    except InexpressibleError as error:
+        raise RefusedError(f"no spec can express this model: {error}") from None
+    except UndecidedError as error:
+        draft.leave_open(source, error, ("model",))
+    for name, path in _PLAIN.items():
+        draft.carry(source, name, path)
+    for name, path in _IF_GIVEN.items():
+        if source.has(name):
+            draft.carry(source, name, path)
+    if source.has("num_nodes") and source.given["num_nodes"] != -1:
+        draft.carry(source, "num_nodes", ("cluster", "nodes"))
+    # 0 stands for one stage without DeepSpeed's pipeline engine.
+    draft.carry(source, "pipe_parallel_size", ("parallelism", "pp"), lambda stages: max(1, stages))
+    draft.carry(
+        source,
+        "checkpoint_activations",
+        ("training", "activation_checkpointing"),
+        lambda on: "full" if on else "none",
+    )
+    _precision(source, draft)
+    _optimizer(source, draft)
+    _schedule(source, draft)
+    _handed_on(source, draft)
+
+
+def _precision(source: Source, draft: Draft) -> None:
+    try:
+        on = [name for name in ("fp16", "bf16") if source.value(f"{name}.enabled", _PRECISION) is True]
+        said = source.value("precision", _PRECISION)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _PRECISION)
+        return
+    precision = _DTYPES.get(str(said), on[0] if on else "fp32")
+    draft.set(_PRECISION, precision, said=bool(on) or said is not None)
+    if precision == "fp16":
+        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), float)
+    for section in ("fp16", "bf16"):
+        for name in source.under(section):
+            if section != precision and name != f"{section}.enabled":
+                source.ignore(name, f"{section} is off")
+    sums = "data_types.grad_accum_dtype"
+    if source.has(sums):
+        draft.carry(source, sums, ("training", "gradient_accumulation_dtype"))
+
+
+def _optimizer(source: Source, draft: Draft) -> None:
+    """Its Adam is apex's or DeepSpeed's FusedAdam, which decays weights directly, by the top-level `weight_decay`."""
+    try:
+        kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
+    except UndecidedError as error:
+        draft.leave_open(source, error, _OPTIMIZER)
+        return
+    if not isinstance(kind, str) or kind.lower() != "adam":
+        draft.ask(_OPTIMIZER, f"optimizer.type is {kind!r}: a spec has adam and adamw")
+        for name in source.under("optimizer"):
+            source.lose(name, "a spec has the optimizers adam and adamw")
+        return
+    draft.set((*_OPTIMIZER, "type"), "adamw", said=True)
+    for name in ("lr", "betas", "eps"):
+        draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
+    inner = "optimizer.params.weight_decay"
+    source.ignore(inner, "the top-level weight_decay replaces it")
+    draft.carry(source, "weight_decay", (*_OPTIMIZER, "weight_decay"), float)
+
+
+def _schedule(source: Source, draft: Draft) -> None:
+    """A spec's schedule rises from the rate to which it falls; that of gpt-neox rises from nearly nothing."""
+    names = ("lr_decay_style", "warmup", "min_lr", "lr_decay_iters")
+    try:
+        style, warmup, least, until = (source.value(name, _SCHEDULE) for name in names)
+        steps = source.value("train_iters")
+    except UndecidedError as error:
+        draft.leave_open(source, error, _SCHEDULE)
+        return
+    least = float(least)
+    why = None
+    if style not in ("constant", "linear", "cosine"):
+        why = f"a spec has the schedules constant, linear and cosine, not {style}"
+    elif not isinstance(steps, int) or (until not in (None, steps) and style != "constant"):
+        why = f"a spec's schedule ends with the training, after {steps} steps, not {until}"
+    elif least and style != "constant":
+        why = f"a spec's schedule rises from the rate to which it falls; gpt-neox rises from 0 and falls to {least}"
+    elif round(warmup * steps) < 2:
+        why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {warmup * steps:g}"
+    if why is not None:
+        for name in names:
+            source.lose(name, why)
+            source.used.pop(name, None)
+        return
+    for key, value in (("type", style), ("warmup_steps", round(warmup * steps))):
+        draft.set((*_SCHEDULE, key), value, said=True)
+    draft.set((*_SCHEDULE, "min_lr"), 0.0, said=False)
+
+
+def _handed_on(source: Source, draft: Draft) -> None:
+    """What gpt-neox hands on to DeepSpeed becomes a further DeepSpeed key of the spec, where a plan can have it."""
+    for name in list(source.unread()):
+        field = fields().get(name.partition(".")[0])
+        if field is None or not field.handed_on:
+            continue
+        if name == field.name and source.given[name] == field.default:
+            source.ignore(name, "it is gpt-neox's own default")
+        else:
+            further.read(source, draft, name, left_to=_TUNING)
+
+
+IMPORTER = Importer(
+    tool="gpt-neox",
+    options=options,
+    defaults=defaults,
+    read=read,
+    written=lambda _plan: {},
+    fate=fate,
+    model_options=model.described,
+)
+"""Without an exporter to compare with: what is carried is what `read` takes."""
