@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import schema
+from .backends.architecture import InexpressibleError
 from .backends.importer import Importer
 from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided
 from .diagnostics import Diagnostic, has_errors
@@ -124,7 +125,7 @@ def spec_default(path: SpecPath) -> Any:
 def _accounts(
     source: Source, importer: Importer, plan: Plan | None, answers: Mapping[SpecPath, Any]
 ) -> Iterator[Account]:
-    written = {} if plan is None else importer.written(plan)
+    written = _written(importer, plan)
     comparison = _Comparison(importer, importer.meaning(source.given), importer.meaning(written), frozenset(written))
     for name, value in source.given.items():
         yield _account(name, value, source, comparison, answers)
@@ -132,6 +133,16 @@ def _accounts(
         if name not in source.given and name in written and not comparison.agrees(name, default):
             detail = f"{importer.tool}'s default is {_said(default)}; the plan writes {_said(written[name])}"
             yield Account(name, Outcome.LOST, detail)
+
+
+def _written(importer: Importer, plan: Plan | None) -> Mapping[str, Any]:
+    """What the tool's exporter writes; nothing for a model that the user named and the tool has no options for."""
+    if plan is None:
+        return {}
+    try:
+        return importer.written(plan)
+    except InexpressibleError:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,3 +113,12 @@ def test_experts_come_back_as_experts() -> None:
     moe = result.plan.spec.model.shape.moe
     assert moe is not None
     assert (moe.num_experts, moe.num_experts_per_token, moe.intermediate_size) == (8, 2, 512)
+
+
+def test_a_model_that_is_named_may_be_one_that_megatron_has_no_options_for() -> None:
+    """Llama 3.2 scales its positions by 32, `--use-rope-scaling` by 8."""
+    words = ["--micro-batch-size", "1", "--lr", "1e-4", "--seq-length", "2048", "--bf16"]
+    tree = parsed([Word(word, word, (), None) for word in words], "NVIDIA/Megatron-LM").values
+    found = import_tree(tree, IMPORTER, {**MACHINES, ("model",): {"preset": "llama-3.2-1b"}})
+    assert found.plan is not None
+    assert {one.option for one in found.of(Outcome.CARRIED)} >= {"micro_batch_size", "lr", "seq_length", "bf16"}
