@@ -2,7 +2,8 @@
 
     python .ci/pages/accuracy.py FOLDER --fit compiler/cost/coefficients.json --page docs/accuracy.md
 
-FOLDER holds the two measurement files. Without `--fit` the stored coefficients are judged as they are.
+FOLDER holds the two measurement files. Without `--fit` the stored coefficients are judged as they are. Published points
+are predicted by the installed package: install it after `--fit`, then write the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from published_points import points
 from published_runs import is_possible, read_megatron, read_nanotron
 
 from parcompile.cost.calibration import INFINIBAND, MEGATRON_KERNELS, Judgement, fit_memory, fit_time, judge
@@ -33,10 +35,10 @@ GOALS: Mapping[str, float] = {
 """What is aimed at on models that were never fitted."""
 
 FLOORS: Mapping[str, Mapping[str, float]] = {
-    "1B -> 3B": {"memory": 0.109, "fits": 0.968, "time": 0.075, "memory coverage": 0.85, "time coverage": 0.85},
-    "3B -> 1B": {"memory": 0.107, "fits": 0.970, "time": 0.106, "memory coverage": 0.85, "time coverage": 0.77},
-    "3.6B -> 18.4B": {"time": 0.071, "time coverage": 0.85},
-    "18.4B -> 3.6B": {"time": 0.078, "time coverage": 0.85},
+    "1B -> 3B": {"memory": 0.109, "fits": 0.968, "time": 0.072, "memory coverage": 0.85, "time coverage": 0.85},
+    "3B -> 1B": {"memory": 0.107, "fits": 0.970, "time": 0.098, "memory coverage": 0.85, "time coverage": 0.85},
+    "3.6B -> 18.4B": {"time": 0.064, "time coverage": 0.85},
+    "18.4B -> 3.6B": {"time": 0.074, "time coverage": 0.85},
 }
 """What has been reached, rounded to the worse side: the tests hold it."""
 
@@ -162,10 +164,43 @@ def page(judged: Mapping[str, Judgement]) -> str:
     for title, one in judged.items():
         shown = ", ".join(f"{nodes}: {_pc(value)}" for (_, nodes), value in one.regret.items())
         lines.append(_row([title, shown]))
+    lines += ["", *_published()]
     kinds = " and ".join(_pc(one.memory_error_of_kinds) for one in judged.values() if one.memory_rows)
     lines += ["", "## What is not reached, and why", ""]
     lines += [_filled(text.replace("{kinds}", kinds), first="- ", other="  ") for text in _MISSING]
     return "\n".join(lines) + "\n"
+
+
+_POINTS = """Figures of papers and project pages beside those of the cost model with the coefficients of the package.
+Hardware TFLOP/s count what is recomputed, as the source does; model TFLOP/s do not. Nothing was fitted to them, but the
+models of 3.6B and 18.4B are those of the file that was fitted. What a source does not say is assumed: of Llama 3, eight
+virtual stages, and gradients and exchanges that overlap as in Megatron-LM. torchtitan's rows are Float8 on an H100 with
+2.4 TB/s; the prediction is for bf16. How much slower a group becomes with more nodes is known of one cluster only:
+the interval reaches down to the step without such congestion."""
+
+
+def _published() -> list[str]:
+    """The table of published points, with the mean error of each source."""
+    rows = [("source", "point", "published", "predicted", "error", "in the 90 % interval")]
+    errors: dict[str, list[float]] = {}
+    for one in points():
+        low, predicted, high = one.predicted()
+        error = predicted / one.published - 1
+        errors.setdefault(one.source, []).append(abs(error))
+        shown = f"{error:+.1%}".replace("%", " %").replace("-", "−")
+        rows.append(
+            (
+                one.source,
+                one.name,
+                f"{one.published:,.4g} {one.unit}",
+                f"{predicted:,.4g}",
+                shown,
+                "yes" if low <= one.published <= high else "no",
+            )
+        )
+    means = "; ".join(f"{source}: {_pc(sum(found) / len(found))}" for source, found in errors.items())
+    table = [_row(rows[0]), _row(["---"] * len(rows[0])), *map(_row, rows[1:])]
+    return ["## Published points", "", _filled(_POINTS), "", *table, "", _filled(f"Mean error by source: {means}.")]
 
 
 def _row(cells: Sequence[str]) -> str:

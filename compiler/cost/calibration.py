@@ -38,6 +38,9 @@ PRIOR_WEIGHT = 0.6
 
 TRANSFER = 1.04
 """Other models err more than those that were fitted: intervals are widened by this factor on both sides."""
+TRANSFER_OF_TIME = 1.1
+"""The same for times, which depend on sizes in more ways: the intervals of a model a third or three times as large then
+cover about 90 %."""
 TIE = 1.08
 """Layouts whose predictions differ by less than the mean error of a prediction cannot be told apart: the simpler one is
 chosen."""
@@ -126,7 +129,7 @@ def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = No
     values = _fitted(residuals, TIME, prior)
     ratios = [(one.step_seconds or 0) / step_seconds(parts, values) for one, parts, w in terms if w == 1]
     error = [abs(1 / ratio - 1) for ratio in ratios]
-    return Fit(values, {"all": quantiles(ratios)}, len(measured), sum(error) / len(error))
+    return Fit(values, {"all": quantiles(ratios, TRANSFER_OF_TIME)}, len(measured), sum(error) / len(error))
 
 
 def _fitted(
@@ -153,8 +156,8 @@ def _fitted(
     return dict(zip(table, map(float, found.x), strict=True))
 
 
-def quantiles(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The 5 %, 50 % and 95 % quantiles of measured / predicted, the outer two widened by `TRANSFER`."""
+def quantiles(ratios: Sequence[float], transfer: float = TRANSFER) -> tuple[float, float, float]:
+    """The 5 %, 50 % and 95 % quantiles of measured / predicted, the outer two widened by `transfer`."""
     ordered = sorted(ratios)
 
     def at(share: float) -> float:
@@ -163,7 +166,7 @@ def quantiles(ratios: Sequence[float]) -> tuple[float, float, float]:
         following = ordered[min(index + 1, len(ordered) - 1)]
         return ordered[index] + (place - index) * (following - ordered[index])
 
-    return at(0.05) / TRANSFER, at(0.5), at(0.95) * TRANSFER
+    return at(0.05) / transfer, at(0.5), at(0.95) * transfer
 
 
 def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:

@@ -16,7 +16,7 @@ from parcompile.layout.schedule import RECEIVES_AHEAD
 
 from .collectives import Collectives, Sent
 from .memory import keeps_both_gradients
-from .workload import Workload
+from .workload import FRAMEWORKS, Workload
 
 BALANCE_BYTES = 8
 """Of each expert: the sum of its probabilities and how often it was chosen, in fp32."""
@@ -55,7 +55,7 @@ def buffer_bytes(work: Workload, stage: int) -> float:
 def hidden_bytes(work: Workload) -> float:
     """Hidden states of a micro-batch as one rank hands them on."""
     whole = work.split_tokens * work.shape.hidden_size * work.element_bytes
-    return whole / (work.tp if work.sequence_parallel else 1)
+    return whole / (work.tp if work.sequence_parallel or FRAMEWORKS[work.framework].scatters_exchange else 1)
 
 
 def _embedding_gradient_bytes(work: Workload) -> int:

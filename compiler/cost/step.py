@@ -150,7 +150,7 @@ def step_terms(work: Workload) -> StepTerms:
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
         stage_layers=tuple(len(stage.layers) for stage in stages),
         stage_heads=tuple(stage.has_head for stage in stages),
-        exchange_bytes=hidden_bytes(work) if work.framework == "deepspeed" else activation,
+        exchange_bytes=hidden_bytes(work),
         gradient_bytes=(reduced + gathers) * numel * share,
         optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
         sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),
@@ -207,8 +207,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         speed = (
             terms.network_bytes_per_s * values["network_link"] if far else terms.node_bytes_per_s * values["node_link"]
         )
-        sends = (passes + work.pp - 1) * 2 * work.virtual_stages
-        exchange = sends * (terms.exchange_bytes / speed + values["send_seconds"])
+        send = terms.exchange_bytes / speed + values["send_seconds"]
+        exchange = _exposed_sends(work, send, slowest)
     gradients, hidden = _gradients(terms, values, slowest)
     return StepTime(
         compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head + terms.sums[index]),
@@ -224,6 +224,21 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         hidden_context=passes * layers * shared.hidden,
         hidden_gradients=hidden,
     )
+
+
+def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
+    """Seconds that passes wait for hidden states and their gradients, which take `send` each.
+
+    Each of a stage's passes sends once in both directions for every chunk. Where sends overlap, the next pass hides all
+    that it takes as long as; nothing hides those that fill and drain the pipeline.
+    """
+    steady, fill = work.micro_batches * 2 * work.virtual_stages, (work.pp - 1) * 2 * work.virtual_stages
+    framework = FRAMEWORKS[work.framework]
+    overlaps = framework.overlaps_exchange and (framework.name == "deepspeed" or work.virtual_stages > 1)
+    if not overlaps:
+        return (steady + fill) * send
+    # A forward pass is the shorter one: a third of both.
+    return fill * send + steady * max(0.0, send - slowest / work.virtual_stages / 3)
 
 
 def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
@@ -244,9 +259,12 @@ def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) ->
         return 0.0, 0.0
     stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
     seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
-    if work.zero_stage == 0:
-        # Reduced during the last backward pass, which is two thirds of a micro-batch.
-        exposed = max(LEAST_EXPOSED * seconds, seconds - values["overlap"] * slowest * 2 / 3)
+    overlapping = FRAMEWORKS[work.framework].overlaps_gradients
+    if work.zero_stage == 0 or overlapping:
+        # Reduced during the last backward pass, which is two thirds of a micro-batch; gathered in the first forward.
+        share = 2 / 3 if work.zero_stage == 0 else 1.0
+        most = 1.0 if overlapping else values["overlap"]
+        exposed = max(LEAST_EXPOSED * seconds, seconds - most * slowest * share)
         return exposed, seconds - exposed
     return seconds, 0.0
 
@@ -265,6 +283,14 @@ def timing(work: Workload, fit: Fit | None = None) -> Timing:
     return timing_of(work, step_time(step_terms(work), values_of(work, fit)), fit)
 
 
+def _clear_seconds(work: Workload, step: StepTime) -> float:
+    """The step on a network that more nodes do not slow down: how far they do is known of one cluster only."""
+    if work.nodes <= 2 or work.framework == "nanotron":
+        return step.seconds
+    values = {**values_of(work), "network_scale": 0.0}
+    return min(step.seconds, step_time(step_terms(work), values).seconds)
+
+
 def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:
     """The coefficients of time: one's own were fitted to this machine's rates, those of the package to peaks."""
     return fit.values if fit else time_values(work)
@@ -277,10 +303,11 @@ def timing_of(work: Workload, step: StepTime, fit: Fit | None = None) -> Timing:
     known = work.accelerator != "cpu"
     peak = find_accelerator(work.accelerator).flops_per_s if known else machine.matmul_flops_per_s(work.element_bytes)
     low, _, high = fitted.spread["all"]
+    clear = step.seconds if fit else _clear_seconds(work, step)
     rate = work.tokens_per_step / step.seconds / work.world_size
     return Timing(
         step=step,
-        interval_seconds=(step.seconds * low, step.seconds * high),
+        interval_seconds=(clear * low, step.seconds * high),
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
     )

@@ -26,12 +26,19 @@ class Framework:
 
     `activations` names the set of activation coefficients. `stores_scores`: attention scores go through memory, as
     before fused attention. `keeps_attention`: attention's output is kept when a whole layer is recomputed.
+    `scatters_exchange`: a tp rank hands its share of the hidden states to the next stage, whose ranks gather them
+    (arXiv 2104.04473, section 4.1), also where sequence parallelism has not split them. `overlaps_exchange`: sends and
+    receives run behind the passes, except while the pipeline fills and drains. `overlaps_gradients`: gradients are
+    reduced behind the last backward pass, and sharded weights gathered behind the first forward pass.
     """
 
     name: str
     activations: str
     stores_scores: bool = False
     keeps_attention: bool = False
+    scatters_exchange: bool = False
+    overlaps_exchange: bool = False
+    overlaps_gradients: bool = False
 
     def recomputes_attention(self, recompute: str) -> bool:
         """Whether attention is computed again in backward; selective recomputation is that of scores."""
@@ -40,10 +47,12 @@ class Framework:
 
 FRAMEWORKS = MappingProxyType(
     {
-        "deepspeed": Framework("deepspeed", "eager", keeps_attention=True),
+        "deepspeed": Framework("deepspeed", "eager", keeps_attention=True, overlaps_exchange=True),
         "nanotron": Framework("nanotron", "eager"),
-        "megatron": Framework("megatron", "fused"),
-        "megatron-2021": Framework("megatron-2021", "fused", stores_scores=True),
+        "megatron": Framework(
+            "megatron", "fused", scatters_exchange=True, overlaps_exchange=True, overlaps_gradients=True
+        ),
+        "megatron-2021": Framework("megatron-2021", "fused", stores_scores=True, scatters_exchange=True),
     }
 )
 

@@ -13,9 +13,3 @@ def stored_activation_bytes(
     if sequence_parallel:
         return s * b * h / t * (34 + scores)
     return s * b * h * (10 + 24 / t + scores / t)
-
-
-def gpt_step_flops(*, b: int, s: int, layers: int, h: int, v: int, recompute: bool) -> float:
-    """Operations of a GPT step as Megatron-LM counts them, recomputation included: arXiv 2104.04473, section 5.1."""
-    factor, head = (96, 16) if recompute else (72, 12)
-    return factor * b * s * layers * h * h * (1 + s / (6 * h) + v / (head * layers * h))

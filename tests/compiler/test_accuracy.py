@@ -18,14 +18,13 @@ from accuracy import (
     page,
     read,
 )
-from published import gpt_step_flops
-from published_runs import gpt_shape
+from published_points import ANCHOR, KORTHIKANTI, LLAMA_3, MEGATRON_2021, TORCHTITAN, points
 
 from parcompile.cost.calibration import Judgement
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
+from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import Measurement
-from parcompile.cost.step import timing
-from parcompile.cost.workload import Workload
+from parcompile.units import GIB
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(os.environ.get("PARCOMPILE_MEASUREMENTS", ROOT.parent / "shared" / "data"))
@@ -89,81 +88,35 @@ def test_every_stored_coefficient_is_within_its_physical_bounds() -> None:
                 assert table[name].low - 1e-9 <= value <= table[name].high + 1e-9, (found.name, name)
 
 
-TABLE_1 = [
-    # layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s of a GPU: arXiv 2104.04473, table 1
-    (24, 2304, 24, 1, 1, 32, 512, 137),
-    (30, 3072, 32, 2, 1, 64, 512, 138),
-    (36, 4096, 32, 4, 1, 128, 512, 142),
-    (40, 6144, 48, 8, 1, 256, 1024, 135),
-    (48, 8192, 64, 8, 2, 512, 1536, 138),
-    (60, 10240, 80, 8, 4, 1024, 1792, 140),
-    (80, 12288, 96, 8, 8, 1536, 2304, 148),
-    (96, 16384, 128, 8, 16, 1920, 2160, 155),
-    (105, 20480, 128, 8, 35, 2520, 2520, 163),
-    (128, 25600, 160, 8, 64, 3072, 3072, 163),
-]
+WORST = {
+    # Megatron-LM's kernels of 2021, of which two smaller models were fitted to; those of 2022 are faster.
+    MEGATRON_2021: (0.14, 0.065),
+    KORTHIKANTI: (0.13, 0.08),
+    ANCHOR: (0.05, 0.05),
+    # No run of such kernels on H100, and none with cp, was fitted to.
+    LLAMA_3: (0.27, 0.21),
+    TORCHTITAN: (0.20, 0.17),
+}
+"""Of each source the largest and the mean error that were reached."""
 
 
-def megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, **more: object) -> Workload:
-    dp = gpus // (tp * pp)
-    settings: dict[str, object] = {"recompute": "full", "micro_batch": 1, **more}
-    return Workload(
-        shape=gpt_shape(layers, hidden, heads),
-        nodes=max(1, gpus // 8),
-        gpus_per_node=8,
-        accelerator="a100-80gb",
-        sequence_length=2048,
-        micro_batches=batch // dp,
-        tp=tp,
-        dp=dp,
-        pp=pp,
-        zero_stage=0,
-        framework="megatron-2021",
-        **settings,  # type: ignore[arg-type]
-    )
+@pytest.mark.parametrize("source", WORST)
+def test_published_points_are_predicted_as_near_as_was_reached(source: str) -> None:
+    errors = [abs(one.predicted()[1] / one.published - 1) for one in points() if one.source == source]
+    assert len(errors) == {MEGATRON_2021: 10, KORTHIKANTI: 8, ANCHOR: 1, LLAMA_3: 3, TORCHTITAN: 4}[source]
+    largest, mean = WORST[source]
+    assert max(errors) <= largest
+    assert sum(errors) / len(errors) <= mean
 
 
-def test_rates_of_megatron_up_to_a_trillion_parameters_are_near_the_published_ones() -> None:
-    errors = []
-    for layers, hidden, heads, tp, pp, gpus, batch, published in TABLE_1:
-        work = megatron(layers, hidden, heads, tp, pp, gpus, batch)
-        flops = gpt_step_flops(b=batch, s=2048, layers=layers, h=hidden, v=51200, recompute=True)
-        errors.append(abs(flops / timing(work).step.seconds / gpus / 1e12 / published - 1))
-    assert max(errors) <= 0.14
-    assert sum(errors) / len(errors) <= 0.075
+def test_selective_recomputation_saves_as_much_as_published() -> None:
+    found = [one for one in points() if one.source == KORTHIKANTI]
+    for full, selective in zip(found[::2], found[1::2], strict=True):
+        saved = selective.predicted()[1] / full.predicted()[1]
+        assert saved == pytest.approx(selective.published / full.published, abs=0.04)
 
 
-@pytest.mark.parametrize(
-    ("work", "gpus", "batch", "virtual", "full", "selective", "tolerance"),
-    [
-        ((48, 6144, 64, 8, 1), 8, 4, 1, 1.42, 1.10, 0.05),
-        ((96, 12288, 96, 8, 8), 64, 64, 3, 18.13, 13.75, 0.12),
-        ((105, 20480, 128, 8, 35), 280, 280, 3, 49.05, 37.83, 0.25),
-        ((128, 25600, 160, 8, 64), 512, 512, 1, 94.42, 71.49, 0.18),
-    ],
-)
-def test_steps_of_korthikanti_are_near_the_published_ones_and_save_as_much(
-    work: tuple[int, int, int, int, int],
-    gpus: int,
-    batch: int,
-    virtual: int,
-    full: float,
-    selective: float,
-    tolerance: float,
-) -> None:
-    """arXiv 2205.05198, table 5. Its kernels of 2022 are faster than those of 2021 that were fitted to."""
-    micro = {"micro_batch": 4} if gpus == 8 else {}
-    slow = timing(megatron(*work, gpus, batch // micro.get("micro_batch", 1), virtual_stages=virtual, **micro))
-    fast = timing(
-        megatron(
-            *work,
-            gpus,
-            batch // micro.get("micro_batch", 1),
-            virtual_stages=virtual,
-            recompute="selective",
-            sequence_parallel=True,
-            **micro,
-        )
-    )
-    assert slow.step.seconds == pytest.approx(full, rel=tolerance)
-    assert fast.step.seconds / slow.step.seconds == pytest.approx(selective / full, abs=0.04)
+def test_the_anchor_has_the_published_static_part() -> None:
+    """19.24 GiB, of which 0.47 GiB are buffers that the formulas do not name."""
+    (anchor,) = (one for one in points() if one.source == ANCHOR)
+    assert footprint(anchor.work).peak.static_bytes / GIB == pytest.approx(19.24, rel=0.03)
