@@ -12,6 +12,7 @@ from pathlib import Path
 
 import api_page as api
 import llms_page as llms
+import models_page as models
 import pytest
 import rules_page as rules
 import spec_page as spec
@@ -85,6 +86,7 @@ def test_every_console_block_is_run_by_a_test() -> None:
         ("troubleshooting", troubleshooting.reference),
         ("rules", rules.reference),
         ("api", api.reference),
+        ("models", models.reference),
     ],
 )
 def test_a_generated_page_is_current(name: str, written) -> None:

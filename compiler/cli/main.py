@@ -28,6 +28,7 @@ _COMMANDS = (
     "import",
     "init",
     "local",
+    "models",
     "new",
     "preflight",
     "profile",

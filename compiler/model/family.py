@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +30,15 @@ Switch = bool | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A configuration that the parameters of its family cannot be told from: the key, when, and why."""
+
+    key: str
+    applies: Callable[[Mapping[str, Any]], bool]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
 
@@ -37,6 +46,10 @@ class Experts:
     router: str = "gate"
     router_first: bool = True
     router_bias: bool = False
+    correction: str = ""
+    """A frozen score of each expert that is added for its choice, where it is a parameter and no buffer."""
+    correction_first: bool = False
+    correction_dims: int = 1
     bias: bool = False
     """Each expert's two projections have a bias."""
     transposed: bool = False
@@ -44,18 +57,30 @@ class Experts:
     interleaved: bool = False
     """The columns of gate and up alternate, in place of all gates first."""
     shared: str = ""
+    shared_first: bool = False
+    shared_is_optional: bool = False
+    """transformers builds none for a count of 0."""
+    beside: str = ""
+    """An MLP beside the block, with a fused `input_linear` and an `output_linear`, as wide as the shared expert."""
+    norm_after: str = ""
+    """A norm at the end of the block, of what routed and shared experts give together."""
     shared_gate: str = ""
     count: tuple[str, int | None] = ("num_local_experts", 8)
     count_alias: str | None = None
     """Another name of that key, which transformers reads and may write too."""
     per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
+    chosen_alias: str | None = None
     width: tuple[str, int | None] = ("intermediate_size", None)
-    shared_width: tuple[str, int] | None = None
+    shared_width: tuple[str, int | None] | None = None
     """The key of the shared expert's width."""
     shared_count: tuple[str, int] | None = None
     """The key of the number of shared experts, each as wide as the others."""
     dense_layers: tuple[str, int] | None = None
     """The key of how many first layers keep the dense MLP."""
+    dense_by_default: int = 0
+    """How many do where neither that key nor the list below is given."""
+    dense_width: tuple[str, int | None] = ("intermediate_size", None)
+    """The key of their width."""
     by_layer: str | None = None
     """The key of a list that says "dense" or "sparse" for each layer, before all others."""
 
@@ -94,6 +119,10 @@ class Family:
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_holds: Norm = Norm.WEIGHT
+    gate: str = ""
+    """A projection that gates what the attention gives, before its output projection."""
+    gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether it has one value for each head; otherwise one for each of its features."""
     mlp: str = "mlp"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True
@@ -102,6 +131,8 @@ class Family:
     activation: tuple[str, ...] = ()
     """Learned scalars of the activation function."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    more_norms: tuple[str, bool, tuple[str, ...]] | None = None
+    """A key, its value for which there are further norms behind those, and their names."""
     norm: Norm = Norm.WEIGHT
     qkv_bias: Switch = "attention_bias"
     output_bias: Switch = "attention_bias"
@@ -119,6 +150,15 @@ class Family:
     """The key without which a sliding window is not used."""
     window_only_in: Literal["", "mask", "attention"] = ""
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
+
+    refusals: tuple[Refusal, ...] = ()
+
+    def norms_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The norms of a layer."""
+        if self.more_norms is None:
+            return self.norms
+        key, value, names = self.more_norms
+        return self.norms + (names if self.is_on(key, config) is value else ())
 
     def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
         """What a configuration makes of a trait."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .shape import MlaShape, ModelShape, MoeShape
@@ -20,11 +21,15 @@ Config = Mapping[str, Any]
 
 
 class ModelConfigError(ValueError):
-    """A configuration that does not describe a model. `key` is the key at fault, when it is one."""
+    """A configuration that does not describe a model.
 
-    def __init__(self, message: str, key: str | None = None) -> None:
+    `key` is the key at fault, when it is one; `instead` says what to do, where there is more to say than the message.
+    """
+
+    def __init__(self, message: str, key: str | None = None, instead: str = "") -> None:
         super().__init__(message)
         self.key = key
+        self.instead = instead
 
 
 class InjectionError(ModelConfigError):
@@ -55,12 +60,14 @@ def shape_from_config(config: Config) -> ModelShape:
         return _user_module_shape(config)
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ModelConfigError(f"model_type {name!r} is not one of: {', '.join(FAMILIES)}", "model_type")
+        sentence, instead = refusal(name, config)
+        raise ModelConfigError(sentence, "model_type", instead)
     family = FAMILIES[name]
     read = _Reader(config, family, _GPT2_NAMES if name == "gpt2" else {})
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    if name == "gpt2" and config.get("add_cross_attention"):
-        raise ModelConfigError("add_cross_attention makes gpt2 a decoder behind an encoder", "add_cross_attention")
+    for refused in family.refusals:
+        if refused.applies(config):
+            raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
     mla = _mla(read, family.latent) if family.latent else None
     one_width_heads = name in {"gpt2", "gpt_neox", "persimmon"}
     return ModelShape(
@@ -70,7 +77,7 @@ def shape_from_config(config: Config) -> ModelShape:
         num_attention_heads=heads,
         num_key_value_heads=heads if one_width_heads else read.size("num_key_value_heads", heads),
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
-        intermediate_size=read.size("intermediate_size", _dense_width(read, family, name, hidden)),
+        intermediate_size=_width(read, family, name, hidden),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
         tie_word_embeddings=family.is_on("tie_word_embeddings", config),
@@ -81,7 +88,8 @@ def shape_from_config(config: Config) -> ModelShape:
         mlp_bias=family.is_on(family.mlp_bias, config),
         head_bias=family.is_on(family.head_bias, config),
         qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
-        norms_per_layer=len(family.norms),
+        attention_gate=_gate(read, family, config, hidden, heads),
+        norms_per_layer=len(family.norms_of(config)),
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or name == "gpt2",
         sliding_window=_sliding_window(config, family),
         moe=None if family.experts is None else _moe(read, family.experts),
@@ -148,13 +156,14 @@ class _Reader:
 
     def layers(self, name: str) -> tuple[int, ...]:
         """A list of layers, which may be left out."""
-        return tuple(self._config.get(name) or ())
+        found = self._config.get(name)
+        return tuple(self._family.defaults.get(name, ()) if found is None else found)
 
     def words(self, name: str) -> tuple[str, ...]:
         """A list of kinds, which may be left out."""
         return tuple(map(str, self._config.get(name) or ()))
 
-    def number(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int | None) -> int:
         """A whole number of 0 or more."""
         value = self._config.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -162,12 +171,21 @@ class _Reader:
         return value
 
 
-def _dense_width(read: _Reader, family: Family, name: str, hidden: int) -> int | None:
-    """What intermediate_size is where a configuration leaves it out."""
-    if name == "gpt2":
-        return 4 * hidden
-    # No layer of it is dense, and its class has no such key.
-    return read.size(*family.experts.width) if name == "solar_open" and family.experts else None
+def _width(read: _Reader, family: Family, name: str, hidden: int) -> int:
+    """The width of the dense MLP."""
+    if family.experts is None:
+        return read.size("intermediate_size", 4 * hidden if name == "gpt2" else None)
+    key, default = family.experts.dense_width
+    # Where no layer is dense, a class may have no such key, or none for it.
+    missing = name in {"solar_open", "kolibri1", "cohere2_moe"} and not read.has(key)
+    return read.size(*(family.experts.width if missing else (key, default)))
+
+
+def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int) -> int:
+    if not family.gate:
+        return 0
+    of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
+    return 1 if of_heads else _head_dim(read, family, hidden, heads)
 
 
 def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:
@@ -198,13 +216,15 @@ def _sliding_window(config: Config, family: Family) -> int | None:
 def _moe(read: _Reader, experts: Experts) -> MoeShape:
     width = read.size(*experts.width)
     shared = read.number(*experts.shared_count) if experts.shared_count else 0
-    if experts.shared_count and not shared:
+    if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]
         raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
-    shared_width = read.size(*experts.shared_width) if experts.shared_width else shared * width
+    shared_width = shared * width
+    if experts.shared_width:
+        shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
-        num_experts_per_token=read.size(*experts.per_token),
+        num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),
         shared_intermediate_size=shared_width,
@@ -223,6 +243,8 @@ def _first_moe_layer(read: _Reader, experts: Experts) -> int:
         return first
     if experts.dense_layers:
         return read.number(*experts.dense_layers)
+    if experts.dense_by_default:
+        return experts.dense_by_default
     dense = sorted(read.layers("mlp_only_layers"))
     if dense != list(range(len(dense))):
         raise ModelConfigError(

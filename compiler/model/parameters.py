@@ -89,7 +89,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         elif part == "mlp":
             _feed_forward(rows, shape, family)
         else:
-            for name in family.norms:
+            further = family.more_norms[2] if family.more_norms else ()
+            for name in (family.norms + further)[: shape.norms_per_layer]:
                 rows.norm(name, h, family.norm)
     embedding = Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))
     after = [
@@ -130,6 +131,9 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
     if shape.qk_norm:
         for norm, count in zip(family.qk_norm_names, (heads, kv_heads), strict=True):
             _qk_norm(rows, f"{name}.{norm}", count, width, family)
+    if shape.attention_gate:
+        size = heads * shape.attention_gate
+        rows.linear(f"{name}.{family.gate}", size, h, column(size, heads))
 
 
 def _qk_norm(rows: _Rows, name: str, heads: int, width: int, family: Family) -> None:
@@ -202,17 +206,30 @@ def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> N
         # experts: the gradient is a part.
         rows.add(f"{names.block}.{name}", size, layers=layers, partial=True)
 
+    def correction() -> None:
+        replicated(names.correction, (1,) * (names.correction_dims - 1) + (experts,))
+
     def router() -> None:
         replicated(f"{names.router}.weight", (experts, h))
         if names.router_bias:
             replicated(f"{names.router}.bias", (experts,))
+        if names.correction and not names.correction_first:
+            correction()
+
+    def shared() -> None:
+        if moe.shared_intermediate_size and names.shared:
+            _mlp(rows, shape, family, f"{names.block}.{names.shared}", moe.shared_intermediate_size, layers)
 
     def expert(name: str, size: tuple[int, ...], split: Split | None, *, partial: bool = False) -> None:
         name = f"{names.block}.experts.{name}"
         rows.add(name, size, split, expert_dim=0, layers=layers, partial=partial)
 
+    if names.correction_first:
+        correction()
     if names.router_first:
         router()
+    if names.shared_first:
+        shared()
     # Pairs of a gate and an up column stay together where they alternate.
     up = (Part(2 * f, f),) if names.interleaved else (Part(f, f), Part(f, f))
     across, along = (2, 1) if names.transposed else (1, 2)
@@ -225,10 +242,17 @@ def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> N
         expert("down_proj_bias", (experts, h), None, partial=True)
     if not names.router_first:
         router()
-    if moe.shared_intermediate_size:
-        _mlp(rows, shape, family, f"{names.block}.{names.shared}", moe.shared_intermediate_size, layers)
+    if not names.shared_first:
+        shared()
     if names.shared_gate:
         replicated(f"{names.shared_gate}.weight", (1, h))
+    if names.norm_after:
+        rows.add(f"{names.block}.{names.norm_after}.weight", (h,), layers=layers, sequence_parallel=True)
+    if names.beside and moe.shared_intermediate_size:
+        wide = moe.shared_intermediate_size
+        both = Split(0, (Part(wide, wide),) * 2)
+        rows.linear(f"{names.beside}.input_linear", 2 * wide, h, both, layers=layers)
+        rows.linear(f"{names.beside}.output_linear", h, wide, row(wide), layers=layers)
 
 
 def _gpt2(shape: ModelShape) -> ParameterTable:

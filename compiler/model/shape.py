@@ -66,6 +66,8 @@ class ModelShape:
     head_bias: bool = False
     qk_norm: bool = False
     """A norm of the queries and keys; over what, the family says."""
+    attention_gate: int = 0
+    """Width per head of the projection that gates the attention's output; 0: there is none."""
     norms_per_layer: int = 2
     norm_bias: bool = False
     sliding_window: int | None = None

@@ -84,14 +84,14 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
     except ModelConfigError as error:
         path = model_path(spec, str(error.key))
         given = spec.get("model")
-        hint: str | None = None
+        hint: str | None = error.instead or None
         fixes: tuple[Fix, ...] = ()
         if "preset" in given:
             known = closest(given["preset"], list(presets()))
             hint = f"did you mean {known}?" if known else f"known presets: {', '.join(presets())}"
             if known:
                 fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
-        elif "preset" not in given and "hf_config" not in given:
+        elif hint is None and "preset" not in given and "hf_config" not in given:
             hint = "write head_dim, or other heads" if error.key == "num_attention_heads" else f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
 

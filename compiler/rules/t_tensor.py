@@ -113,7 +113,8 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
         return  # rule T011 looks at the module's own weights
     widths = []
     if shape.moe is None or shape.moe.first_moe_layer:
-        widths.append(("intermediate_size", shape.intermediate_size))
+        experts = FAMILIES[shape.model_type].experts
+        widths.append((experts.dense_width[0] if experts else "intermediate_size", shape.intermediate_size))
     if shape.moe is not None:
         experts = FAMILIES[shape.model_type].experts
         name = experts.width[0] if experts else "moe_intermediate_size"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
 from parcompile.layout.grid import Axis
+from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
@@ -13,9 +14,6 @@ from parcompile.spec.resolve import Resolution
 from .places import model_path
 from .registry import Finding, rule
 from .s_module import MODULE
-
-RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in {"gpt2"})
-"""Model types that the runtime injects."""
 
 
 @rule(
@@ -72,10 +70,13 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     """Fires for families that are not injected yet, and for windows that transformers applies in one place only."""
     family = spec.shape.model_type
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
+        known = model_type(family)
+        why = "" if known.reason is None else f": {known.reason.why}"
+        near = "" if known.nearest is None else f"; the nearest type that it injects is {known.nearest}"
         yield Finding(
-            f"parcompile.runtime does not inject {family}",
+            f"parcompile.runtime does not inject {family}{why}",
             model_path(spec, "model_type"),
-            help=f"it injects {', '.join(RUNTIME_FAMILIES)}",
+            help=f"use the plan with another launcher{near}",
         )
         return
     yield from _window_on_one_side(spec)

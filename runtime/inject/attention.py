@@ -175,4 +175,5 @@ def _attention(
         softcap=softcap,
         **place.dropping(dropout, name, layer or 0, query.shape[1] * place.tp_index),
     )
-    return out.transpose(1, 2), None
+    # Models view it as [B, S, H D], as they may what transformers gives.
+    return out.transpose(1, 2).contiguous(), None

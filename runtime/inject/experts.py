@@ -49,7 +49,21 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
         whole = region.leave(parts)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    block.register_forward_hook(leave)
+    last = _norm_of_sum(name, block, slices)
+    if last is None:
+        block.register_forward_hook(leave)
+    else:
+        # It needs the sum, not this rank's part; what it gives leaves the block as it is.
+        last.register_forward_pre_hook(lambda _, args: (region.leave(args[0]), *args[1:]))
+
+
+def _norm_of_sum(name: str, block: nn.Module, slices: Slices) -> nn.Module | None:
+    """The norm with which a block ends: unlike all else in it, it works on the sum of the ranks' parts."""
+    for child, module in block.named_children():
+        names = [f"{name}.{child}.{kind}" for kind, _ in module.named_parameters(recurse=False)]
+        if names and all(slices.of(one).parameter.sequence_parallel for one in names):
+            return module
+    return None
 
 
 def is_bias_of_row(name: str, slices: Slices) -> bool:

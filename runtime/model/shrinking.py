@@ -109,6 +109,7 @@ def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     experts = FAMILIES[shape.model_type].experts
     if shape.moe is None or experts is None:
         return found
+    found[experts.dense_width[0]] = found["intermediate_size"]
     found[experts.width[0]] = min(shape.moe.intermediate_size, _EXPERT_OF_A_RANK * tp)
     if experts.shared_width is not None:
         found[experts.shared_width[0]] = min(shape.moe.shared_intermediate_size, _EXPERT_OF_A_RANK * tp)
@@ -143,6 +144,8 @@ def _layers(plan: Plan, config: Any) -> list[int]:
 def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
     found: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    if hasattr(config, "num_attention_heads_per_layer"):
+        found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
     for key, value in _by_layer(config, shape.num_hidden_layers):
         found[key] = [value[layer] for layer in layers]
     experts = FAMILIES[shape.model_type].experts

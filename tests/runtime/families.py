@@ -111,6 +111,83 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_ROUTED, **_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "youtu": _LATENT,
     "minicpm3": _LATENT,
+    "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "use_bias": True},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "hy_v3": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "mlp_bias": True,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "hyperclovax": {
+        "head_dim": 8,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+    },
+    "cohere2_moe": {
+        "num_experts": 4,
+        "num_shared_experts": 2,
+        "head_dim": 8,
+        "prefix_dense_intermediate_size": 40,
+        **_MIXED,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "afmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "mup_enabled": True,
+        **_MIXED,
+    },
+    "laguna": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        **_MIXED,
+        "shared_expert_intermediate_size": 40,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "flint": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        **_MIXED,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+    },
+    "kolibri1": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        **_MIXED,
+        "shared_expert_intermediate_size": 40,
+    },
+    "aria_text": {"moe_num_experts": 4, "head_dim": 8, "mlp_bias": True},
+    "minimax_m3_vl_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "dense_intermediate_size": 40,
+        "shared_intermediate_size": 24,
+        "rotary_dim": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 
@@ -123,9 +200,11 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 RELATIVES = (
     *("cwm", "iquestcoder", "ministral3", "vaultgemma", "jais2", "hunyuan_v1_dense", "persimmon"),
-    *("flex_olmo", "minimax_m2", "mellum", "glm4_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v2", "minicpm3"),
+    *("flex_olmo", "minimax_m2", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1"),
+    *("granitemoeshared", "laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm"),
+    *("mellum", "glm4_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v2", "minicpm3"),
 )
 """Families that differ from others in what is one's own of several already: the tests run them in one layout, the
-others in each; `benchmarks/models.py --prove` runs all in each."""
+others in each; `benchmarks/models.py` runs all in each."""
 
 __all__ = ["FAMILIES", "RELATIVES", "tiny_config"]

@@ -141,7 +141,8 @@ def clip(model: nn.Module, mesh: Any) -> float:
     from parcompile.runtime.inject.shared_rows import counted
 
     square = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))
         if getattr(parameter, "ds_pipe_replicated", False):
@@ -150,7 +151,7 @@ def clip(model: nn.Module, mesh: Any) -> float:
             square += counted(parameter, parameter.grad).square().sum()
     dist.all_reduce(square, group=mesh.group("tp-pp"))
     norm = float(square.sqrt())
-    for parameter in model.parameters():
+    for parameter in trained:
         assert parameter.grad is not None
         parameter.grad.mul_(min(1.0, CLIPPING / (norm + 1e-6)))
     return norm

@@ -1,0 +1,139 @@
+"""Writes compiler/model/model_types.json: why the runtime refuses a model type of the installed transformers.
+
+    python .ci/generate/model_types.py
+
+Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
+`compiler/model/families.py`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
+part. A reason is read from the code of the model where a word of it decides (an indexer, a scan, a convolution), and
+written below where none does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from parcompile.model.families import FAMILIES
+
+FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
+
+WRITTEN = {
+    "beam": "no_table",
+    "blt": "byte_patches",
+    "doge": "own_mask",
+    "dbrx": "nested_configuration",
+    "diffllama": "differential_attention",
+    "falcon": "alibi_or_rotary",
+    "gemma3n_text": "varied_layers",
+    "gemma4_text": "varied_layers",
+    "gemma4_assistant": "draft_model",
+    "gemma4_unified_assistant": "draft_model",
+    "gemma4_unified_text": "varied_layers",
+    "gpt-sw3": "stored_transposed",
+    "gpt2": "stored_transposed",
+    "gpt_bigcode": "learned_positions",
+    "granite_swa": "no_table",
+    "granitemoe_swa": "no_table",
+    "hrm_text": "recurrent_depth",
+    "jetmoe": "attention_of_experts",
+    "llama4_text": "chunked_attention",
+    "longcat_flash": "two_blocks",
+    "biogpt": "learned_positions",
+    "modernbert-decoder": "no_table",
+    "mpt": "alibi",
+    "opt": "learned_positions",
+    "recurrent_gemma": "recurrence",
+    "reformer": "own_attention",
+    "rwkv": "recurrence",
+    "xlstm": "recurrence",
+    "zaya": "no_table",
+}
+ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
+WORDS = (
+    ("indexer", r"Indexer\b"),
+    ("gated_delta_net", r"gated_delta_rule|chunk_kda"),
+    ("lightning_attention", r"LightningAttention"),
+    ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
+    ("short_convolution", r"causal_conv1d"),
+    ("alibi", r"alibi"),
+)
+
+
+def code(model: str) -> str:
+    """The source of the module of a model class; empty where it cannot be loaded here."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return inspect.getsource(sys.modules[getattr(transformers, model).__module__])
+        except Exception:
+            return ""
+
+
+def text_type(config: type[Any]) -> str | None:
+    """The model type of `text_config` where a configuration has one."""
+    kinds = getattr(config, "sub_configs_defaults", None) or getattr(config, "sub_configs", None) or {}
+    kind = kinds.get("text_config")
+    if kind is None:
+        return None
+    found = getattr(kind, "model_type", None) or getattr(getattr(kind, "config_class", None), "model_type", None)
+    return found or None
+
+
+def reason(name: str, config: type[Any], model: str) -> str:
+    """The key of what stands in the way."""
+    if name in WRITTEN:
+        return WRITTEN[name]
+    if "text_config" in (getattr(config, "sub_configs_defaults", None) or getattr(config, "sub_configs", None) or {}):
+        return "multimodal"
+    with contextlib.suppress(Exception):
+        if config().is_encoder_decoder:
+            return "encoder_decoder"
+    if ENCODERS.search(name):
+        return "encoder"
+    source = code(model)
+    for key, words in WORDS:
+        if re.search(words, source):
+            return key
+    if getattr(config, "sub_configs_defaults", None) or getattr(config, "sub_configs", None):
+        return "multimodal"
+    return "no_table" if "ALL_ATTENTION_FUNCTIONS" in source else "own_attention"
+
+
+def entries() -> dict[str, dict[str, str]]:
+    """Each type with its reason."""
+    names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    found = {}
+    for name in sorted((names.keys() - FAMILIES.keys()) | {"gpt2"}):
+        model = names[name] if isinstance(names[name], str) else names[name][0]
+        try:
+            config = CONFIG_MAPPING[name]
+        except Exception:
+            continue
+        found[name] = {"reason": reason(name, config, model)}
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            found[name]["only"] = "multimodal"
+        if (text := text_type(config)) is not None:
+            found[name]["text"] = text
+    return found
+
+
+def main() -> None:
+    """Writes the file."""
+    value = {"transformers": transformers.__version__, "types": entries()}
+    FILE.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Every model type that the installed transformers may name: what works, and why the others are refused.
+
+A type works when it has a row in `families.py` that the runtime injects. The others stand in `model_types.json`, which
+`.ci/generate/model_types.py` writes, with the key of their reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .families import FAMILIES
+from .family import Family
+
+PLANNED_ONLY = frozenset({"gpt2"})
+"""Types whose parameters the compiler knows and which the runtime does not inject."""
+
+TEXT_PARTS: frozenset[str] = frozenset()
+"""Multimodal types whose text part is found in their configuration and files."""
+
+RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in PLANNED_ONLY)
+"""Model types that the runtime injects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a type is refused."""
+
+    title: str
+    why: str
+    """After "NAME is refused: "."""
+    instead: str = ""
+    """What would run."""
+
+
+_STATE = (
+    "its layers pass a state from token to token: tensor parallelism here cuts no such layer, and context parallelism "
+    "passes no state from rank to rank"
+)
+
+REASONS: Mapping[str, Reason] = {
+    "multimodal": Reason(
+        "multimodal models",
+        "it is more than a causal language model (a vision or audio tower beside one)",
+        "the text part alone, where its type works",
+    ),
+    "gated_delta_net": Reason("gated delta nets (linear attention)", f"it has layers of gated delta nets: {_STATE}"),
+    "state_space": Reason("state-space layers (Mamba)", f"it has state-space layers (Mamba): {_STATE}"),
+    "short_convolution": Reason(
+        "short convolutions",
+        "it has layers of short convolutions over neighbouring tokens: context parallelism here exchanges no tokens at "
+        "the borders of the ranks, and tensor parallelism cuts no such layer",
+    ),
+    "lightning_attention": Reason("lightning attention", f"it has layers of lightning attention: {_STATE}"),
+    "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
+    "indexer": Reason(
+        "sparse attention with an indexer",
+        "an indexer chooses the keys that each query sees: the ring masks by position, window and document only",
+    ),
+    "chunked_attention": Reason(
+        "chunked attention",
+        "some of its layers attend within chunks of tokens that stand only in transformers' mask: the ring masks by "
+        "position, window and document only",
+    ),
+    "varied_layers": Reason(
+        "layers of different shapes",
+        "head widths and kv heads differ from layer to layer, and some layers use the keys and values of others: the "
+        "compiler describes layers of one shape",
+    ),
+    "encoder_decoder": Reason(
+        "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
+    ),
+    "encoder": Reason(
+        "encoders",
+        "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
+    ),
+    "alibi": Reason(
+        "ALiBi biases",
+        "it adds ALiBi biases to its scores in an attention of its own, which does not go through transformers' "
+        "attention interface",
+    ),
+    "alibi_or_rotary": Reason(
+        "attention outside of transformers' interface",
+        "its attention does not go through transformers' attention interface, where the ring takes its place",
+    ),
+    "own_attention": Reason(
+        "attention outside of transformers' interface",
+        "its attention does not go through transformers' attention interface, where the ring takes its place",
+    ),
+    "own_mask": Reason(
+        "masks that a model learns",
+        "it learns which keys a query sees: the ring masks by position, window and document",
+    ),
+    "learned_positions": Reason(
+        "learned positions",
+        "it adds a learned table of positions to its embedding, which is not cut along the sequence here",
+    ),
+    "stored_transposed": Reason(
+        "learned positions and transposed weights",
+        "it adds a learned table of positions to its embedding and stores its weights as [in, out]: neither is cut by "
+        "the runtime",
+        "a plan for other launchers, where the compiler knows its parameters",
+    ),
+    "recurrent_depth": Reason(
+        "layers that run several times",
+        "its two stacks of layers run several times in a forward pass: neither the plan nor the pipeline knows that",
+    ),
+    "attention_of_experts": Reason(
+        "attention heads chosen by a router", "a router chooses the query heads of each token: heads are cut by number"
+    ),
+    "two_blocks": Reason(
+        "two blocks in a layer",
+        "a layer has two attentions and two MLPs: the compiler describes layers with one of each",
+    ),
+    "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
+    "differential_attention": Reason(
+        "differential attention",
+        "the difference of two attentions over doubled heads goes through a norm of its own: heads cannot be cut apart",
+    ),
+    "nested_configuration": Reason(
+        "nested configurations", "its dimensions stand in nested configurations, which the compiler does not read"
+    ),
+    "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
+    "no_table": Reason("no table of parameters", "nobody has described its parameters to the compiler yet"),
+    "unknown": Reason("unknown to transformers", "transformers does not know it as a causal language model"),
+}
+
+_NEAREST = {
+    "qwen3_next": "qwen3_moe",
+    "qwen3_5_text": "qwen3",
+    "qwen3_5_moe_text": "qwen3_moe",
+    "qwen4_exp_text": "qwen3_moe",
+    "llama4_text": "llama",
+    "gemma4_text": "gemma3_text",
+    "gemma3n_text": "gemma3_text",
+    "minimax": "minimax_m2",
+    "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v3",
+    "glm_moe_dsa": "glm4_moe",
+    "axk2": "axk1",
+    "kimi_linear": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "nemotron_h": "nemotron",
+    "granitemoehybrid": "granitemoe",
+    "bamba": "granite",
+    "falcon_h1": "llama",
+    "jamba": "mixtral",
+    "olmo_hybrid": "olmo3",
+    "dots3_note_text": "dots1",
+    "gpt2": "gpt_neox",
+    "opt": "gpt_neox",
+    "gptj": "gpt_neox",
+    "falcon": "gpt_neox",
+    "bloom": "gpt_neox",
+    "mpt": "gpt_neox",
+    "gpt_bigcode": "starcoder2",
+    "gpt_neo": "gpt_neox",
+    "hy_v4": "hy_v3",
+    "biogpt": "gpt_neox",
+    "gemma4_unified_text": "gemma3_text",
+    "lfm2": "llama",
+    "lfm2_moe": "mixtral",
+    "zamba2": "llama",
+    "recurrent_gemma": "gemma2",
+    "granite_swa": "granite",
+    "granitemoe_swa": "granitemoe",
+    "mistral4": "deepseek_v3",
+}
+_ALIKE = {
+    "kimi_k2": "its layers are those of deepseek_v3: in a copy of its config.json write deepseek_v3 as model_type and "
+    "leave auto_map out",
+}
+"""Types of code that comes with the weights, which transformers knows under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelType:
+    """A model type."""
+
+    name: str
+    works: bool
+    planned: bool
+    """The compiler knows its parameters."""
+    reason: Reason | None = None
+    text: str | None = None
+    """The type of the text part of a multimodal model, as transformers has it where the file says nothing."""
+    nearest: str | None = None
+    note: str = ""
+    causal: bool = True
+    """transformers builds it as a causal language model, and not only as a multimodal one."""
+
+    @property
+    def text_works(self) -> bool:
+        """Whether the text part can be trained alone."""
+        return self.name in TEXT_PARTS and self.text in RUNTIME_FAMILIES
+
+    @property
+    def family(self) -> Family | None:
+        """Its row."""
+        return FAMILIES.get(self.name)
+
+
+@functools.cache
+def _stored() -> Mapping[str, Any]:
+    text = (importlib.resources.files("parcompile.model") / "model_types.json").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+def transformers_version() -> str:
+    """The version that the list was read from."""
+    return str(_stored()["transformers"])
+
+
+@functools.cache
+def model_types() -> Mapping[str, ModelType]:
+    """Every known type by name, in alphabetical order."""
+    refused = {name: _refused(name, entry) for name, entry in _stored()["types"].items()}
+    works = {name: ModelType(name, works=True, planned=True) for name in RUNTIME_FAMILIES}
+    both = {**refused, **works}
+    return {name: both[name] for name in sorted(both)}
+
+
+def model_type(name: str) -> ModelType:
+    """What is known of a type; of a name that transformers does not know, the nearest type."""
+    return model_types().get(name) or _refused(name, {"reason": "unknown"})
+
+
+def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
+    nearest = _NEAREST.get(name)
+    text = entry.get("text")
+    if nearest is None and text in RUNTIME_FAMILIES:
+        nearest = text
+    if nearest is None:
+        close = difflib.get_close_matches(name, RUNTIME_FAMILIES, 1, 0.7)
+        nearest = close[0] if close else None
+    reason = REASONS[entry["reason"]]
+    note = _ALIKE.get(name, "")
+    return ModelType(name, False, name in FAMILIES, reason, text, nearest, note, "only" not in entry)
+
+
+_KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+
+
+def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Why a configuration of this type is refused, in a sentence, and what to do instead."""
+    if not isinstance(name, str):
+        return f"model_type is {name!r}: it has to be the name of a model type", "`parcompile models` lists them"
+    known = model_type(name)
+    assert known.reason is not None
+    sentence = f"model_type {name!r} is refused: {known.reason.why}{_layers(config)}"
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        part = inner.get("model_type") or known.text
+        if part not in FAMILIES:
+            why = model_type(str(part)).reason
+            sentence += f"; its text part is {part!r}, which is refused too: {why.why if why else ''}"
+    elif known.text_works:
+        sentence += f"; its text part is {known.text!r}, which works, but the configuration has no text_config"
+    found = []
+    if known.note:
+        found.append(known.note)
+    if known.nearest and not known.note:
+        found.append(f"the nearest type that works is {known.nearest}")
+    found.append(f"`parcompile models {name}` says more" if name in model_types() else "`parcompile models` lists all")
+    return sentence, "; ".join(found)
+
+
+def _layers(config: Mapping[str, Any]) -> str:
+    """Which layers a configuration has, where it lists their kinds."""
+    for key in _KINDS:
+        kinds = config.get(key)
+        if isinstance(kinds, list) and kinds and all(isinstance(kind, str) for kind in kinds):
+            counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+            return f" ({key}: {', '.join(f'{count} {kind}' for kind, count in counts.items())})"
+    return ""

@@ -1,0 +1,48 @@
+"""What a model type is made of, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .catalogue import ModelType
+from .family import QkNorm
+from .presets import presets
+
+AXES = "tp, cp, pp, dp, sequence parallelism"
+"""What the runtime runs every type that works with."""
+
+
+def kinds_of(one: ModelType) -> list[str]:
+    """What distinguishes a type from Llama, most telling first; "dense" where nothing does."""
+    family = one.family
+    if family is None:
+        return []
+    found = ["mixture of experts" if family.experts else "dense"]
+    if family.latent:
+        found.append("latent attention")
+    if family.sinks:
+        found.append("attention sinks")
+    if family.gate:
+        found.append("gated attention")
+    if family.defaults.get("sliding_window") or family.window_key:
+        found.append("windows")
+    if family.qk_norm is not QkNorm.NONE:
+        found.append("norm of queries and keys")
+    return found
+
+
+def summary_of(types: Iterable[ModelType]) -> str:
+    """How many types work."""
+    every = list(types)
+    causal = [one for one in every if one.causal]
+    texts = sum(one.text_works for one in every)
+    works = sum(one.works for one in causal)
+    return (
+        f"{works} of {len(causal)} types of causal language models work. {texts} of the multimodal types, {len(every)} "
+        "with the others, can be trained as their text part."
+    )
+
+
+def presets_of(name: str) -> tuple[str, ...]:
+    """The presets of a type."""
+    return tuple(preset.name for preset in presets().values() if preset.config["model_type"] == name)

@@ -1,0 +1,106 @@
+"""`parcompile models` and the messages that refuse a model: each says why, and what would run instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from parcompile.cli.models import command
+from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
+from parcompile.model.families import FAMILIES
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.pipeline import check_read
+from parcompile.text import parse
+
+
+def output(*args: str) -> str:
+    found = CliRunner().invoke(command, list(args))
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_the_list_has_every_type_with_its_state() -> None:
+    rows = {line.split()[0]: line for line in output().splitlines() if line.strip()}
+    for name, one in model_types().items():
+        assert ("works" in rows[name]) is one.works, name
+    assert rows["gpt_oss"].split(maxsplit=2)[2] == "mixture of experts, attention sinks, windows"
+    assert "gated delta nets" in rows["qwen3_next"]
+    assert set(RUNTIME_FAMILIES) <= rows.keys()
+
+
+def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
+    trees = json.loads(output("--format", "json", "--only", "works"))
+    assert [tree["model_type"] for tree in trees] == sorted(RUNTIME_FAMILIES)
+    assert trees[0]["axes"] == ["tp", "cp", "pp", "dp", "sequence_parallel"]
+    assert all(tree["why"] for tree in json.loads(output("--format", "json", "--only", "refused")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt_oss", "gpt_oss works: tp, cp, pp, dp, sequence parallelism"),
+        ("gpt_oss", "presets: gpt-oss-20b, gpt-oss-120b"),
+        ("deepseek_v32", "an indexer chooses the keys"),
+        ("deepseek_v32", "nearest type that works: deepseek_v3"),
+        ("nemotron_h", "state-space layers"),
+        ("kimi_k2", "write deepseek_v3 as model_type"),
+        ("bart", "encoder-decoder"),
+    ],
+)
+def test_one_type_is_told_in_detail(name: str, words: str) -> None:
+    assert words in output(name)
+
+
+def test_a_name_that_nothing_resembles_is_an_error() -> None:
+    found = CliRunner().invoke(command, ["zzz"])
+    assert found.exit_code == 2
+    assert "there is no model type 'zzz'" in found.output
+
+
+def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
+    used = {one.reason for one in model_types().values()} | {model_type("zzz").reason}
+    assert {reason for reason in REASONS.values() if reason not in used} == set()
+    assert {one.nearest for one in model_types().values()} <= {None, *RUNTIME_FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence", "instead"),
+    [
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+            "layers of gated delta nets: .* \\(layer_types: 3 linear_attention, 1 full_attention\\)",
+            "the nearest type that works is qwen3_moe; `parcompile models qwen3_next` says more",
+        ),
+        ({"model_type": "kimi_k2"}, "transformers does not know it", "write deepseek_v3 as model_type"),
+        ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
+        ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),
+        (
+            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
+            "its text part is 'gemma4_text', which is refused too: head widths and kv heads differ",
+            "`parcompile models gemma4`",
+        ),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_do(config: dict[str, Any], sentence: str, instead: str) -> None:
+    with pytest.raises(ModelConfigError, match=sentence) as caught:
+        shape_from_config(config)
+    assert instead in caught.value.instead
+    assert caught.value.key == "model_type"
+
+
+def test_check_prints_the_reason_and_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    tree = {"version": 1, "model": {"hf_config": "config.json"}}
+    checked = check_read(parse(json.dumps(tree), "spec.json", "json"), tmp_path)
+    found = next(one for one in checked.diagnostics if one.code == "S003")
+    assert found.message.startswith("model_type 'mamba2' is refused: it has state-space layers (Mamba)")
+    assert found.help == "`parcompile models mamba2` says more"
+
+
+def test_no_type_is_in_both_lists() -> None:
+    refused = {name for name, one in model_types().items() if not one.works}
+    assert refused & FAMILIES.keys() == {"gpt2"}
