@@ -21,7 +21,7 @@ _STATES = click.Choice(["works", "refused"])
 @click.option("--only", type=_STATES, help="Only types that work, or only those that are refused.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(name: str | None, only: str | None, form: str) -> None:
-    """List the model types of transformers: what works, and why the others are refused.
+    """List the model types that work, and why others do not.
 
     With NAME: one type in detail. A type that works runs with tp, cp, pp, dp and sequence parallelism.
     """
