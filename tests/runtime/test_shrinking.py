@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, tiny_config
 from family_runs import family_plan
 from ranks import run_ranks
 
@@ -85,6 +85,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     known = planned_config(family_plan(family, 1, {})).to_dict()
     mixed = lists if known.get("layer_types") and "sliding_attention" in known["layer_types"] else {}
     more = {"no_rope_layers": [1, 1, 1, 0] * 2} if family == "smollm3" else {}
+    if "mlp_layer_types" in tiny_config(family):
+        more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
     plan = family_plan(family, 8, {"tp": 4, "pp": 2}, **(wide | sizes | special | mixed | more))
     plan = replace(plan, spec=replace(plan.spec, training=replace(plan.spec.training, sequence_length=1024)))
     small = shrunk(plan)
