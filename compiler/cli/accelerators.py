@@ -62,6 +62,7 @@ def _figures(one: Accelerator) -> str:
         ("name", one.name, one.title),
         ("memory", _memory(one), one.sources.get("memory_mib", "")),
         ("bf16", format_compute(one.flops_per_s), one.sources["bf16_flops_per_s"]),
+        ("fp32", format_compute(one.fp32_flops_per_s), one.sources.get("fp32_flops_per_s", "")),
         ("bandwidth", format_bandwidth(one.memory_bytes_per_s), one.sources["memory_bytes_per_s"]),
     ]
     rows += [

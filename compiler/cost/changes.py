@@ -41,8 +41,10 @@ NAMES = (
 """What may be changed."""
 _FIELDS = {"activation_checkpointing": "recompute", "micro_batch_size": "micro_batch", "stage": "zero_stage"}
 _POWERS = (2, 4, 8, 16, 32, 64)
-_LAST_RESORTS = {"nodes": 1, "stage": 2}
-"""What has to be bought, and what the runtime does not execute."""
+_LAST_RESORTS = {"nodes": 1}
+"""What has to be bought."""
+_NOT_EXECUTED = 3
+"""The ZeRO stage that other launchers run only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,10 @@ def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_
                     fitting.append(Change(settings, run, memory, timing(run).step.seconds, before))
         if fitting:
             found[frozenset(chosen)] = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
-    return sorted(found.values(), key=lambda one: (*_rank(one.settings), one.seconds))
+    return sorted(
+        found.values(),
+        key=lambda one: (one.settings.get("stage") == _NOT_EXECUTED, *_rank(one.settings), one.seconds),
+    )
 
 
 def _with_context(work: Workload) -> Workload:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.groups import EMBEDDING, KV_REPLICA
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
 
@@ -111,11 +111,15 @@ class Estimate:
         }
 
     def exposed_seconds(self, group: str) -> float:
-        """Seconds of a step in which nothing hides the traffic of a group; that of kv replicas is not timed: 0."""
+        """Seconds of a step in which nothing hides the traffic of a group.
+
+        That of kv replicas and of the gradient of a tied embedding, which is sent once, is not timed: 0.
+        """
         step = self.time.step
         found = {
             Axis.TP: step.tensor,
             KV_REPLICA: 0.0,
+            EMBEDDING: 0.0,
             Axis.EP: step.expert,
             "dp-cp": step.gradients,
             Axis.PP: step.exchange,

@@ -77,6 +77,11 @@ class Footprint:
         return max(self.stages, key=lambda one: one.total_bytes)
 
     @property
+    def static_bytes(self) -> float:
+        """What the rank that holds most holds for the whole run; another one than the fullest may."""
+        return max(one.static_bytes for one in self.stages)
+
+    @property
     def fits(self) -> bool | None:
         """Whether the prediction is within the limit; None where no limit is known."""
         return None if self.limit_bytes is None else self.peak.total_bytes <= self.limit_bytes

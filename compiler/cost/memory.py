@@ -62,7 +62,7 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
         padded_numel=padded,
         shard_numel=shard,
         weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
-        gradient_bytes=shard * sum_width if work.zero_stage >= 2 else gradients,
+        gradient_bytes=gradients,
         master_bytes=shard * MASTER_BYTES,
         optimizer_bytes=shard * ADAM_STATE_BYTES,
         bucket_bytes=bucket,

@@ -299,9 +299,9 @@ def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:
 def timing_of(work: Workload, step: StepTime, fit: Fit | None = None) -> Timing:
     """What follows from a predicted step."""
     machine, fitted = work.machine, fit or default_time(work.accelerator)
-    # Utilisation is that of the hardware's peak, which nobody publishes for a rank on a CPU.
-    known = work.accelerator != "cpu"
-    peak = find_accelerator(work.accelerator).flops_per_s if known else machine.matmul_flops_per_s(work.element_bytes)
+    # Utilisation is that of the hardware's peak, which was not measured; nobody publishes it for a rank on a CPU.
+    known = machine if machine.measured is None or work.accelerator == "cpu" else find_accelerator(work.accelerator)
+    peak = known.matmul_flops_per_s(work.element_bytes)
     low, _, high = fitted.spread["all"]
     clear = step.seconds if fit else _clear_seconds(work, step)
     rate = work.tokens_per_step / step.seconds / work.world_size

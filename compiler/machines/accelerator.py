@@ -28,7 +28,6 @@ class Link:
 class Measured:
     """Rates that a machine was seen to reach."""
 
-    fp32_flops_per_s: float
     attention_flops_per_s: float
     layer_seconds: float
     """Shortest time of a layer, forward and backward: launching its kernels."""
@@ -48,6 +47,8 @@ class Accelerator:
     compute_capability: str | None
     memory_bytes: int | None
     flops_per_s: float
+    fp32_flops_per_s: float
+    """Of matrix products in fp32 as torch computes them unless it is told otherwise: without TF32."""
     memory_bytes_per_s: float
     node_link: Link
     network_link: Link
@@ -65,10 +66,8 @@ class Accelerator:
         return self.compute_capability is not None and int(self.compute_capability.split(".")[0]) < 10
 
     def matmul_flops_per_s(self, element_bytes: int) -> float:
-        """The rate of matrix products of elements of that size; peaks are those of 16 bits."""
-        if self.measured is not None and element_bytes == 4:
-            return self.measured.fp32_flops_per_s
-        return self.flops_per_s
+        """The rate of matrix products of elements of that size."""
+        return self.fp32_flops_per_s if element_bytes == 4 else self.flops_per_s
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -105,6 +104,7 @@ def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
             compute_capability=one["compute_capability"],
             memory_bytes=None if one["memory_mib"] is None else one["memory_mib"] * MIB,
             flops_per_s=one["bf16_flops_per_s"],
+            fp32_flops_per_s=one["fp32_flops_per_s"],
             memory_bytes_per_s=one["memory_bytes_per_s"],
             node_link=links[one["node_link"]],
             network_link=links[one["network_link"]],

@@ -82,6 +82,7 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
         compute_capability=base.compute_capability,
         memory_bytes=memory,
         flops_per_s=base.flops_per_s if flops is None else flops,
+        fp32_flops_per_s=_fp32_flops(tree, flops, base),
         memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
         node_link=base.node_link if "node_link" in assumed else _link("node_link", tree["node_link"]),
         network_link=base.network_link if "network_link" in assumed else _link("network_link", tree["network_link"]),
@@ -90,7 +91,7 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
             for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")
         },
         like=base.name,
-        measured=Measured(tree["fp32_flops_per_s"], tree["attention_flops_per_s"], tree["layer_seconds"])
+        measured=Measured(tree["attention_flops_per_s"], tree["layer_seconds"])
         if tree.get("layer_seconds") is not None
         else None,
         assumed=tuple(assumed),
@@ -129,6 +130,13 @@ def _flops(tree: Mapping[str, Any]) -> float | None:
     return given
 
 
+def _fp32_flops(tree: Mapping[str, Any], flops: float | None, base: Accelerator) -> float:
+    """As measured; else in proportion to the rate in 16 bits, as on the preset that it is like."""
+    if tree.get("fp32_flops_per_s") is not None:
+        return float(tree["fp32_flops_per_s"])
+    return base.fp32_flops_per_s * (1.0 if flops is None else flops / base.flops_per_s)
+
+
 def preset_tree(machine: Accelerator) -> dict[str, Any]:
     """The figures of a machine that is not built in, as `preset_from_tree` reads them."""
     measured, memory = machine.measured, machine.memory_bytes
@@ -142,6 +150,7 @@ def preset_tree(machine: Accelerator) -> dict[str, Any]:
         "assumed": list(machine.assumed),
         "memory_mib": None if memory is None else memory // MIB,
         "bf16_flops_per_s": machine.flops_per_s,
+        "fp32_flops_per_s": None if measured is None else machine.fp32_flops_per_s,
         **rates,
         "memory_bytes_per_s": machine.memory_bytes_per_s,
         "node_link": _link_tree(machine.node_link),

@@ -203,7 +203,8 @@ def _remedies(
         memory = footprint(other)
         if work.pp == 1 and is_safe(memory):
             layout = _Layout(smallest.spec, other, memory)
-            yield f"zero.stage {stage}, which parcompile.runtime does not run: {_reason(layout)}"
+            run = ", which parcompile.runtime does not run" if stage == 3 else ""
+            yield f"zero.stage {stage}{run}: {_reason(layout)}"
             break
 
 

@@ -77,7 +77,7 @@ def _costs(before: Plan, after: Plan) -> str:
     sizes = (_interval(one.memory.interval_bytes, format_bytes) for one in (old, new))
     rows.append(("its 90 % interval", *sizes, ""))
     rows.append(("fits with probability", *(_chance(one) for one in (old, new)), ""))
-    row("of it exact", lambda one: one.memory.peak.static_bytes, format_bytes)
+    row("static memory of a rank, exact", lambda one: one.memory.static_bytes, format_bytes)
     first, second = (topology(plan)["bytes_leaving_node"] for plan in (before, after))
     share = f"{(second - first) / first:+.1%}" if first and first != second else ""
     rows.append(("sent between nodes by a rank in a step", format_bytes(first), format_bytes(second), share))

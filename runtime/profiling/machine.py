@@ -157,12 +157,13 @@ def preset(
         compute_capability=built_in.compute_capability,
         memory_bytes=min(memories) // MIB * MIB if memories else None,
         flops_per_s=best("matmul", "bf16"),
+        fp32_flops_per_s=best("matmul", "fp32"),
         memory_bytes_per_s=best("memory"),
         node_link=_link(NODE, links, built_in.node_link, source),
         network_link=_link(NETWORK, links, built_in.network_link, source),
         sources=dict.fromkeys(("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s"), source),
         like=like,
-        measured=Measured(best("matmul", "fp32"), best("attention"), _rounded(1 / best("layer launch"))),
+        measured=Measured(best("attention"), _rounded(1 / best("layer launch"))),
     )
 
 

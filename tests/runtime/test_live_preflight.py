@@ -64,11 +64,12 @@ def with_machine(plan: Plan, bytes_per_s: float) -> Plan:
         name="lab",
         title="a lab",
         flops_per_s=1e6,
+        fp32_flops_per_s=1e6,
         memory_bytes_per_s=1e9,
         node_link=link,
         network_link=link,
         sources=dict.fromkeys(_SOURCES, "a test"),
-        measured=Measured(1e6, 1e6, 1e-3),
+        measured=Measured(1e6, 1e-3),
     )
     return identified(replace(plan, spec=replace(plan.spec, cluster=replace(plan.spec.cluster, preset=machine))))
 

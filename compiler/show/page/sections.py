@@ -30,11 +30,14 @@ def tiles(subject: Subject) -> Html:
     memory = found.memory
     chance = fit_text(found.work, memory)
     mesh = " × ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in DENSE_AXES)
-    static = max(stage.static_bytes for stage in memory.stages)
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),
         (_PEAK, format_bytes(memory.peak.total_bytes), chance),
-        ("Exact part of it", format_bytes(static), f"{max(found.parameters.by_stage):,} parameters on a rank"),
+        (
+            "Static memory, exact",
+            format_bytes(memory.static_bytes),
+            f"{max(found.parameters.by_stage):,} parameters on a rank",
+        ),
         (
             "Step",
             format_seconds(found.time.step.seconds),
