@@ -16,7 +16,7 @@ PAGES = {page.stem: page for page in (*(ROOT / "docs").glob("*.md"), ROOT / "REA
 COMPILER = ("api", "report")
 """Pages whose programs need no torch."""
 ELSEWHERE = {"README": "test_readme.py", "quickstart": "test_docs.py"}
-RUNTIME = ("adapter", "preflight", "ring_attention", "tensor_parallel")
+RUNTIME = ("adapter", "preflight", "recipes", "ring_attention", "tensor_parallel")
 
 SPEC = {
     "version": 1,
@@ -27,7 +27,7 @@ SPEC = {
 DRIVER = """
 import os, runpy, sys
 
-import deepspeed, peft, torch, transformers  # once for all: a child starts with them
+import deepspeed, peft, tokenizers, torch, transformers  # once for all: a child starts with them
 import torch.utils.checkpoint
 import parcompile.runtime
 import parcompile.runtime.trainer
@@ -40,6 +40,14 @@ if not os.path.exists("model"):
         vocab_size=256, max_position_embeddings=128,
     )
     transformers.LlamaForCausalLM(config).save_pretrained("model")
+    vocabulary = {chr(number): number for number in range(256)}
+    tokens = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ one.role[0] }}: {{ one.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    tokenizer.save_pretrained("model")
     import parcompile
     parcompile.compile("spec.json", "plan")
 for number, file in enumerate(sys.argv[1:]):
