@@ -15,8 +15,8 @@ STEPS = 3
 SMALL_WEIGHTS = {"initializer_range": 0.1}
 """Up to 12 layers with weights twice as large multiply what fp32 rounds: one process is then 6e-6 off float64."""
 SMOOTH_ADAM = {"lr": 1e-3, "eps": 1e-5}
-"""With Adam's usual eps a gradient that is rounding noise becomes a full step. One process in fp32 with small weights is
-then up to 3e-5 off one in float64. With this eps it is 1e-6 off."""
+"""With Adam's usual eps a gradient that is rounding noise becomes a full step. One process in fp32 with small weights
+is then up to 3e-5 off one in float64. With this eps it is 1e-6 off."""
 MODELS: tuple[dict[str, Any], ...] = (
     {},
     {"tie_word_embeddings": True},
