@@ -66,9 +66,9 @@ class Change:
 def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_context: bool = True) -> list[Change]:
     """The smallest changes of `names` that fit with the probability that a choice asks for.
 
-    Of each set of names the fastest change counts, with as few nodes as possible. Fewer changed values come first, then
-    faster ones; other ZeRO stages and more nodes come last, however few values they change. With `chooses_context`, the
-    implementation of context parallelism is chosen anew, as for a spec that leaves it open.
+    Of each set of names the fastest change counts, with as few nodes as possible. Fewer nodes come first, then fewer
+    changed values, then faster ones; a ZeRO stage that the runtime does not execute comes last. With `chooses_context`,
+    the implementation of context parallelism is chosen anew, as for a spec that leaves it open.
 
     Raises:
         ValueError: the layout as it is cannot be cut.
@@ -79,7 +79,7 @@ def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_
         last_resort = _rank(chosen)[0] > 0
         if tried >= MOST_TRIED or len(found) >= (ENOUGH if last_resort else MOST_FOUND):
             break
-        if any(known <= set(chosen) for known in found):
+        if any(known <= set(chosen) and "nodes" not in known for known in found):
             continue
         fitting: list[Change] = []
         for changed, settings in _changed(work, chosen):
@@ -90,11 +90,19 @@ def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_
                 if is_safe(memory):
                     run = _with_context(changed) if chooses_context else changed
                     fitting.append(Change(settings, run, memory, timing(run).step.seconds, before))
-        if fitting:
-            found[frozenset(chosen)] = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
+        if not fitting:
+            continue
+        best = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
+        if all(best.work.nodes < one.work.nodes for known, one in found.items() if known <= set(chosen)):
+            found[frozenset(chosen)] = best
     return sorted(
         found.values(),
-        key=lambda one: (one.settings.get("stage") == _NOT_EXECUTED, *_rank(one.settings), one.seconds),
+        key=lambda one: (
+            one.settings.get("stage") == _NOT_EXECUTED,
+            one.work.nodes,
+            *_rank(one.settings),
+            one.seconds,
+        ),
     )
 
 
