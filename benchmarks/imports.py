@@ -21,8 +21,8 @@ from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.backends.reading import Source, SpecPath, Undecided
+from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_tree
-from parcompile.pipeline import recognised
 from parcompile.text import SourceError, read_file
 
 VOCABULARY = 50257

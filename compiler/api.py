@@ -18,7 +18,8 @@ from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.reporters import report
 from .diagnostics.reporters.style import Style
-from .pipeline import Checked, check_read, is_plan, read_spec, recognised, whole_spec
+from .foreign import recognised
+from .pipeline import Checked, check_read, is_plan, read_spec, whole_spec
 from .plan import Plan, PlanError, compile_plan, load_plan
 from .rules import rule_targets
 from .searching.ranking import Ranked, SearchResult

@@ -24,10 +24,10 @@ from parcompile.diagnostics.reporters.style import writable
 from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.plan import PlanError
 from parcompile.rules import rule_targets
-from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
 from .main import SPEC_HAS_ERRORS, USAGE
+from .resolved import table_of, values_of
 from .targets import chosen_targets, no_estimate_option, target_option
 
 _ROUNDS = 100
@@ -269,7 +269,7 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
         stream = io.StringIO()
         report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)
         tree = json.loads(stream.getvalue())
-        tree["values"] = {file: _values(one) for file, one in zip(run.files, run.checked, strict=True)}
+        tree["values"] = {file: values_of(one) for file, one in zip(run.files, run.checked, strict=True)}
         click.echo(json.dumps(tree, indent=2, default=str))
         return
     report(
@@ -287,43 +287,9 @@ def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: boo
         return
     if show_values:
         for file, one in zip(run.files, run.checked, strict=True):
-            click.echo(writable(sys.stdout, _table(file, _values(one))))
+            click.echo(writable(sys.stdout, table_of(file, values_of(one))))
     if run.fixed:
         click.echo(f"{run.fixed} fixed")
     if run.checked and not found:
         count = len(run.checked)
         click.echo(f"{count} file{'s' if count > 1 else ''} checked: no errors, no remarks")
-
-
-def _values(checked: Checked) -> dict[str, dict[str, object]]:
-    """Each resolved value by its dotted path: the value, its origin, how it came about, and its line."""
-    resolution, document = checked.resolution, checked.document
-    if resolution is None or document is None:
-        return {}
-    try:
-        provenance = resolution.spec().provenance
-    except Unavailable:
-        provenance = dict(sorted(resolution.provenance.items()))
-    values: dict[str, dict[str, object]] = {}
-    for path, one in provenance.items():
-        steps = tuple(path.split("."))
-        line = document.position(steps).line if document.place(steps) is not None else None
-        values[path] = {"value": one.value, "origin": one.origin.value, "detail": one.detail, "line": line}
-    return values
-
-
-def _table(file: str, values: dict[str, dict[str, object]]) -> str:
-    rows = []
-    for path, one in values.items():
-        text = json.dumps(one["value"], ensure_ascii=False, default=str)
-        if len(text) > 40 or isinstance(one["value"], dict):
-            continue
-        how = str(one["origin"])
-        if one["origin"] == "spec":
-            how = f"line {one['line']}" if one["line"] else "the spec"
-        elif one["detail"]:
-            how += f": {one['detail']}"
-        rows.append((path, text, how))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    lines = [f"{path:<{widths[0]}}  {text:<{widths[1]}}  {how}".rstrip() for path, text, how in rows]
-    return "\n".join([f"{file}:", *("  " + line for line in lines), ""])

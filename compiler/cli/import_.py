@@ -14,8 +14,8 @@ from parcompile.backends.importer import RefusedError
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, SpecPath
+from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_tree
-from parcompile.pipeline import recognised
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
