@@ -1,9 +1,13 @@
 """Proves that model types work: each in tp 2, cp 2, tp 2 × cp 2 with sequence parallelism and pp 2 beside one process.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python benchmarks/models.py [FAMILY ...]
+    python benchmarks/models.py --texts
 
 Prints the largest relative difference of a loss, a gradient norm and a parameter; the exit code is the number of types
 and layouts that fail. Most of it is in tests/runtime/test_families.py too.
+
+With `--texts`: the logits of every multimodal type whose text part is trained, given text alone, beside those of a
+causal language model with the weights of its text part (a sample: tests/runtime/test_text_parts.py).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.catalogue import RUNTIME_FAMILIES, TEXT_PARTS
 
 PROVED = ("tp2", "cp2", "tp2 × cp2, sequence parallel", "pp2")
 
@@ -48,10 +52,25 @@ def prove(families: list[str]) -> int:
     return failed
 
 
+def prove_texts() -> int:
+    """How many multimodal types compute something else than their text part."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+    from test_text_parts import difference
+
+    failed = 0
+    for name in sorted(TEXT_PARTS):
+        found = difference(name)
+        failed += not found < 1e-6
+        print(f"{name:24} {found:.1e}", flush=True)
+    return failed
+
+
 def main() -> None:
     """Proves the types that are named, or all."""
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+    if sys.argv[1:] == ["--texts"]:
+        sys.exit(prove_texts())
     sys.exit(prove(sys.argv[1:] or list(RUNTIME_FAMILIES)))
 
 

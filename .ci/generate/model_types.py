@@ -126,6 +126,9 @@ def entries() -> dict[str, dict[str, str]]:
             found[name]["only"] = "multimodal"
         if (text := text_type(config)) is not None:
             found[name]["text"] = text
+            with contextlib.suppress(Exception):
+                if config().tie_word_embeddings:
+                    found[name]["tied"] = "yes"
     return found
 
 

@@ -109,7 +109,12 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     "--max-file-bytes", type=click.IntRange(1), default=2 * 10**9, show_default=True, help="When to begin a new file."
 )
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapters alone, as peft does.")
-def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> None:
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    help="Folder of the multimodal model whose text part was trained: write all of it, the rest as it is there.",
+)
+def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool, into: Path | None) -> None:
     """Export the weights as a Hugging Face model.
 
     `from_pretrained` loads the folder. LoRA adapters are merged.
@@ -118,7 +123,10 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool) -> No
         from parcompile.runtime.checkpoint import export as exported
         from parcompile.runtime.checkpoint import export_adapter
 
-        files = export_adapter(folder, output) if adapter else exported(folder, output, shard_bytes=max_file_bytes)
+        if adapter:
+            files = export_adapter(folder, output)
+        else:
+            files = exported(folder, output, shard_bytes=max_file_bytes, into=into)
         for file in files:
             click.echo(file)
 

@@ -20,8 +20,15 @@ from .family import Family
 PLANNED_ONLY = frozenset({"gpt2"})
 """Types whose parameters the compiler knows and which the runtime does not inject."""
 
-TEXT_PARTS: frozenset[str] = frozenset()
-"""Multimodal types whose text part is found in their configuration and files."""
+TEXT_PARTS = frozenset(
+    {
+        *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
+        *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
+        *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "ovis2", "pp_chart2table"),
+        *("qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+    }
+)
+"""Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
 RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in PLANNED_ONLY)
 """Model types that the runtime injects."""
@@ -171,7 +178,7 @@ _NEAREST = {
     "granitemoe_swa": "granitemoe",
     "mistral4": "deepseek_v3",
 }
-_ALIKE = {
+ALIKE = {
     "kimi_k2": "its layers are those of deepseek_v3: in a copy of its config.json write deepseek_v3 as model_type and "
     "leave auto_map out",
 }
@@ -193,6 +200,8 @@ class ModelType:
     note: str = ""
     causal: bool = True
     """transformers builds it as a causal language model, and not only as a multimodal one."""
+    tied: bool = False
+    """Whether its class ties the head to the embedding where a configuration does not say."""
 
     @property
     def text_works(self) -> bool:
@@ -240,8 +249,8 @@ def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
         close = difflib.get_close_matches(name, RUNTIME_FAMILIES, 1, 0.7)
         nearest = close[0] if close else None
     reason = REASONS[entry["reason"]]
-    note = _ALIKE.get(name, "")
-    return ModelType(name, False, name in FAMILIES, reason, text, nearest, note, "only" not in entry)
+    note = ALIKE.get(name, "")
+    return ModelType(name, False, name in FAMILIES, reason, text, nearest, note, "only" not in entry, "tied" in entry)
 
 
 _KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
@@ -255,7 +264,9 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
     assert known.reason is not None
     sentence = f"model_type {name!r} is refused: {known.reason.why}{_layers(config)}"
     inner = config.get("text_config")
-    if isinstance(inner, Mapping):
+    if isinstance(inner, Mapping) and name not in TEXT_PARTS and inner.get("model_type", known.text) in FAMILIES:
+        sentence += f"; with text alone it does not compute what its text part {known.text!r} does"
+    elif isinstance(inner, Mapping):
         part = inner.get("model_type") or known.text
         if part not in FAMILIES:
             why = model_type(str(part)).reason

@@ -117,7 +117,18 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family(defaults=_defaults(16, 256, **_TIED)),
     "gemma2": Family(norms=_FOUR_NORMS, defaults=_defaults(4, 256, sliding_window=4096, **_TIED)),
     "gemma3_text": Family(
-        norms=_FOUR_NORMS, qk_norm=QkNorm.HEAD, defaults=_defaults(4, 256, sliding_window=4096, **_TIED)
+        norms=_FOUR_NORMS,
+        qk_norm=QkNorm.HEAD,
+        # The published configurations of multimodal models leave out more than others do.
+        defaults=_defaults(
+            4,
+            256,
+            sliding_window=4096,
+            num_attention_heads=8,
+            vocab_size=262208,
+            max_position_embeddings=131072,
+            **_TIED,
+        ),
     ),
     "phi": Family(
         final_norm="final_layernorm",

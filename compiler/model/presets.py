@@ -35,6 +35,23 @@ def presets() -> Mapping[str, Preset]:
     return {name: Preset(name, **entry) for name, entry in json.loads(text).items()}
 
 
+def near_presets(name: str) -> tuple[str, ...]:
+    """The presets that a name may mean: those that it begins with, or that begin with it, whatever stands between.
+
+    A name of the Hugging Face Hub is read without its owner.
+    """
+    wanted = _bare(name.rpartition("/")[2])
+    longer = [one for one in presets() if _bare(one).startswith(wanted)] if len(wanted) > 2 else []
+    if longer:
+        return tuple(longer)
+    shorter = [one for one in presets() if wanted.startswith(_bare(one))]
+    return (max(shorter, key=len),) if shorter else ()
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def find_preset(name: str) -> Preset | None:
     """The preset of this short or Hugging Face name, in any case; None when there is none."""
     wanted = name.lower()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
-from parcompile.model.presets import presets
+from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import divisors
@@ -37,6 +37,7 @@ _ROUTED = (
     "routed_scaling_factor n_group topk_group"
 )
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob mlp_only_layers"
+_FILE = '"model": {"hf_config": "config.json"}'
 _KEYS = {
     "llama": f"{_ROTARY} attention_bias mlp_bias",
     "mistral": f"{_ROTARY} sliding_window",
@@ -87,8 +88,11 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
         hint: str | None = error.instead or None
         fixes: tuple[Fix, ...] = ()
         if "preset" in given:
-            known = closest(given["preset"], list(presets()))
-            hint = f"did you mean {known}?" if known else f"known presets: {', '.join(presets())}"
+            near = near_presets(given["preset"])
+            known = near[0] if len(near) == 1 else None if near else closest(given["preset"], list(presets()))
+            hint = f"did you mean {known}?" if known else f"known presets: {', '.join(near or presets())}"
+            if "/" in given["preset"] or known is None:
+                hint += f"; any other model: download its config.json and write {_FILE}"
             if known:
                 fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
         elif hint is None and "preset" not in given and "hf_config" not in given:

@@ -6,14 +6,17 @@ Tensors are made whole one at a time and written file by file, so that the memor
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from torch import Tensor
 
+from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.configuration import saved_config
+from parcompile.runtime.model.configuration import check_folder, saved_config
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, merged, saved_name
+from parcompile.runtime.model.pretrained import PretrainedFolder
 
 from .reading import SavedRun
 from .verifying import whole_note
@@ -22,7 +25,9 @@ _SHARD_BYTES = 2 * 10**9
 _INDEX = "model.safetensors.index.json"
 
 
-def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> list[Path]:
+def export(
+    folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES, into: str | Path | None = None
+) -> list[Path]:
     """Writes config.json (not for a user module) and one or several safetensors files, and returns them.
 
     Weights are those the run computes with, in its precision, bit for bit; the padding of the vocabulary is left out,
@@ -32,21 +37,33 @@ def export(folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_
         folder: a checkpoint, or a folder of them whose last one is meant.
         output: a folder that does not exist yet, or is empty.
         shard_bytes: the size at which a new file is begun.
+        into: the folder of the multimodal model whose text part was trained: `output` gets the whole model, with the
+            trained text part under its names there, the configuration as it was, and all other parts bit for bit.
 
     Raises:
-        RunError: the checkpoint is damaged (which file is said), or `output` holds files.
+        RunError: the checkpoint is damaged (which file is said), `output` holds files, or `into` is no multimodal
+            model with this text part.
     """
     note, output = whole_note(folder), _empty(Path(output))
     saved = SavedRun(note)
     dtype = TORCH_DTYPES[note.plan.spec.training.precision]
-    writer = _Writer(output, shard_bytes)
+    writer, whole_model = _Writer(output, shard_bytes), None if into is None else _whole_model(into, note.plan)
     for name in saved.parameters:
         whole = saved.whole(name)
         assert whole is not None
-        writer.add(name, _merged(saved, name, whole).to(dtype).contiguous())
+        stored = name if whole_model is None else whole_model.stored_name(name)
+        if stored is None:
+            raise RunError(f"{into} stores {name} under no name of its own: export without it")
+        writer.add(stored, _merged(saved, name, whole).to(dtype).contiguous())
     for name, buffer in saved.buffers.items():
         writer.add(name, buffer.contiguous())
+    if whole_model is not None:
+        for stored in sorted(whole_model.beside):
+            writer.add(stored, whole_model.set_aside(stored))
     files = writer.finish()
+    if whole_model is not None:
+        shutil.copyfile(whole_model.folder / "config.json", output / "config.json")
+        return [output / "config.json", *files]
     if note.plan.spec.model.shape.user_module is not None:
         return files  # no configuration of transformers describes it
     config = output / "config.json"
@@ -77,6 +94,16 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     values = {**note.adapters["config"], "inference_mode": True}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return [config, weights]
+
+
+def _whole_model(folder: str | Path, plan: Plan) -> PretrainedFolder:
+    """The files of a multimodal model whose text part is the plan's."""
+    whole = PretrainedFolder(folder)
+    check_folder(folder, plan)
+    if not whole.beside:
+        raise RunError(f"{folder} holds no other part than the text: export without it")
+    whole.check(plan)
+    return whole
 
 
 def _empty(folder: Path) -> Path:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.model.architecture import architecture
+from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -91,7 +92,7 @@ def folder_config(folder: str | Path) -> Any:
         raise RunError(f"{path} is not valid JSON: {error}", everywhere=True) from None
     if not isinstance(values, dict):
         raise RunError(f"{path} does not hold a JSON object", everywhere=True)
-    return _read(values, str(path))
+    return _read(text_part(values), str(path))
 
 
 def check_folder(folder: str | Path, plan: Plan, differs: Collection[str] = ()) -> None:

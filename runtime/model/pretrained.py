@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 
@@ -17,6 +19,10 @@ from .stored_names import stored_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LOOK = 64
+"""Rows of a stored head that are compared with the embedding."""
+_TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
+"""Names of the text part's tensors, in files of transformers 4 and 5."""
 _QUANTIZED = ("_blocks", "_scales", "_scale_inv", ".weight_scale", ".qweight")
 """Endings of tensors that stand for quantized weights: MXFP4, block-wise FP8, compressed-tensors, GPTQ."""
 
@@ -32,6 +38,7 @@ class PretrainedFolder:
         from safetensors import safe_open
 
         self.folder = Path(folder)
+        self._names: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         if (self.folder / INDEX).is_file():
             try:
@@ -53,6 +60,27 @@ class PretrainedFolder:
         for tensor, name in self._places.items():
             if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping
                 raise RunError(f"{INDEX} places {tensor} in {name}, which does not hold it", everywhere=True)
+        self.beside: frozenset[str] = frozenset()
+        if _is_multimodal(self.folder):
+            self._take_text_part()
+
+    def _take_text_part(self) -> None:
+        """Names the tensors of the text part as a model of its own does, and sets those of other parts aside."""
+        self._names = {name: stored for stored in self._places if (name := text_name(stored)) is not None}
+        self.beside = frozenset(self._places.keys() - set(self._names.values()))
+        self._places = {name: self._places[stored] for name, stored in self._names.items()}
+
+    def stored_name(self, name: str) -> str | None:
+        """The name in the files of a tensor of the model; None: there is none."""
+        return self._names.get(name, name) if name in self._places else None
+
+    def set_aside(self, stored: str) -> Tensor:
+        """A whole tensor of another part than the text, by its name in the files."""
+        for file in self._files.values():
+            if stored in file.keys():  # noqa: SIM118 -- safetensors' file is no mapping
+                found: Tensor = file.get_tensor(stored)
+                return found
+        raise KeyError(stored)
 
     def check(self, plan: Plan, buffers: Collection[str] = ()) -> None:
         """The folder holds what the plan's model needs, in its shapes, and nothing else but the model's buffers.
@@ -74,6 +102,8 @@ class PretrainedFolder:
             used |= entry[1]
         # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
         tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
+        if tied & self._places.keys():
+            self._check_tied(next(iter(planned)))
         for name in buffers:
             entry = stored_as(name, self._places.keys(), self._open)
             used |= set() if entry is None else entry[1]
@@ -82,6 +112,16 @@ class PretrainedFolder:
         if extra:
             raise RunError(
                 f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}", everywhere=True
+            )
+
+    def _check_tied(self, embedding: str) -> None:
+        """A head that is stored beside the embedding that it is tied to is the same, as far as a look shows."""
+        one, other = (self._slice(name) for name in (embedding, "lm_head.weight"))
+        if one.get_shape() != other.get_shape() or not torch.equal(one[:_LOOK], other[:_LOOK]):
+            raise RunError(
+                f"{self.folder} holds an lm_head.weight that is not the embedding, to which tie_word_embeddings ties "
+                "it: write tie_word_embeddings false in the configuration of the plan and of the folder",
+                everywhere=True,
             )
 
     def _quantized(self) -> str:
@@ -133,4 +173,21 @@ class PretrainedFolder:
         return entry[0]
 
     def _open(self, stored: str) -> Any:
-        return self._files[self._places[stored]].get_slice(stored)
+        return self._files[self._places[stored]].get_slice(self._names.get(stored, stored))
+
+
+def text_name(stored: str) -> str | None:
+    """The name in a causal language model of a tensor of a multimodal one; None when it belongs to another part."""
+    found = _TEXT.match(stored)
+    if found is None:
+        return stored if stored == "lm_head.weight" else None
+    rest = found[1]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def _is_multimodal(folder: Path) -> bool:
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and text_part(values) is not values

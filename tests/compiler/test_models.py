@@ -49,6 +49,8 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("nemotron_h", "state-space layers"),
         ("kimi_k2", "write deepseek_v3 as model_type"),
         ("bart", "encoder-decoder"),
+        ("gemma3", "text part: gemma3_text, which works and is trained alone"),
+        ("qwen3_5", "text part: qwen3_5_text, which is refused"),
     ],
 )
 def test_one_type_is_told_in_detail(name: str, words: str) -> None:
@@ -83,6 +85,12 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
             "its text part is 'gemma4_text', which is refused too: head widths and kv heads differ",
             "`parcompile models gemma4`",
         ),
+        (
+            {"model_type": "paligemma", "text_config": {"model_type": "gemma"}},
+            "with text alone it does not compute what its text part 'gemma' does",
+            "`parcompile models paligemma`",
+        ),
+        ({"model_type": "gemma3"}, "its text part is 'gemma3_text', which works, but .* no text_config", "gemma3_text"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(config: dict[str, Any], sentence: str, instead: str) -> None:

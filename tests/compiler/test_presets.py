@@ -9,7 +9,7 @@ import pytest
 
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.parameters import parameter_table
-from parcompile.model.presets import find_preset, presets
+from parcompile.model.presets import find_preset, near_presets, presets
 from parcompile.pipeline import compile_file
 from parcompile.rules import rule_targets
 
@@ -50,6 +50,20 @@ LAYOUTS = {
     "gpt2-large": (1, 4, 1, 1, 1),
     "gpt2-xl": (1, 1, 1, 1, 1),
     "deepseek-v3": (64, 8, 1, 1, 32),
+    "llama-3.1-8b": (1, 2, 2, 1, 1),
+    "llama-3.1-70b": (4, 8, 1, 2, 1),
+    "llama-3.3-70b": (4, 8, 1, 2, 1),
+    "mistral-nemo-12b": (1, 4, 1, 1, 1),
+    "mistral-small-24b": (2, 8, 1, 1, 1),
+    "qwen3-1.7b": (1, 1, 2, 1, 1),
+    "gemma-3-1b": (1, 1, 1, 1, 1),
+    "gemma-3-4b": (1, 2, 1, 1, 1),
+    "gemma-3-12b": (1, 4, 1, 1, 1),
+    "gemma-3-27b": (2, 8, 1, 1, 1),
+    "phi-4": (1, 2, 1, 1, 1),
+    "glm-4.5-air": (8, 8, 1, 1, 8),
+    "glm-4.5": (32, 8, 1, 2, 8),
+    "kimi-k2": (128, 8, 1, 1, 32),
     "gpt-oss-20b": (2, 4, 1, 1, 4),
     "gpt-oss-120b": (8, 8, 1, 1, 8),
 }
@@ -82,7 +96,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 37
+    assert len(LAYOUTS) == 51
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -103,6 +117,27 @@ def test_hugging_face_names_are_presets_too() -> None:
     for preset in presets().values():
         assert find_preset(preset.hf_name) == preset
         assert find_preset(preset.hf_name.upper()) == preset
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("gemma3", ("gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")),
+        ("meta-llama/Llama-3.1-8B-Instruct", ("llama-3.1-8b",)),
+        ("unsloth/Meta-Something", ()),
+        ("gpt-oss", ("gpt-oss-20b", "gpt-oss-120b")),
+        ("Phi4", ("phi-4",)),
+        ("DeepSeek-V3.1", ("deepseek-v3",)),
+    ],
+)
+def test_a_name_that_is_nearly_a_preset_means_it(written: str, meant: tuple[str, ...], tmp_path) -> None:
+    assert near_presets(written) == meant
+    tree = spec_of("llama-3-8b", 1, 2, 1, 1, 1)
+    tree["model"] = {"preset": written}
+    _, checked = compiled(tree, tmp_path)
+    found = next(one for one in checked.diagnostics if one.code == "S003")
+    assert all(name in found.help for name in meant)
+    assert ("hf_config" in found.help) is ("/" in written or len(meant) != 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-32b", "gemma-7b", "gemma-2-27b"])

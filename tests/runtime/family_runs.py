@@ -22,17 +22,22 @@ CLIPPING = 0.5
 
 
 def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **changes: Any) -> Plan:
-    """The plan of a `config.json`, as users compile it."""
+    """The plan of a family's `config.json`, as users compile it."""
+    return config_plan(family, tiny_config(family, **changes), world_size, parallelism)
+
+
+def config_plan(name: str, config: dict[str, Any], world_size: int, parallelism: dict[str, Any]) -> Plan:
+    """The plan of a `config.json`."""
     tree = {
         "version": 1,
-        "name": family,
+        "name": name,
         "model": {"hf_config": "config.json"},
         "cluster": {"gpus_per_node": world_size, "accelerator": "cpu"},
         "parallelism": {"make_vocab_size_divisible_by": 8, **parallelism},
         "training": {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2, "precision": "fp32"},
     }
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(tiny_config(family, **changes)), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         resolution = Resolution(tree, folder=Path(folder))
         diagnostics = check(resolution)
         assert not [found for found in diagnostics if found.is_error], diagnostics

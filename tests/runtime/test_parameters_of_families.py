@@ -118,6 +118,9 @@ LEFT_OUT = {
         *("head_dim", "qk_head_dim", "rope_interleave", "pretraining_tp", "output_router_logits"),
         "num_nextn_predict_layers",
     ),
+    "gemma3_text": ("_sliding_window_pattern", "layer_types", "use_bidirectional_attention"),
+    "phi3": (),
+    "glm4_moe": ("num_nextn_predict_layers", "output_router_logits", "bos_token_id"),
     "gpt_oss": ("swiglu_alpha", "bos_token_id"),
 }
 """What published configurations leave to the class: derived keys, later keys whose default is the published behaviour,
@@ -146,7 +149,8 @@ def test_presets_of_rotary_models_state_the_base_and_the_scaling(family: str) ->
     assert all(config.get("rope_theta", config.get("rotary_emb_base")) for config in of_family)
     kinds = {preset.name: (preset.config.get("rope_scaling") or {}) for preset in presets().values()}
     assert {name for name, scaling in kinds.items() if scaling} == {
-        *("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")
+        *("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
+        *("llama-3.1-8b", "llama-3.1-70b", "llama-3.3-70b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "kimi-k2"),
     }
 
 

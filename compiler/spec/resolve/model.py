@@ -17,6 +17,7 @@ from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import ParameterTable
+from parcompile.model.text_part import left_out, text_part
 from parcompile.spec import Model, Origin
 
 from .parallelism import ParallelismValues
@@ -25,6 +26,9 @@ from .reader import Unavailable
 
 class ModelValues(ParallelismValues):
     """What the section `model` says."""
+
+    whole_config: Mapping[str, Any] | None = None
+    """What a configuration file holds, of a multimodal model with all its parts; None before it was read."""
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Any]:
@@ -60,7 +64,8 @@ class ModelValues(ParallelismValues):
             most = _most(key)
             if isinstance(value, int) and most is not None and value > most:
                 raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
-        return config
+        self.whole_config = config
+        return text_part(config)
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -84,10 +89,13 @@ class ModelValues(ParallelismValues):
         """The whole section."""
         shape, given = self.shape, self.get("model")
         source = str(given.get("preset") or given.get("hf_config") or "dimensions")
+        whole, part = self.whole_config, ""
+        if whole is not None and whole is not self.model_config:
+            part = f" (the text part of {whole['model_type']}; left as they are: {', '.join(left_out(whole))})"
         origin = Origin.PRESET if "preset" in given else Origin.CONFIG if "hf_config" in given else Origin.SPEC
         for key, value in self.model_config.items():
             self.record(("model", key), value, origin, source if origin is not Origin.SPEC else "")
-        return Model(source, shape, dict(self.model_config))
+        return Model(source + part, shape, dict(self.model_config))
 
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")

@@ -1,0 +1,185 @@
+"""The text part of a multimodal model is found in its configuration and files, trained alone and written back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import tiny_config
+from family_runs import batch_of, config_plan, of_plan
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+from training_runs import plain_optimizer
+
+from parcompile.model.catalogue import TEXT_PARTS, model_types
+from parcompile.model.text_part import text_part
+from parcompile.plan import Plan
+from parcompile.runtime import RunError
+from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
+
+TRAINED = ("gemma3", "mistral3")
+SAMPLE = (*TRAINED, "llava")
+"""`python benchmarks/models.py --texts` compares all of them."""
+_TOWER = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "num_heads": 2,
+    "embed_dim": 16,
+    "out_hidden_size": 32,
+    "projection_dim": 16,
+    "window_size": 28,
+    "mlp_dim": 16,
+    "output_channels": 8,
+    "global_attn_indexes": [0],
+}
+
+
+def whole_config(name: str, **changes: Any) -> Any:
+    """The configuration of a multimodal model with a tiny tower and a tiny text part."""
+    from transformers import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[name]
+    default, given = kind(), {}
+    tower = getattr(default, "vision_config", None)
+    if tower is not None:
+        known = tower.to_dict()
+        small = {key: value for key, value in _TOWER.items() if key in known}
+        given["vision_config"] = {**small, "model_type": known["model_type"]}
+    tokens = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    given |= {key: 60 for key in tokens if hasattr(default, key)}
+    return kind(text_config=tiny_config(model_types()[name].text or ""), **given, **changes)
+
+
+def whole_model(name: str, **changes: Any) -> nn.Module:
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(3)
+    model: nn.Module = AutoModelForImageTextToText.from_config(whole_config(name, **changes))
+    return model.eval()
+
+
+def difference(name: str) -> float:
+    """Of the logits of a multimodal model given text alone, to those of its text part with the same weights."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    whole: Any = whole_model(name)
+    values = dict(text_part(json.loads(whole.config.to_json_string(use_diff=False))))
+    text: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values)).eval()
+    state = {text_name(stored): tensor for stored, tensor in whole.state_dict().items() if text_name(stored)}
+    lacking = text.load_state_dict(state, strict=False)
+    assert not lacking.unexpected_keys
+    assert set(lacking.missing_keys) <= ({"lm_head.weight"} if values["tie_word_embeddings"] else set())
+    ids = torch.randint(0, 59, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        one, other = whole(input_ids=ids, use_cache=False).logits, text(input_ids=ids, use_cache=False).logits
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_text_part_computes_what_the_whole_does_with_text_alone(name: str) -> None:
+    assert name in TEXT_PARTS
+    assert difference(name) < 1e-6
+
+
+def train_text_parts(rank: int, plans: list[Plan], folder: str) -> list[str]:
+    """One step of each plan's text part from FOLDER/given, written back into FOLDER/trained; what went wrong."""
+    from parcompile.runtime import initialize, join, load_pretrained
+    from parcompile.runtime.checkpoint import export, save
+    from parcompile.runtime.engine import initialization
+    from parcompile.runtime.groups import create_groups
+    from parcompile.runtime.inject import loading
+
+    joined, said = join(plans[0]), []
+    for plan in plans:
+        mesh = of_plan(create_groups(plan, rank, joined.device), plan)
+        loading.join = initialization.join = lambda _, mesh=mesh: mesh  # one world for all plans
+        name = plan.spec.name
+        try:
+            model = load_pretrained(Path(folder) / "given" / name, plan)
+            samples = [{key: value[row] for key, value in batch_of(plan).items()} for row in range(2)]
+            engine, _, loader, _ = initialize(
+                plan=plan, model=model, training_data=samples, self_check=False, measurements=False
+            )
+            engine.train_batch(iter(loader))
+            save(engine, Path(folder) / "run" / name, 1)
+            if rank == 0:
+                given = Path(folder) / "given" / name
+                export(Path(folder) / "run" / name, Path(folder) / "trained" / name, into=given)
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.ranks
+def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    plans = []
+    for name in TRAINED:
+        folder = tmp_path / "given" / name
+        whole_model(name).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        plans.append(config_plan(name, config, 2, {"tp": 2}))
+    for said in run_ranks(2, train_text_parts, plans, str(tmp_path), timeout=120):
+        assert said == ["", ""]
+    for plan in plans:
+        name = plan.spec.name
+        expected: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "given" / name)
+        before = {key: tensor.clone() for key, tensor in expected.state_dict().items()}
+        optimizer = plain_optimizer(expected, plan)
+        expected.eval()(**batch_of(plan)).loss.backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), plan.spec.training.gradient_clipping)
+        optimizer.step()
+        back = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained" / name).state_dict()
+        assert back.keys() == before.keys()
+        moved = 0
+        for key, tensor in back.items():
+            if text_name(key) is None:
+                assert torch.equal(tensor, before[key]), key
+            else:
+                trained = expected.state_dict()[key]
+                assert float((tensor - trained).norm() / trained.norm()) < 1e-5, key
+                moved += not torch.equal(tensor, before[key])
+        assert moved > 10
+
+
+def test_a_plan_says_of_which_model_it_is_a_part() -> None:
+    config = json.loads(whole_config("mistral3").to_json_string(use_diff=False))
+    plan = config_plan("mistral3", config, 1, {})
+    assert plan.spec.model.shape.model_type == "mistral"
+    assert plan.spec.model.source.startswith("config.json (the text part of mistral3; left as they are: ")
+    assert "vision_config" in plan.spec.model.source
+
+
+def test_who_says_whether_the_head_is_tied() -> None:
+    text = {"model_type": "mistral"}
+    assert text_part({"model_type": "mistral3", "text_config": text})["tie_word_embeddings"] is True
+    whole = {"model_type": "mistral3", "text_config": text, "tie_word_embeddings": False}
+    assert text_part(whole)["tie_word_embeddings"] is False
+    both = {**whole, "text_config": {**text, "tie_word_embeddings": True}}
+    assert text_part(both)["tie_word_embeddings"] is False
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    plan = config_plan("qwen3", tiny_config("qwen3", tie_word_embeddings=True), 1, {})
+    from parcompile.runtime import build_model
+
+    build_model(plan).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    PretrainedFolder(tmp_path).check(plan)
+    tensors["lm_head.weight"][0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RunError, match=r"lm_head\.weight that is not the embedding.*tie_word_embeddings false"):
+        PretrainedFolder(tmp_path).check(plan)
