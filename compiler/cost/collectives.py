@@ -11,11 +11,14 @@ tokens, L the layers of the stage.
 | tp | all-gather of three fp32 numbers for each token (loss) | all-reduce of gradients that each rank has in part |
 | kv-replica | – | all-reduce of the gradients of replicated kv heads |
 | cp | what each implementation exchanges in a layer: `context` | |
+| ep | all-to-all of the rows of tokens on their way to their experts, of as many back, and of how many they are | two |
 | dp-cp | – | once a step: all-reduce of gradients, all-gather of weights |
+| expert-dp | – | the same, of experts that are dealt over ep |
 
 DeepSpeed's ZeRO-1 reduces gradients with all-reduce, twice the bytes of a reduce-scatter, in the type of the weights;
-with cp in fp32 (`seq_parallel_communication_data_type`). Full recomputation repeats the forward of tp, not the ring's:
-attention is kept. Loss, overflow and norm add messages of a few bytes, which are left out.
+with cp in fp32 (`seq_parallel_communication_data_type`). Full recomputation repeats the forward of tp and ep, not the
+ring's: attention is kept. Rows on their way to experts are counted as if each were chosen equally often. Loss, overflow
+and norm add messages of a few bytes, which are left out.
 
 Sources: arXiv 1909.08053, section 3; arXiv 2205.05198, section 4; arXiv 2310.01889; DeepSpeed 0.19.8,
 runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py. `tests/runtime/test_preflight.py` compares with live ranks.
@@ -26,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from parcompile.layout.experts import COUNT_BYTES, balanced_rows
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.groups import EXPERT_DP, KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
@@ -62,7 +66,7 @@ _Send = Callable[[str, str, float, float, int], None]
 
 
 def collectives(work: Workload, stage: Stage) -> Collectives:
-    """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp and dp-cp.
+    """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
@@ -83,9 +87,27 @@ def collectives(work: Workload, stage: Stage) -> Collectives:
     for one in context_exchanges(work):
         kind = "all-to-all" if one.operation.startswith("all-to-all") else "send"
         found[one.group, kind] = Sent(passes * one.messages, passes * one.wire_bytes)
+    if work.ep > 1:
+        found.update(_experts(work, stage))
+    dealt = work.dealt_parameters(stage)
     if work.shards > 1:
-        _gradients(work, work.stage_parameters(stage), send)
+        _gradients(work, work.stage_parameters(stage) - dealt, "dp-cp", work.shards, send)
+    if work.expert_shards > 1 and dealt:
+        _gradients(work, dealt, EXPERT_DP, work.expert_shards, send)
     return found
+
+
+def _experts(work: Workload, stage: Stage) -> Collectives:
+    """Tensor-parallel ranks send all tokens each, for their slices of the experts."""
+    moe = work.shape.moe
+    passes = routed_layers(work.shape, stage) * work.micro_batches
+    if moe is None or not passes:
+        return {}
+    rows = (work.ep - 1) * balanced_rows(work.local_tokens * moe.num_experts_per_token, work.ep)
+    counts = COUNT_BYTES * moe.num_experts * (work.ep - 1) / work.ep
+    again = 2 if work.recompute == "full" else 1
+    size = passes * ((2 * again + 2) * rows * work.shape.hidden_size * work.element_bytes + again * counts)
+    return {(Axis.EP, "all-to-all"): Sent(passes * (3 * again + 2), size)}
 
 
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
@@ -158,20 +180,19 @@ def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:
     return int(stage.has_head)
 
 
-def _gradients(work: Workload, numel: int, send: _Send) -> None:
-    """Gradients and weights over dp and cp."""
-    ranks = work.shards
+def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) -> None:
+    """Gradients and weights over the ranks that share the optimizer states of so many parameters."""
     width = GRADIENT_SUM_BYTES if work.cp > 1 else work.element_bytes
     if work.framework != "deepspeed":
         width = work.gradient_bytes
     if work.zero_stage == 0:
-        send("dp-cp", "all-reduce", 1, numel * width, ranks)
+        send(group, "all-reduce", 1, numel * width, ranks)
         return
     # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
     deepspeed = work.framework == "deepspeed"
     reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
-    send("dp-cp", reduction, work.gradient_reductions, numel * width, ranks)
+    send(group, reduction, work.gradient_reductions, numel * width, ranks)
     weights = (padded_numel(numel, ranks) if work.framework == "deepspeed" else numel) * work.element_bytes
-    send("dp-cp", "all-gather", 1, weights, ranks)
+    send(group, "all-gather", 1, weights, ranks)
     if work.zero_stage >= 3:
-        send("dp-cp", "all-gather", work.micro_batches, weights, ranks)
+        send(group, "all-gather", work.micro_batches, weights, ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EMBEDDING, KV_REPLICA
+from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
 
@@ -113,7 +113,8 @@ class Estimate:
     def exposed_seconds(self, group: str) -> float:
         """Seconds of a step in which nothing hides the traffic of a group.
 
-        That of kv replicas and of the gradient of a tied embedding, which is sent once, is not timed: 0.
+        That of kv replicas and of the gradient of a tied embedding, which is sent once, is not timed: 0. The gradients
+        of experts are timed with all others.
         """
         step = self.time.step
         found = {
@@ -122,6 +123,7 @@ class Estimate:
             EMBEDDING: 0.0,
             Axis.EP: step.expert,
             "dp-cp": step.gradients,
+            EXPERT_DP: 0.0,
             Axis.PP: step.exchange,
         }
         return found[group] if group in found else step.context * self._share_of_cp(group)
@@ -178,8 +180,7 @@ def parameters(work: Workload) -> Parameters:
     table = parameter_table(work.shape)
     layers = [0] * work.shape.num_hidden_layers
     for one in table.layer:
-        cut = tensor_layout(one, work.tp, vocab_divisible_by=work.vocab_divisible_by).local_numel
-        cut //= work.ep if one.expert_dim is not None else 1
+        cut = tensor_layout(one, work.tp, ep=work.ep, vocab_divisible_by=work.vocab_divisible_by).local_numel
         for layer in one.layers or ():
             layers[layer] += cut
     return Parameters(table.numel, tuple(work.stage_parameters(stage) for stage in work.stages), tuple(layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 
 from .workload import Workload
@@ -48,9 +48,8 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     if stage is None:
         return max((static_memory(work, one) for one in work.stages), key=lambda memory: memory.total_bytes)
     numel = work.stage_parameters(stage)
-    shards = work.shards if work.zero_stage >= 1 else 1
-    padded = padded_numel(numel, shards)
-    shard = padded // shards
+    groups = work.sharded(stage)
+    padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
     gradients, bucket = numel * sum_width, bucket_numel(work) * width
     if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
@@ -15,6 +15,11 @@ from .workload import FRAMEWORKS, Workload
 
 LOSS_CHUNK_ELEMENTS = 2**25
 """Logits that the loss holds in fp32 at a time, on an accelerator."""
+
+
+EXCHANGED_COPIES = 5
+"""Rows of an exchange between experts, in copies in the type of the weights, that are in memory while they are
+weighted; counted by preflight on models in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
                 logits,
                 logits * work.element_bytes * max(held - 1, 0) + _loss_chunk_bytes(work, logits),
                 exchange,
-                _optimizer_step_bytes(work, numel, bucket * work.element_bytes)
+                _optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes)
                 if work.framework == "deepspeed"
                 else 0.0,
             )
@@ -127,7 +132,12 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     moe, projections = work.shape.moe, 2 if work.shape.gated_mlp else 1
     width = moe.intermediate_size / work.tp
-    return work.element_bytes * width * (moe.num_experts * projections * h - 2 * moe.num_experts_per_token * tokens)
+    experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens
+    of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
+    if work.ep == 1:
+        return of_weight
+    # With few experts on a rank the peak is where rows come back: in the type of the weights and, weighted, in fp32.
+    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows * h
 
 
 def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:
@@ -181,7 +191,8 @@ def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, flo
     if work.framework == "deepspeed":
         held = static_memory(work, stage)
         return held.weight_bytes, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
-    shard = numel / (work.shards if work.zero_stage >= 1 else 1)
+    dealt = work.dealt_parameters(stage)
+    shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel
     return (
         numel * work.element_bytes / (work.shards if work.zero_stage >= 3 else 1),
         numel * work.gradient_bytes / (work.shards if work.zero_stage >= 2 else 1),
@@ -190,13 +201,13 @@ def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, flo
     )
 
 
-def _optimizer_step_bytes(work: Workload, numel: int, bucket: float) -> float:
+def _optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
     """What DeepSpeed and torch's Adam take while the optimizer steps, less gradients and bucket that were let go of.
 
     Adam computes its denominator beside the moments (on CPU in two tensors), in fp32. ZeRO stage 1 copies the gradients
     of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
     """
-    shard = padded_numel(numel, work.shards) / work.shards
+    shard = work.sharded(stage).shard_numel
     adam = MASTER_BYTES * shard * (2 if work.machine.name == "cpu" else 1)
     if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
         return adam

@@ -20,8 +20,7 @@ def stage_numel(
     """
 
     def local(parameter: Parameter) -> int:
-        layout = tensor_layout(parameter, tp, vocab_divisible_by=vocab_divisible_by)
-        return layout.local_numel // (ep if parameter.expert_dim is not None else 1)
+        return tensor_layout(parameter, tp, ep=ep, vocab_divisible_by=vocab_divisible_by).local_numel
 
     total = 0
     if stage.has_embedding:
@@ -34,6 +33,17 @@ def stage_numel(
         if tied and not stage.has_embedding:
             total += local(table.before[0])
     return total
+
+
+def expert_numel(table: ParameterTable, stage: Stage, tp: int, ep: int) -> int:
+    """Parameters of routed experts that one rank of a stage holds."""
+    found = 0
+    for parameter in table.layer:
+        assert parameter.layers is not None
+        if parameter.expert_dim is not None:
+            held = len(set(parameter.layers) & set(stage.layers))
+            found += tensor_layout(parameter, tp, ep=ep).local_numel * held
+    return found
 
 
 def rank_parameters(shape: ModelShape, stage: Stage, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:

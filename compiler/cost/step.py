@@ -134,7 +134,8 @@ def step_terms(work: Workload) -> StepTerms:
     logits = work.padded_vocabulary / work.tp * tokens
     share = (work.shards - 1) / work.shards
     numels = [work.stage_parameters(stage) for stage in stages]
-    numel = max(numels)
+    numel, dealt = max((size, work.dealt_parameters(stage)) for size, stage in zip(numels, stages, strict=True))
+    dense, expert_shards = numel - dealt, work.expert_shards
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
@@ -151,8 +152,10 @@ def step_terms(work: Workload) -> StepTerms:
         stage_layers=tuple(len(stage.layers) for stage in stages),
         stage_heads=tuple(stage.has_head for stage in stages),
         exchange_bytes=hidden_bytes(work),
-        gradient_bytes=(reduced + gathers) * numel * share,
-        optimizer=OPTIMIZER_BYTES * numel / (work.shards if work.zero_stage else 1) / machine.memory_bytes_per_s,
+        gradient_bytes=(reduced + gathers) * (dense * share + dealt * (expert_shards - 1) / expert_shards),
+        optimizer=OPTIMIZER_BYTES
+        * (dense / work.shards + dealt / expert_shards if work.zero_stage else numel)
+        / machine.memory_bytes_per_s,
         sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),
         node_bytes_per_s=machine.node_link.bytes_per_s,
         network_bytes_per_s=machine.network_link.bytes_per_s,
@@ -189,7 +192,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     shared = shared or context_cost(work, work.context, values)
     context = shared.seconds
-    expert = terms.ep_bytes / bandwidth(terms, work.tp, work.ep, values) if work.ep > 1 else 0.0
+    expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
     head = terms.head_matmul * narrow + terms.head_elementwise

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING, KV_REPLICA
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
 from .collectives import Collectives, Sent, collectives
 from .context_exchanges import context_exchanges
-from .flops import moe_layers
 from .stage_exchanges import busiest_stage, stage_exchanges
 from .workload import Workload
 
@@ -38,15 +37,19 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
 
     Each level of context parallelism is an entry of its own.
     """
-    shape = work.shape
-    activation = work.local_tokens * shape.hidden_size * work.element_bytes
     sent = max((collectives(work, stage) for stage in _distinct(work)), key=_total)
-    sizes = {Axis.TP: work.tp, KV_REPLICA: _replicas(work), "dp-cp": work.shards}
+    sizes = {
+        Axis.TP: work.tp,
+        KV_REPLICA: _replicas(work),
+        Axis.EP: work.ep,
+        "dp-cp": work.shards,
+        EXPERT_DP: work.expert_shards,
+    }
     found = []
     for group, ranks in sizes.items():
         kinds = {kind: one for (name, kind), one in sent.items() if name == group}
         if kinds:
-            stride = _shard_stride(work) if group == "dp-cp" else work.stride(Axis.TP)
+            stride = _stride(work, group)
             messages = sum(one.messages for one in kinds.values())
             size = sum(one.wire_bytes for one in kinds.values())
             found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride))
@@ -55,12 +58,6 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
         stride = work.stride(Axis.CP) * one.stride
         size = passes * one.wire_bytes
         found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride))
-    if work.ep > 1 and shape.moe is not None:
-        layers = max(len(stage.layers) for stage in work.stages)
-        recomputed = 1 if work.recompute == "full" else 0
-        calls = (4 + 2 * recomputed) * min(layers, moe_layers(shape)) * work.micro_batches
-        size = calls * activation * shape.moe.num_experts_per_token * (work.ep - 1) / work.ep
-        found.append(_group(work, Axis.EP, "all-to-all", calls, size, work.ep, work.tp))
     if work.pp > 1:
         between = stage_exchanges(work, busiest_stage(work))[Axis.PP, "send"]
         operation, stride = "send to the next stage and the one before", work.stride(Axis.PP)
@@ -72,7 +69,7 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
     return tuple(sorted(found, key=lambda one: _ORDER.index(one.group)))
 
 
-_ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", Axis.PP, EMBEDDING)
+_ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", EXPERT_DP, Axis.PP, EMBEDDING)
 
 
 def _distinct(work: Workload) -> list[Stage]:
@@ -92,15 +89,20 @@ def _replicas(work: Workload) -> int:
 
 
 def _operation(group: str, kinds: Mapping[str, Sent]) -> str:
-    if group == "dp-cp":
+    if group in ("dp-cp", EXPERT_DP):
         first, *rest = (f"{kind} of {'weights' if kind == 'all-gather' else 'gradients'}" for kind in kinds)
-        return " + ".join((first, *rest))
+        return " + ".join((first, *rest)) + (" of experts" if group == EXPERT_DP else "")
     if group == KV_REPLICA:
         return "all-reduce of gradients"
     return " + ".join(sorted(kinds))
 
 
-def _shard_stride(work: Workload) -> int:
+def _stride(work: Workload, group: str) -> int:
+    """Distance in ranks between neighbours of a group."""
+    if group in (Axis.EP, EXPERT_DP):
+        return work.expert_stride(Axis.EP if group == Axis.EP else Axis.DP)
+    if group != "dp-cp":
+        return work.stride(Axis.TP)
     return min((work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1), default=1)
 
 

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
+from parcompile.layout.groups import expert_grid
+from parcompile.layout.optimizer import ShardedGroups, sharded_groups
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import padded_vocab_size
 from parcompile.machines.accelerator import Accelerator, find_accelerator
+from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
-from .parameters import rank_parameters
+from .parameters import expert_numel, rank_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +195,26 @@ class Workload:
         """
         divisor = self.vocab_divisible_by
         return rank_parameters(self.shape, stage, self.tp, ep=self.ep, vocab_divisible_by=divisor)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer state of experts that are dealt over ep."""
+        return max(1, self.shards // self.ep)
+
+    def dealt_parameters(self, stage: Stage) -> int:
+        """Those of them that are experts which other ranks of ep do not hold; none where ep is 1."""
+        if self.ep == 1:
+            return 0
+        return expert_numel(parameter_table(self.shape), stage, self.tp, self.ep)
+
+    def sharded(self, stage: Stage) -> ShardedGroups:
+        """How ZeRO flattens, pads and cuts the parameters of a rank of a stage."""
+        if not self.zero_stage:
+            return sharded_groups(self.stage_parameters(stage), 1)
+        numels = self.stage_parameters(stage), self.shards, self.dealt_parameters(stage), self.expert_shards
+        return sharded_groups(*numels)
+
+    def expert_stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
+        dense = Grid.of(self.order, {axis: self.size(axis) for axis in DENSE_AXES})
+        return expert_grid(dense, self.ep).stride(axis)

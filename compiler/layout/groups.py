@@ -50,10 +50,13 @@ EMBEDDING = "embedding"
 EMBEDDING_GROUPS = {EMBEDDING: True, "position-embedding": False}
 """Groups of the ends of the pipeline, and whether the last stage belongs to them."""
 
+EXPERT_DP = "expert-dp"
+"""The ranks that hold the same experts and read other tokens."""
+
 EXPERT_AXES: dict[str, tuple[Axis, ...]] = {
     "expert-tp": (Axis.TP,),
     Axis.EP: (Axis.EP,),
-    "expert-dp": (Axis.DP,),
+    EXPERT_DP: (Axis.DP,),
     "expert-tp-ep": (Axis.TP, Axis.EP),
     "expert-tp-ep-pp": (Axis.TP, Axis.EP, Axis.PP),
 }
@@ -98,7 +101,8 @@ class Groups:
         """Names of the groups that every rank of the runtime creates, in the order in which it does."""
         levels = CP_LEVELS if self.cp_sizes else ()
         tied = (EMBEDDING,) if self.tied and self.grid.size((Axis.PP,)) > 1 else ()
-        return (*GROUP_AXES, *levels, *((KV_REPLICA,) if self.kv_replicas > 1 else ()), *tied)
+        experts = (Axis.EP.value, EXPERT_DP) if self.ep > 1 else ()
+        return (*GROUP_AXES, *levels, *((KV_REPLICA,) if self.kv_replicas > 1 else ()), *tied, *experts)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -122,7 +126,8 @@ class Groups:
     @property
     def shown_names(self) -> tuple[str, ...]:
         """The groups that matter in a plan: those that its runtime creates, and those of its experts."""
-        return (*self.names, *(EXPERT_AXES if self.ep > 1 else ()))
+        experts = EXPERT_AXES if self.ep > 1 else ()
+        return (*self.names, *(name for name in experts if name not in self.names))
 
     def family(self, name: str) -> GroupFamily:
         """All groups of one name.

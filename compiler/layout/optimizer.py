@@ -59,6 +59,23 @@ def even_shard(numel: int, shards: int, rank: int) -> OptimizerShard:
     return OptimizerShard(start, start + size + (rank < larger))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedGroups:
+    """The flattened groups of a rank, and its shard of all of them.
+
+    Experts that are dealt over ep are a group of their own, cut over the ranks that hold the same experts.
+    """
+
+    padded_numel: int
+    shard_numel: int
+
+
+def sharded_groups(numel: int, shards: int, experts: int = 0, expert_shards: int = 1) -> ShardedGroups:
+    """By DeepSpeed's rule, of `numel` parameters of which so many are in the group of `experts`."""
+    dense, dealt = padded_numel(numel - experts, shards), padded_numel(experts, expert_shards)
+    return ShardedGroups(dense + dealt, dense // shards + dealt // expert_shards)
+
+
 def _check(shards: int, rank: int) -> None:
     if shards < 1 or not 0 <= rank < shards:
         raise ValueError(f"rank {rank} of {shards} optimizer shards: it needs 0 ≤ rank < shards and shards ≥ 1")

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from parcompile.model.table import Parameter, Part, Split
 
+from .experts import owned_experts
+
 
 class SplitError(ValueError):
     """A size that tensor parallelism cannot cut evenly."""
@@ -18,24 +20,33 @@ class SplitError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """A parameter as a tp rank holds it.
+    """A parameter as a tp rank, and an ep rank where it holds routed experts, have it.
 
     `full_shape` includes padding. `ranges[rank]` are the pieces `[start, stop)` along `dim` that the rank holds, in
-    order; None when every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice.
+    order; None when every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice. `ep` ranks
+    share the experts, which lie along `expert_dim`.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None
     ranges: tuple[tuple[tuple[int, int], ...], ...] | None
     replicas: int
+    ep: int = 1
+    expert_dim: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape on each rank: slices are equal."""
-        if self.dim is None or self.ranges is None:
-            return self.full_shape
-        length = sum(stop - start for start, stop in self.ranges[0])
-        return (*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :])
+        shape = list(self.full_shape)
+        if self.dim is not None and self.ranges is not None:
+            shape[self.dim] = sum(stop - start for start, stop in self.ranges[0])
+        if self.ep > 1:
+            shape[self.expert_dim] //= self.ep
+        return tuple(shape)
+
+    def experts(self, ep_rank: int) -> tuple[int, int] | None:
+        """The experts `[start, stop)` of a rank of ep; None when every rank has all of them, or it holds none."""
+        return owned_experts(self.full_shape[self.expert_dim], self.ep, ep_rank) if self.ep > 1 else None
 
     @property
     def local_numel(self) -> int:
@@ -70,15 +81,16 @@ def part_replicas(part: Part, tp: int) -> int:
     return tp // part.units if part.units < tp and tp % part.units == 0 else 1
 
 
-def tensor_layout(parameter: Parameter, tp: int, *, vocab_divisible_by: int = 1) -> TensorLayout:
-    """How `tp` ranks share a parameter.
+def tensor_layout(parameter: Parameter, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> TensorLayout:
+    """How `tp` ranks share a parameter, and `ep` ranks its experts.
 
     Raises:
         SplitError: it cannot be cut evenly.
     """
     split, shape = parameter.split, parameter.shape
+    experts = (1, 0) if parameter.expert_dim is None else (ep, parameter.expert_dim)
     if split is None:
-        return TensorLayout(shape, None, None, tp)
+        return TensorLayout(shape, None, None, tp, *experts)
     if split.pads_vocabulary:
         shape, split = _padded(shape, split, tp, vocab_divisible_by)
     ranges = []
@@ -89,7 +101,8 @@ def tensor_layout(parameter: Parameter, tp: int, *, vocab_divisible_by: int = 1)
             pieces.append((offset + start, offset + stop))
             offset += part.size
         ranges.append(tuple(pieces))
-    return TensorLayout(shape, split.dim, tuple(ranges), max(part_replicas(part, tp) for part in split.parts))
+    replicas = max(part_replicas(part, tp) for part in split.parts)
+    return TensorLayout(shape, split.dim, tuple(ranges), replicas, *experts)
 
 
 def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[int, int], ...]:

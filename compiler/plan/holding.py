@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from parcompile.layout.grid import Axis
+from parcompile.layout.groups import EXPERT_DP
 from parcompile.layout.stages import Stage
 
 if TYPE_CHECKING:
@@ -79,3 +80,22 @@ def model_parallel_places(plan: Plan) -> list[ModelParallelPlace]:
     grid = plan.groups.grid
     places = (grid.coordinates(rank) for rank in plan.groups.of_rank("tp-pp", 0))
     return [ModelParallelPlace(place[Axis.PP], place[Axis.TP]) for place in places]
+
+
+class ExpertPlace(NamedTuple):
+    """Which experts the rank of an optimizer shard has, and which part of their states."""
+
+    ep: int
+    expert_dp: int
+
+
+def expert_places(plan: Plan) -> list[ExpertPlace]:
+    """Of each of the dp · cp shards, in their order: where its rank stands in the groups that share experts."""
+    groups = plan.groups
+    if groups.ep == 1:
+        return [ExpertPlace(0, shard) for shard in range(plan.spec.parallelism.zero_shards)]
+
+    def place(rank: int, name: str) -> int:
+        return groups.of_rank(name, rank).index(rank)
+
+    return [ExpertPlace(place(rank, Axis.EP), place(rank, EXPERT_DP)) for rank in groups.of_rank("dp-cp", 0)]

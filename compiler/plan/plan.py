@@ -82,8 +82,8 @@ class Plan:
     def tensors(self) -> dict[str, tuple[Parameter, TensorLayout]]:
         """Every parameter row by its name (`{layer}` stands for the layer's index) and how tp cuts it."""
         parallelism = self.spec.parallelism
-        divisor = parallelism.make_vocab_size_divisible_by
+        tp, ep, divisor = parallelism.tp, parallelism.ep, parallelism.make_vocab_size_divisible_by
         return {
-            parameter.name: (parameter, tensor_layout(parameter, parallelism.tp, vocab_divisible_by=divisor))
+            parameter.name: (parameter, tensor_layout(parameter, tp, ep=ep, vocab_divisible_by=divisor))
             for parameter in self.parameters
         }

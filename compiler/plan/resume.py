@@ -23,6 +23,8 @@ ADAPTABLE = (
     "pp",
     "layers of the stages",
     "order of tp and pp",
+    "ep",
+    "order of ep and dp",
     "optimizer shards (dp · cp)",
     "precision",
     "gradient accumulation",
@@ -63,6 +65,10 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         "layers of the stages": _layers(plan) if parallelism.pp > 1 else None,
         "order of tp and pp": "-".join(axis for axis in parallelism.order if axis in (Axis.TP, Axis.PP))
         if parallelism.pp > 1 and parallelism.tp > 1
+        else None,
+        "ep": parallelism.ep if parallelism.ep > 1 else None,
+        "order of ep and dp": "-".join(axis for axis in parallelism.order if axis in (Axis.EP, Axis.DP))
+        if 1 < parallelism.ep < parallelism.zero_shards
         else None,
         "optimizer shards (dp · cp)": parallelism.zero_shards,
         "zero stage": plan.spec.zero_stage,
@@ -142,6 +148,8 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"pp {old.pp} → {new.pp}: DeepSpeed's files are one for each stage, and its converter joins tp ranks only"
     elif before.spec.virtual_stages != after.spec.virtual_stages:
         yield "the pipeline stages hold other layers: DeepSpeed's files are one for each stage"
+    if max(old.ep, new.ep) > 1:
+        yield f"ep {old.ep} → {new.ep}: DeepSpeed keeps experts in files of its own MoE layers, which these are not"
     first, second = before.spec.training, after.spec.training
     stages = before.spec.zero_stage, after.spec.zero_stage
     one_class = set(stages) == {1, 2} and first.gradient_accumulation_dtype is first.precision

@@ -15,7 +15,7 @@ from parcompile.cost.parameters import stage_numel
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import GroupFamily
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard, padded_numel
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard
 from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
@@ -201,8 +201,9 @@ def _schedule_row(schedule: Schedule, rank: int) -> dict[str, Any]:
 
 def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:
     shards = spec.parallelism.zero_shards
-    numel = workload_of(spec).stage_parameters(stage)
-    padded = padded_numel(numel, shards)
+    work = workload_of(spec)
+    numel, groups = work.stage_parameters(stage), work.sharded(stage)
+    padded = groups.padded_numel
     larger = even_shard(numel, shards, 0).numel
     return {
         "layers": [[one.layers.start, one.layers.stop] for one in held],
@@ -210,7 +211,7 @@ def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, A
         "has_head": stage.has_head,
         "numel": numel,
         "optimizer": {
-            "padded": {"numel": padded, "shard_numel": padded // shards, "padding": padded - numel},
+            "padded": {"numel": padded, "shard_numel": groups.shard_numel, "padding": padded - numel},
             "even": {"largest_shard": larger, "ranks_with_largest": numel % shards or shards},
             "by_layer": _ownership(spec, stage),
         },
@@ -264,11 +265,12 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
     """How ZeRO cuts the optimizer state of a rank of the largest stage."""
     shards = spec.parallelism.zero_shards
     memory = static_memory(workload_of(spec))
-    padded = padded_numel(memory.numel, shards)
+    dealt = "; experts that are dealt over ep are padded and cut by themselves, over expert-dp"
     return {
-        "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly",
+        "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly"
+        + (dealt if spec.parallelism.ep > 1 else ""),
         "shards": shards,
         "numel": memory.numel,
-        "padded_numel": padded,
-        "shard_numel": padded // shards,
+        "padded_numel": memory.padded_numel,
+        "shard_numel": memory.shard_numel,
     }

@@ -61,7 +61,10 @@ def test_experts_are_shared_over_ep_and_dense_parameters_are_not() -> None:
 def test_expert_traffic_counts_each_expert_of_a_token_in_both_directions() -> None:
     one = replace(work("mixtral-8x7b"), ep=8)
     found = {group.group: group for group in estimate(one).traffic}
-    assert found["ep"].wire_bytes == 4 * 32 * 8 * 2 * (1024 * 4096 * 2) * 7 / 8
+    # Two exchanges of rows in forward and two in backward, and before them eight numbers of eight bytes.
+    rows, counts = 2 * (1024 * 4096 * 2) * 7 / 8, 8 * 8 * 7 / 8
+    assert found["ep"].wire_bytes == 32 * 8 * (4 * rows + counts)
+    assert found["ep"].messages == 32 * 8 * 5
 
 
 def test_moe_computes_only_the_experts_of_a_token() -> None:

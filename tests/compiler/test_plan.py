@@ -222,10 +222,18 @@ def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
     tree = plan_tree(plan)
     layers = [layer for stage in tree["stages"] for piece in stage["layers"] for layer in range(*piece)]
     assert layers == list(range(plan.spec.model.shape.num_hidden_layers))
-    shards = plan.spec.parallelism.zero_shards
+    shards, ep = plan.spec.parallelism.zero_shards, plan.spec.parallelism.ep
     for stage in tree["stages"]:
         padded = stage["optimizer"]["padded"]
-        assert padded["numel"] == padded_numel(stage["numel"], shards) == padded["shard_numel"] * shards
+        # Experts that are dealt over ep are padded by themselves, and cut over the ranks that hold the same ones.
+        dealt = sum(
+            layout.local_numel * len({*parameter.layers} & {layer for one in stage["layers"] for layer in range(*one)})
+            for parameter, layout in plan.tensors().values()
+            if layout.ep > 1
+        )
+        others, experts = padded_numel(stage["numel"] - dealt, shards), padded_numel(dealt, shards // ep)
+        assert padded["numel"] == others + experts
+        assert padded["shard_numel"] == others // shards + experts // (shards // ep)
         assert padded["padding"] == padded["numel"] - stage["numel"]
         for rule in stage["optimizer"]["by_layer"].values():
             assert len(rule["owners"]) == sum(stop - start for start, stop in stage["layers"])

@@ -116,11 +116,17 @@ def agrees(plan: Plan, rank: int, found: dict[str, Any]) -> None:
     # The slices are those of the plan, and together they are all that the rank holds.
     tensors, total = plan.tensors(), 0
     for row in found["slices"]:
-        parameter, layout = tensors[row["name"]]
+        _, layout = tensors[row["name"]]
         pieces = None if layout.ranges is None else [list(piece) for piece in layout.ranges[place["tp"]]]
         assert (row["pieces"], row["shape"]) == (pieces, list(layout.local_shape))
-        share = spec.parallelism.ep if parameter.expert_dim is not None else 1
-        total += layout.local_numel * row["count"] // share
+        total += layout.local_numel * row["count"]
+    experts = found["experts"]
+    assert (experts is None) == (spec.parallelism.ep == 1)
+    if experts is not None:
+        ranks = groups.of_rank("expert-dp", rank)
+        shard = padded_shard(experts["numel"], len(ranks), ranks.index(rank))
+        assert (experts["start"], experts["stop"]) == (shard.start, shard.stop)
+        total -= experts["numel"]
     assert total == found["optimizer"]["numel"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from parcompile.cost.memory import static_memory
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.plan import Plan
 from parcompile.plan.sections import strided
 from parcompile.show.pictures.colours import SHADES, colour
@@ -70,14 +70,18 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     spec = plan.spec
     found = []
     for held, stage in zip(spec.virtual_stages, spec.stages, strict=True):
-        memory = static_memory(workload_of(spec), stage)
+        work = workload_of(spec)
+        memory, dealt = static_memory(work, stage), work.dealt_parameters(stage)
+        expert_shards = work.expert_shards if spec.zero_stage else 1
+        expert_shard = padded_numel(dealt, expert_shards) // expert_shards
         found.append(
             {
                 "layers": [[one.layers.start, one.layers.stop] for one in held],
                 "embedding": stage.has_embedding,
                 "head": stage.has_head,
-                "numel": memory.numel,
-                "shard": memory.shard_numel,
+                "numel": memory.numel - dealt,
+                "shard": memory.shard_numel - expert_shard,
+                "experts": {"numel": dealt, "shard": expert_shard} if dealt else None,
             }
         )
     return found

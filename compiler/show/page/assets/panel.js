@@ -93,6 +93,7 @@ function fill(found) {
     element("h3", "Optimizer state"),
     element("p", `shard ${index} of ${shards}: elements [${whole(start)}, ${whole(stop)}) of ${whole(numel)}, ${whole((stop - start) * plan.stateBytes)} bytes`, { class: "note" }),
     bar([[start, stop]], Math.max(numel, stop), "dp", "The optimizer range of this rank"),
+    ...(found.experts === null ? [] : [element("p", `of its experts, shard ${found.experts.index} of ${found.experts.shards}: elements [${whole(found.experts.start)}, ${whole(found.experts.stop)}) of ${whole(found.experts.numel)}, ${whole((found.experts.stop - found.experts.start) * plan.stateBytes)} bytes`, { class: "note" })]),
     element("h3", "Weights"),
     element("p", `layers ${layers || "none"}${more ? ` with ${more}` : ""}`, { class: "note" }),
     sliceTable(found),

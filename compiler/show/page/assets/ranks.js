@@ -71,7 +71,18 @@ function describe(rank) {
     layers: stage.layers,
     slices: slicesOf(place.pp, place.tp),
     optimizer: { index, shards, start, stop: start + stage.shard, numel: stage.numel },
+    experts: expertsOf(rank, stage),
   };
+}
+
+// The optimizer states of experts that are dealt over ep are cut over the ranks that hold the same ones.
+function expertsOf(rank, stage) {
+  if (stage.experts === null) return null;
+  const ranks = groupOf(rank, plan.groups.find((one) => one.name === "expert-dp"));
+  const shards = plan.shards === 1 ? 1 : ranks.length;
+  const index = shards === 1 ? 0 : ranks.indexOf(rank);
+  const start = index * stage.experts.shard;
+  return { index, shards, start, stop: start + stage.experts.shard, numel: stage.experts.numel };
 }
 
 // `0-7` for consecutive numbers, `1-25:8` for steps of 8; the middle of a long irregular list is left out.

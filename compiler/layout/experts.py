@@ -1,0 +1,34 @@
+"""Which routed experts each rank of an ep group holds, and how many rows of hidden states it sends to the others.
+
+Experts are dealt in equal runs, in their order, as in Megatron-Core and DeepSpeed: rank r of ep holds the experts
+[r · E / ep, (r + 1) · E / ep). A row is one token on its way to one of its experts.
+"""
+
+from __future__ import annotations
+
+from .grid import Axis, Grid
+
+COUNT_BYTES = 8
+"""Before rows travel, ranks tell each other how many go to each expert: a number of so many bytes."""
+
+
+def owned_experts(experts: int, ep: int, rank: int) -> tuple[int, int]:
+    """The experts `[start, stop)` of a rank.
+
+    Raises:
+        ValueError: the experts do not divide, or there is no such rank.
+    """
+    if experts % ep or not 0 <= rank < ep:
+        raise ValueError(f"{experts} experts on ep {ep}, rank {rank}: it needs experts % ep = 0 and 0 ≤ rank < ep")
+    share = experts // ep
+    return rank * share, (rank + 1) * share
+
+
+def balanced_rows(rows: int, ep: int) -> int:
+    """Rows that a rank sends to each of the others when every expert is chosen equally often; it keeps the rest."""
+    return rows // ep
+
+
+def keeps_places(dense: Grid, expert: Grid) -> bool:
+    """Whether every rank has the same tp and pp coordinate in both grids: it then holds experts of its own stage."""
+    return all(dense.size((axis,)) == 1 or dense.stride(axis) == expert.stride(axis) for axis in (Axis.TP, Axis.PP))
