@@ -7,8 +7,17 @@ Changed:
 
 - `ops.__compatible_ops__` (ops/__init__.py): the CPU accelerator would compile an operator at start-up.
   `forbid_jit_builds`
-- `comm.comm.cdb`, `utils.groups.mpu`, `utils.groups._WORLD_GROUP` (module globals): they outlive the process groups
-  that they are of. `forget_groups`
+- `comm.comm.cdb`, `utils.groups.mpu`, `utils.groups._WORLD_GROUP` and the tables of expert groups (module globals):
+  they outlive the process groups that they are of. `forget_groups`
+- The tables of expert groups in utils/groups.py, which DeepSpeed's own MoE layers fill: the plan's groups are put into
+  them. `register_expert_groups`
+- A module of the class `deepspeed.moe.layer.MoE` in a model, by which the engine knows that parameters may be experts
+  (`has_moe_layers`, runtime/engine.py): there is one while the engine is made. `with_expert_layers`
+- `has_moe_layers` of an engine is False while it saves and loads: DeepSpeed would write each expert to a file of its
+  own naming (`_save_moe_checkpoint`). `use_checkpoint_engine`
+- `optimizer.scaled_global_norm` (runtime/zero/stage_1_and_2.py) and `optimizer.get_grads_for_norm`
+  (runtime/bf16_optimizer.py): ZeRO computes one norm for each group of parameters over tp and pp, of which a stage
+  without experts has fewer; the bf16 optimizer leaves experts out of the sum over tp. `norm_at_once`
 - `deepspeed.initialize`, while Hugging Face's Trainer runs: accelerate passes no mpu. `initialize_with`
 - `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
   weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
@@ -44,6 +53,8 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
 
 - `parameter.tensor_model_parallel` (`is_model_parallel_parameter`, runtime/utils.py): whether a parameter counts in the
   gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.marking`
+- `parameter.allreduce` and `parameter.group_name` (`is_moe_param`, moe/utils.py): experts that other ranks do not hold,
+  and the groups that share them. Groups of parameters say so with "moe" and "name". `mark_expert`
 - `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
 - The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
@@ -58,11 +69,13 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -81,17 +94,135 @@ def forget_groups() -> None:
     comm.cdb = None
     groups.mpu = None
     groups._WORLD_GROUP = None
+    for table in _expert_tables():
+        table.clear()
+
+
+def _expert_tables() -> tuple[dict[str, Any], ...]:
+    """Of ep and of expert-dp: the groups by name, and their ranks."""
+    from deepspeed.utils import groups
+
+    return (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_PARALLEL_GROUP_RANKS,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    )
+
+
+def register_expert_groups(ep: dist.ProcessGroup, expert_dp: dist.ProcessGroup) -> None:
+    """Puts this rank's groups of experts where DeepSpeed looks for them."""
+    name, ranks = _expert_name(dist.get_world_size(ep)), dist.get_process_group_ranks
+    for table, entry in zip(_expert_tables(), (ep, ranks(ep), expert_dp, ranks(expert_dp)), strict=True):
+        table[name] = entry
+
+
+def _expert_name(ep: int) -> str:
+    """DeepSpeed reads the size out of the name."""
+    return f"ep_size_{ep}"
+
+
+def mark_expert(parameter: nn.Parameter, ep: int) -> None:
+    """Makes a parameter one that only the expert-dp ranks share; the experts of a layer are over `ep` ranks."""
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    parameter.group_name = _expert_name(ep)  # type: ignore[attr-defined]
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is marked so."""
+    return getattr(parameter, "allreduce", True) is False
+
+
+EXPERT_KEYS = ("moe", "name")
+"""What groups of parameters have when they are of experts."""
+
+
+def expert_settings(settings: Mapping[str, Any], ep: int) -> dict[str, Any]:
+    """The settings of a group of parameters for its experts, which are a group of their own."""
+    return {**settings, "moe": True, "name": _expert_name(ep)}
 
 
 @contextlib.contextmanager
-def initialize_with(mpu: Any, take_over: Callable[[Any], None]) -> Iterator[None]:
-    """Within it, whoever calls `deepspeed.initialize` gets an engine with this mpu, which `take_over` has seen."""
+def with_expert_layers(model: nn.Module) -> Iterator[None]:
+    """Within it DeepSpeed finds in a model that its parameters may be experts."""
+    from deepspeed.moe.layer import MoE
+
+    class Marker(MoE):  # type: ignore[misc]
+        """Holds nothing and computes nothing."""
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = 0
+
+        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+            """The groups are there already."""
+
+    model.add_module("parcompile_expert_layers", Marker())
+    try:
+        yield
+    finally:
+        del model.parcompile_expert_layers
+
+
+def norm_at_once(optimizer: Any) -> None:
+    """Makes the gradient norm one sum over all groups of parameters, so that all ranks send the same messages."""
+    if hasattr(optimizer, "get_grads_for_norm"):
+        _norm_of_bf16(optimizer)
+        return
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    def norm(norm_type: int = 2) -> Any:
+        gradients, parameters = [], []
+        for group, held in enumerate(optimizer.params_in_partition):
+            gradients += optimizer.averaged_gradients[group]
+            parameters += held
+        return combine_grad_norm_groups([optimizer.get_grad_norm_direct(gradients, parameters)], norm_type=norm_type)
+
+    optimizer.scaled_global_norm = norm
+
+
+def _norm_of_bf16(optimizer: Any) -> None:
+    """A rank of tp and pp counts the experts of all its ep ranks, and everything else once."""
+    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+
+    of_norm, first = optimizer.get_grads_for_norm, bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
+
+    def gradients(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return of_norm(for_clipping=True)
+        square, of_experts = torch.zeros(2, device=flat_weights(optimizer)[0].device).unbind()
+        groups: set[str] = set()
+        for group, sums, present in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+        ):
+            for parameter, gradient, is_there in zip(group, sums, present, strict=True):
+                groups |= {parameter.group_name} if is_expert(parameter) else set()
+                counts = first or is_model_parallel_parameter(parameter)
+                if counts and is_there and not getattr(parameter, "ds_pipe_replicated", False):
+                    total = of_experts if is_expert(parameter) else square
+                    total += gradient.float().square().sum()
+        for name in groups:
+            dist.all_reduce(of_experts, group=_expert_tables()[0][name])
+        return [(square + of_experts).sqrt()], {}
+
+    optimizer.get_grads_for_norm = gradients
+
+
+@contextlib.contextmanager
+def initialize_with(
+    mpu: Any, take_over: Callable[[Any], None], given: Callable[..., AbstractContextManager[dict[str, Any]]]
+) -> Iterator[None]:
+    """Within it, whoever calls `deepspeed.initialize` gets an engine with this mpu, which `take_over` has seen.
+
+    `given` makes of the arguments of a call those that DeepSpeed gets, as a context around it.
+    """
     import deepspeed
 
     make = deepspeed.initialize
 
     def initialize(*args: Any, **options: Any) -> Any:
-        made = make(*args, **options, mpu=mpu)
+        with given(**options) as options:
+            made = make(*args, **options, mpu=mpu)
         take_over(made[0])
         return made
 
@@ -103,6 +234,7 @@ def initialize_with(mpu: Any, take_over: Callable[[Any], None]) -> Iterator[None
 def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]:
     """Within it, an engine writes and opens files of checkpoints through this checkpoint engine alone."""
     with (
+        mock.patch.object(engine, "has_moe_layers", False),
         mock.patch.object(engine, "checkpoint_engine", checkpoint_engine),
         mock.patch.object(engine, "_copy_recovery_script", lambda _: None),
     ):

@@ -7,6 +7,7 @@ size is left to what DeepSpeed makes of the plan's. Needs the extra `[hf]` and a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from .deepspeed_patches import initialize_with
 from .engine import prepare, seed_ranks, take_over
 from .engine.evaluation import evaluate
 from .errors import RunError
+from .expert_parallel import for_deepspeed
 from .groups import Mesh, join
 from .groups.mpu import Mpu
 
@@ -123,7 +125,8 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
             resume = _Resume(self, self._folder if resume_from_checkpoint is True else Path(resume_from_checkpoint))
             self.add_callback(resume)
         try:
-            with initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh)):
+            given = functools.partial(for_deepspeed, self.mesh)
+            with initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given):
                 return super().train(**others)
         finally:
             if resume is not None:

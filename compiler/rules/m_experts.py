@@ -14,7 +14,7 @@ from .registry import Finding, rule
 
 _EP = ("parallelism", "ep")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MIXTRAL = {
+MIXTRAL = {
     "model_type": "mixtral",
     "hidden_size": 1024,
     "num_hidden_layers": 8,
@@ -43,7 +43,7 @@ _LATENT = {
     """Expert parallelism gives each rank the same number of routed experts: the model needs experts, and their
     number % ep = 0.""",
     wrong={"parallelism": {"ep": 2}},
-    right={"model": {**_MIXTRAL}, "parallelism": {"ep": 4}},
+    right={"model": {**MIXTRAL}, "parallelism": {"ep": 4}},
     sources=("Megatron-LM arguments.py",),
 )
 def experts_divide(spec: Resolution) -> Iterator[Finding]:
@@ -69,8 +69,8 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
     "M002",
     "more experts per token than experts",
     """A token visits num_experts_per_tok different experts, so there have to be as many.""",
-    wrong={"model": {**_MIXTRAL, "num_experts_per_tok": 8}},
-    right={"model": {**_MIXTRAL, "num_experts_per_tok": 2}},
+    wrong={"model": {**MIXTRAL, "num_experts_per_tok": 8}},
+    right={"model": {**MIXTRAL, "num_experts_per_tok": 2}},
     sources=("Megatron-Core transformer_config.py",),
 )
 def enough_experts(spec: Resolution) -> Iterator[Finding]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.experts import keeps_places
+from parcompile.layout.grid import DENSE_AXES, Axis, Grid
+from parcompile.layout.groups import expert_grid
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
 
+from .m_experts import MIXTRAL
 from .places import model_path
 from .registry import Finding, rule
 from .s_module import MODULE
@@ -18,17 +21,43 @@ from .s_module import MODULE
 
 @rule(
     "X002",
-    "the runtime does not run expert parallelism",
-    """The runtime executes tp, cp, pp, dp and ZeRO-1. A plan with ep > 1 compiles for other launchers.""",
-    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}},
-    right={"parallelism": {"tp": 4}},
+    "the runtime needs the experts of a rank in its own stage",
+    """Experts are laid over dp · cp on a grid of their own. The runtime deals the experts of a pipeline stage to the
+    ranks of that stage, and cuts them as these are cut over tp: each rank has to have the same place on tp and pp in
+    both grids. That holds when tp is the innermost axis and pp the outermost one.""",
+    wrong={
+        "model": {**MIXTRAL},
+        "parallelism": {"cp": 2, "ep": 4, "pp": 2, "order": "tp-cp-ep-pp-dp"},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
+    right={
+        "model": {**MIXTRAL},
+        "parallelism": {"cp": 2, "ep": 4, "pp": 2, "order": "tp-cp-ep-dp-pp"},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
     severity=Severity.WARNING,
     targets=("runtime",),
 )
-def runtime_has_no_expert_parallelism(spec: Resolution) -> Iterator[Finding]:
-    """Fires for ep > 1."""
-    if spec.axis(Axis.EP) > 1:
-        yield Finding(f"ep {spec.axis(Axis.EP)}: parcompile.runtime runs ep 1 only", ("parallelism", "ep"))
+def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
+    """Fires where the two grids give a rank different places on tp or pp."""
+    ep = spec.axis(Axis.EP)
+    sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
+    if ep == 1 or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
+        return
+    dense = Grid.of(spec.order, sizes)
+    expert = expert_grid(dense, ep)
+    if not keeps_places(dense, expert):
+        moved = [
+            f"{axis} neighbours are {dense.stride(axis)} ranks apart in the one grid and {expert.stride(axis)} in the "
+            "other"
+            for axis in (Axis.TP, Axis.PP)
+            if sizes[axis] > 1 and dense.stride(axis) != expert.stride(axis)
+        ]
+        yield Finding(
+            f"the order {'-'.join(spec.order)} with ep {ep}: {'; '.join(moved)}",
+            ("parallelism", "order"),
+            help="write the order tp-cp-ep-dp-pp",
+        )
 
 
 @rule(

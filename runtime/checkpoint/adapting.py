@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.deepspeed_patches import master_shards, parameter_groups, place_in_shard
-from parcompile.runtime.model.lora import plain_name
-from parcompile.runtime.model.slices import Slices, slice_of
-from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.model.lora import matrix_of, plain_name
+from parcompile.runtime.model.slices import Slices, cut, slice_of
 
-from .deepspeed_files import MASTER
+from .deepspeed_files import MASTER, without_keys
 from .reading import SavedRun
 
 
@@ -36,10 +35,9 @@ def adapt(engine: Any, saved: SavedRun) -> None:
             for kind in saved.kinds:
                 if kind != MASTER and parameter not in placed:
                     continue
-                whole = saved.whole(plain_name(name), kind)
-                if whole is None:
+                local = _local(saved, slices, name, kind)
+                if local is None:
                     continue
-                local = _cut(whole, slices, name)
                 if kind == MASTER:
                     parameter.copy_(local)
                 if parameter in placed:
@@ -57,11 +55,15 @@ def group_sizes(optimizer: Any) -> list[int]:
     return [len(parameters) for parameters in parameter_groups(optimizer)]
 
 
-def _cut(whole: Tensor, slices: Slices, name: str) -> Tensor:
+def _local(saved: SavedRun, slices: Slices, name: str, kind: str) -> Tensor | None:
+    """This rank's part of a saved tensor; of experts only its own are read."""
+    plain = plain_name(name)
+    experts = None if matrix_of(name) is not None else slices.of(plain).experts
+    whole = saved.whole(plain, kind, experts)
+    if whole is None:
+        return None
     piece = slice_of(slices, name, tuple(whole.shape))
-    if piece.ranges is None or piece.dim is None:
-        return whole
-    return take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
+    return cut(whole, piece.layout, piece.ranges)
 
 
 def _groups(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[nn.Parameter]]]:
@@ -98,10 +100,13 @@ def _settings(engine: Any, saved: SavedRun, origins: Sequence[Sequence[int]]) ->
     if engine.lr_scheduler is not None and counters.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
     live = engine.optimizer.optimizer.param_groups
+    # Experts are in groups of their own, with the settings of those that they were taken from.
+    kinds = [repr(sorted(without_keys(group).items())) for group in live]
+    alike = {(number, kind) for origin, kind in zip(origins, kinds, strict=True) for number in origin}
     # Where parameters were grouped otherwise, no group has settings to go on with.
-    if len({number for origin in origins for number in origin}) == sum(map(len, origins)) == len(live):
+    if len({number for number, _ in alike}) == len(alike) and all(len(origin) == 1 for origin in origins):
         for group, (number,) in zip(live, origins, strict=True):
-            group.update({key: value for key, value in saved.groups[number].settings.items() if key != "params"})
+            group.update(saved.groups[number].settings)
     # A run that changes to fp16 brings no moving scale of its own: the engine's stays.
     if type(saved.loss_scaler) is type(getattr(engine.optimizer, "loss_scaler", None)):
         engine.optimizer.loss_scaler = saved.loss_scaler

@@ -12,7 +12,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.spec import Precision
 
-from .deepspeed_files import shard_file, weights_file
+from .deepspeed_files import experts_file, shard_file, weights_file
 from .manifest import NOTE, Note
 from .random_state import random_file
 
@@ -25,7 +25,8 @@ def tensor_files(plan: Plan) -> set[str]:
     shards = {
         shard_file(shard, rank, bf16=bf16) for rank in model_parallel_ranks for shard in range(parallelism.zero_shards)
     }
-    return weights | shards
+    experts = {experts_file(ep_rank, rank) for rank in model_parallel_ranks for ep_rank in range(1, parallelism.ep)}
+    return weights | experts | shards
 
 
 def random_files(plan: Plan) -> set[str]:

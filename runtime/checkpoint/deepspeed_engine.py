@@ -13,6 +13,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from parcompile.runtime.errors import RunError
 
+from .deepspeed_files import WEIGHTS_FILE, experts_file
+from .expert_weights import with_experts
 from .manifest import Note
 from .state_file import StateFile
 from .trusted import load_trusted
@@ -78,11 +80,16 @@ class Writer(_Engine):
 
 
 class Reader(_Engine):
-    """Opens the files of a note, whose contents have been compared, and no other; what they hold is data alone."""
+    """Opens the files of a note, whose contents have been compared, and no other; what they hold is data alone.
 
-    def __init__(self, note: Note) -> None:
+    Args:
+        note: of the checkpoint.
+        ep_rank: whose experts are read with the weights.
+    """
+
+    def __init__(self, note: Note, ep_rank: int = 0) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._ep_rank = note, ep_rank
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 -- DeepSpeed's
         """The content of a file, mapped.
@@ -93,4 +100,9 @@ class Reader(_Engine):
         name = Path(path).name
         if name not in self._note.files or Path(path).parent.resolve() != self._note.folder.resolve():
             raise RunError(f"{path} is not of the checkpoint {self._note.folder}: not loaded")
-        return load_trusted(self._note.folder / name)
+        content = load_trusted(self._note.folder / name)
+        weights = WEIGHTS_FILE.fullmatch(name)
+        if weights is None or not self._ep_rank:
+            return content
+        experts = load_trusted(self._note.folder / experts_file(self._ep_rank, int(weights[1])))
+        return with_experts(content, experts)

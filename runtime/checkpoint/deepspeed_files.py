@@ -1,15 +1,19 @@
 """The files of a checkpoint as DeepSpeed's ZeRO and bf16 optimizers write them: their names, and what is in a shard.
 
 There is one file of weights for each model-parallel rank, and one of optimizer states for each model-parallel rank and
-each shard (0.19.8, `_get_ckpt_name` and `_get_zero_ckpt_name` of runtime/engine.py).
+each shard (0.19.8, `_get_ckpt_name` and `_get_zero_ckpt_name` of runtime/engine.py). Where experts are dealt over ep,
+there is one more for the weights of each further ep rank.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+
+from parcompile.runtime.deepspeed_patches import EXPERT_KEYS
 
 MASTER = "fp32"
 """The kind of tensor that holds the weights in full precision."""
@@ -24,6 +28,11 @@ SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_state
 def weights_file(mp_rank: int) -> str:
     """The file of weights of a model-parallel rank."""
     return f"mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def experts_file(ep_rank: int, mp_rank: int) -> str:
+    """The file of the experts of an ep rank behind the first, whose experts are in the file of weights. It is ours."""
+    return f"ep_rank_{ep_rank:02d}_{weights_file(mp_rank)}"
 
 
 def shard_file(shard: int, mp_rank: int, *, bf16: bool) -> str:
@@ -70,6 +79,11 @@ class OptimizerShard:
             return None
         group, start, numel = self._places[name]
         return self._flat[group][kind][start : start + numel]
+
+
+def without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters, without what names these and says that they are experts."""
+    return {key: value for key, value in settings.items() if key not in ("params", *EXPERT_KEYS)}
 
 
 def _is_flat(value: object, master: Tensor) -> bool:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
-from parcompile.plan.holding import Holding, model_parallel_places
+from parcompile.plan.holding import Holding, expert_places, model_parallel_places
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import matrix_layout, matrix_of, plain_name
 from parcompile.runtime.tensor_parallel import merge_ranges
 
-from .deepspeed_files import MASTER, SHARD_FILE, OptimizerShard, weights_file
+from .deepspeed_files import MASTER, SHARD_FILE, OptimizerShard, experts_file, weights_file, without_keys
 from .manifest import Note
 from .trusted import load_trusted
 
@@ -49,6 +49,8 @@ class SavedRun:
         self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(plan))}
         self._weights: dict[tuple[int, int], dict[str, Any]] = {}
         self._shards: dict[tuple[int, int], list[OptimizerShard]] = {}
+        self._experts: dict[tuple[int, int, int], dict[str, Any]] = {}
+        self._expert_places = expert_places(plan)
         self._names: dict[int, dict[str, str]] = {}
 
     def weights(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
@@ -64,6 +66,19 @@ class SavedRun:
                 raise RunError(f"{self.note.folder} lacks {name}, the weights of {_place(place)}")
             self._weights[place] = load_trusted(self.note.folder / name)
         return self._weights[place]
+
+    def _experts_of(self, place: tuple[int, int], ep_rank: int) -> dict[str, Tensor]:
+        """Weights of the experts of a rank, and those of others too where it is the first of ep."""
+        if not ep_rank:
+            found: dict[str, Tensor] = self.weights(*place)["module"]
+            return found
+        key = (*place, ep_rank)
+        if key not in self._experts:
+            name = experts_file(ep_rank, self._files_of[place])
+            if name not in self.note.files:
+                raise RunError(f"{self.note.folder} lacks {name}, the experts of {_place(place)}, ep rank {ep_rank}")
+            self._experts[key] = load_trusted(self.note.folder / name)["module"]
+        return self._experts[key]
 
     def shards(self, pp_rank: int, tp_rank: int) -> list[OptimizerShard]:
         """The optimizer states of a rank and of those that share them with it.
@@ -112,16 +127,18 @@ class SavedRun:
     def groups(self) -> list[SavedGroup]:
         """The optimizer's parameter groups, in order; what the stages hold of one group is one.
 
-        Groups of two stages are the same when their settings are, and equally many before them have these too.
+        Groups of two stages are the same when their settings are, and equally many before them have these too. Experts
+        that are dealt over ep are in groups of their own, which count as parts of those that they were taken from.
         """
         found: dict[tuple[str, int], SavedGroup] = {}
         for pp_rank in range(len(self._stages)):
-            shards, seen = self.shards(pp_rank, 0), Counter[str]()
+            shards, seen = self.shards(pp_rank, 0), Counter[tuple[str, bool]]()
             for number, settings in enumerate(shards[0].settings):
-                kept = {key: value for key, value in settings.items() if key != "params"}
-                text = repr(sorted(kept.items()))
-                group = found.setdefault((text, seen[text]), SavedGroup([], settings, shards[0].scalars[number]))
-                seen[text] += 1
+                kept = without_keys(settings)
+                text, of_experts = repr(sorted(kept.items())), "moe" in settings
+                place = text, seen[text, of_experts]
+                group = found.setdefault(place, SavedGroup([], kept, shards[0].scalars[number]))
+                seen[text, of_experts] += 1
                 names = dict.fromkeys(plain_name(name) for shard in shards for name in shard.names(number))
                 group.names.extend(name for name in names if name not in group.names)
         order = {name: place for place, name in enumerate(self.parameters)}
@@ -139,8 +156,10 @@ class SavedRun:
         """The weights in full precision and the tensors that the optimizer keeps for each of them."""
         return [MASTER, *self.shards(0, 0)[0].moments]
 
-    def whole(self, name: str, kind: str = MASTER) -> Tensor | None:
+    def whole(self, name: str, kind: str = MASTER, experts: tuple[int, int] | None = None) -> Tensor | None:
         """A parameter, or what the optimizer keeps for it, whole and without padding.
+
+        Of a parameter that holds experts, `experts` are the first and the last but one that are wanted; None: all.
 
         None when the optimizer has none: the parameter was frozen, and only its weights were saved.
 
@@ -150,7 +169,7 @@ class SavedRun:
         pp_rank = self._holder(name)
         layout, real_shape = self._layout(name, pp_rank)
         tp = self.note.plan.spec.parallelism.tp
-        locals_ = [self._local(name, kind, (pp_rank, tp_rank), layout) for tp_rank in range(tp)]
+        locals_ = [self._held(name, kind, (pp_rank, tp_rank), layout, experts) for tp_rank in range(tp)]
         found = [local for local in locals_ if local is not None]
         if len(found) != len(locals_):
             return None
@@ -160,6 +179,24 @@ class SavedRun:
             return merge_ranges(found, layout.dim, layout.ranges, real_shape[layout.dim])
         except ValueError as error:
             raise RunError(f"{name} in {self.note.folder}: {error}") from None
+
+    def _held(
+        self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, experts: tuple[int, int] | None
+    ) -> Tensor | None:
+        """What the ranks of one place on tp and pp hold of a parameter: the wanted experts of all of them."""
+        dim, first = layout.expert_dim, 0
+        found: list[Tensor] = []
+        for ep_rank in range(layout.ep):
+            held = layout.experts(ep_rank)
+            if held is not None and experts is not None and (held[1] <= experts[0] or experts[1] <= held[0]):
+                continue
+            local = self._local(name, kind, place, layout, ep_rank)
+            if local is None:
+                return None
+            first = first if found or held is None else held[0]
+            found.append(local)
+        joined = found[0] if len(found) == 1 else torch.cat(found, dim)
+        return joined if experts is None else joined.narrow(dim, experts[0] - first, experts[1] - experts[0])
 
     def _holder(self, name: str) -> int:
         """The first stage that holds a parameter."""
@@ -178,14 +215,14 @@ class SavedRun:
         layout = matrix_layout(matrix, weight, tuple(stored.shape))
         return layout, layout.full_shape
 
-    def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout) -> Tensor | None:
+    def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> Tensor | None:
         stored = self._stored(place[0])[name]
-        pieces = [piece for shard in self.shards(*place) if (piece := shard.piece(stored, kind)) is not None]
+        shards = self.shards(*place)
+        if layout.ep > 1:
+            shards = self._of_ep_rank(shards, ep_rank)
+        pieces = [piece for shard in shards if (piece := shard.piece(stored, kind)) is not None]
         if not pieces:
-            if kind != MASTER:
-                return None
-            weights: Tensor = self.weights(*place)["module"][stored]
-            return weights.float()
+            return None if kind != MASTER else self._experts_of(place, ep_rank)[stored].float()
         flat = torch.cat(pieces)
         if flat.numel() != layout.local_numel:
             raise RunError(
@@ -193,6 +230,12 @@ class SavedRun:
                 f"the plan has {layout.local_numel}"
             )
         return flat.view(layout.local_shape)
+
+    def _of_ep_rank(self, shards: list[OptimizerShard], ep_rank: int) -> list[OptimizerShard]:
+        """The shards of the ranks that hold the same experts, in the order of their parts."""
+        places = zip(self._expert_places, shards, strict=True)
+        held = [(place.expert_dp, number) for number, (place, _) in enumerate(places) if place.ep == ep_rank]
+        return [shards[number] for _, number in sorted(held)]
 
 
 def _place(place: tuple[int, int]) -> str:

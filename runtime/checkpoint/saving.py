@@ -24,6 +24,7 @@ import torch.distributed as dist
 from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 
+from . import expert_weights
 from .agreement import await_seen, on_all_ranks, on_rank_0
 from .contents import check_listed
 from .locking import hold
@@ -120,6 +121,8 @@ class Saver:
         state = {"step": note.step, **universal_checkpoint_info(note.plan, adapters=note.adapters is not None)}
         with use_checkpoint_engine(engine, writer):
             engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
+        if (file := expert_weights.file_to_write(engine.mesh)) is not None:
+            writer.save(expert_weights.content(engine.module), file)
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 

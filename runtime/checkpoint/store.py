@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from parcompile.layout.grid import Axis
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
 from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
@@ -108,8 +109,8 @@ def wait_for_save(engine: Any) -> None:
 def load(engine: Any, folder: str | Path) -> int:
     """Restores the last checkpoint in `folder` (or the checkpoint `folder` itself); returns the steps it had made.
 
-    Saved in another layout (tp, cp, dp, pp, padding, precision), it is cut anew. In the same one the run goes on to the
-    bit, random numbers included.
+    Saved in another layout (tp, cp, ep, dp, pp, padding, precision), it is cut anew. In the same one the run goes on to
+    the bit, random numbers included.
 
     Raises:
         RunError: there is no checkpoint, it is damaged (which file is said), or it is of another model or optimizer
@@ -151,7 +152,8 @@ def _note_on_all_ranks(folder: Path) -> Note:
 def _load_as_it_is(engine: Any, note: Note) -> None:
     from .deepspeed_engine import Reader
 
-    with use_checkpoint_engine(engine, Reader(note)):
+    ep_rank = 0 if engine.mesh.parallel_group(Axis.EP) is None else engine.mesh.index(Axis.EP)
+    with use_checkpoint_engine(engine, Reader(note, ep_rank)):
         path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
     if path is None or state.get("step") != note.step:
         raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)

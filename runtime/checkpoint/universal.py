@@ -29,14 +29,15 @@ sys.exit(f"run: parcompile checkpoint export {pathlib.Path(__file__).resolve().p
 def universal_checkpoint_info(plan: Plan, *, adapters: bool) -> dict[str, Any]:
     """As an entry of a file of weights; nothing where DeepSpeed's converter has no words for the layout.
 
-    That is so with pipeline stages, which the converter does not join, and with LoRA adapters, which the plan does not
-    describe. A vocabulary is cut to its size, where it is a matrix.
+    That is so with pipeline stages, which the converter does not join, with experts that are dealt over ep, which are
+    not those of DeepSpeed's own layers, and with LoRA adapters, which the plan does not describe. A vocabulary is cut
+    to its size, where it is a matrix.
     """
     from deepspeed.checkpoint import constants
     from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
 
     parallelism = plan.spec.parallelism
-    if adapters or parallelism.pp > 1:
+    if adapters or parallelism.pp > 1 or parallelism.ep > 1:
         return {}
     rows, maps, padded = plan.tensors(), {}, []
     for name, parameter in plan.parameters.expanded():

@@ -5,8 +5,9 @@ The files are those that DeepSpeed's ZeRO-1 optimizer would write, so that the e
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
-from parcompile.plan.holding import Holding, model_parallel_places
+from parcompile.plan.holding import Holding, expert_places, model_parallel_places
 from parcompile.plan.resume import file_layout
+from parcompile.runtime.deepspeed_patches import expert_settings
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
-from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.model.slices import cut
 from parcompile.spec import Precision
 
 from .agreement import one_line
 from .contents import check_listed
-from .deepspeed_files import MASTER, shard_file, weights_file
+from .deepspeed_files import MASTER, experts_file, shard_file, weights_file
+from .expert_weights import MODULE
 from .locking import hold, release
 from .manifest import LATEST, NOTE, Note, damages
 from .placing import begin, is_noted_there, put_in_place
@@ -47,6 +50,8 @@ class ParameterGroup:
     names: Sequence[str]
     settings: Mapping[str, Any]
     scalars: Mapping[str, Any]
+    of_experts: bool = False
+    """Whether they are experts that are dealt over ep: the states are then sharded over expert-dp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +67,30 @@ class Source:
 
     def of_stage(self, held: Holding) -> Source:
         """The same of one stage: its parameters in the groups that it has some of."""
-        groups = [replace(group, names=[name for name in group.names if name in held]) for group in self.groups]
+        groups = [
+            part
+            for group in self.groups
+            for part in self._apart(replace(group, names=[name for name in group.names if name in held]))
+        ]
         buffers = {name: buffer for name, buffer in self.buffers.items() if held.has_buffer(name)}
         return replace(self, groups=[group for group in groups if group.names], buffers=buffers)
 
-    def local(self, name: str, kind: str, tp_rank: int) -> Tensor | None:
-        """A tensor as a tp rank holds it."""
+    def _apart(self, group: ParameterGroup) -> Iterator[ParameterGroup]:
+        """As the engine has it: what is dealt over ep is in a group of its own."""
+        dealt = [name for name in group.names if self.layouts[name].ep > 1]
+        yield replace(group, names=[name for name in group.names if self.layouts[name].ep == 1])
+        if dealt:
+            settings = expert_settings(group.settings, self.plan.spec.parallelism.ep)
+            # The optimizer counts its steps in place, in each group.
+            scalars = copy.deepcopy(dict(group.scalars))
+            yield replace(group, names=dealt, settings=settings, scalars=scalars, of_experts=True)
+
+    def local(self, name: str, kind: str, tp_rank: int, ep_rank: int = 0) -> Tensor | None:
+        """A tensor as a rank of tp and ep holds it."""
         whole, layout = self.whole(name, kind), self.layouts[name]
-        if whole is None or layout.ranges is None or layout.dim is None:
-            return whole
-        size = layout.full_shape[layout.dim]
-        return take_ranges(whole, layout.dim, layout.ranges[tp_rank], padded_size=size)
+        if whole is None:
+            return None
+        return cut(whole, layout, None if layout.ranges is None else layout.ranges[tp_rank], layout.experts(ep_rank))
 
 
 def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> Path:
@@ -166,6 +184,12 @@ def _write_rank(
         **counters,
     }
     files = {weights_file(mp_rank): write_state(folder / weights_file(mp_rank), states)}
+    dealt = [name for name in names if source.layouts[name].ep > 1]
+    for ep_rank in range(1, parallelism.ep):
+        experts = {name: source.local(name, MASTER, tp_rank, ep_rank) for name in dealt}
+        weights = {name: one.to(TORCH_DTYPES[precision]) for name, one in experts.items() if one is not None}
+        file = experts_file(ep_rank, mp_rank)
+        files[file] = write_state(folder / file, {MODULE: weights})
     for shard in range(parallelism.zero_shards):
         name = shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
         content = {"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}
@@ -185,6 +209,7 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     plan, groups = source.plan, source.groups
+    expert_shards = len({place.expert_dp for place in expert_places(plan)})
     runs = [_run(source, group, module, shard, tp_rank) for group in groups]
     scaler, dynamic = _scaler(source)
     return {
@@ -203,7 +228,9 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
         "zero_stage": ZeroStageEnum(plan.spec.zero_stage),
         "group_paddings": [run.padding for run in runs],
         "param_alignment_paddings": [[0] * len(group.names) for group in groups],
-        "partition_count": [plan.spec.parallelism.zero_shards] * len(groups),
+        "partition_count": [
+            expert_shards if group.of_experts else plan.spec.parallelism.zero_shards for group in groups
+        ],
         "ds_version": deepspeed.__version__,
         "param_slice_mappings": [run.places for run in runs],
     }
@@ -222,7 +249,11 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
     """By DeepSpeed's rule: flattened in order, padded, cut evenly."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    shards = source.plan.spec.parallelism.zero_shards
+    shards, ep_rank = source.plan.spec.parallelism.zero_shards, 0
+    if group.of_experts:
+        places_of_experts = expert_places(source.plan)
+        ep_rank, shard = places_of_experts[shard]
+        shards = len({place.expert_dp for place in places_of_experts})
     place = padded_shard(sum(module[name].numel() for name in group.names), shards, shard)
     flat = {kind: torch.zeros(place.numel) for kind in (MASTER, *_MOMENTS)}
     places: OrderedDict[str, Any] = OrderedDict()
@@ -235,7 +266,7 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
             continue
         places[name] = fragment_address(numel=stop - start, start=start - place.start)
         for kind, run in flat.items():
-            tensor = source.local(name, kind, tp_rank)
+            tensor = source.local(name, kind, tp_rank, ep_rank)
             if tensor is not None:
                 run[start - place.start : stop - place.start] = tensor.reshape(-1)[start - begin : stop - begin]
     return _Run(flat, places, place.padding if shard == shards - 1 else 0)

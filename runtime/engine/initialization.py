@@ -14,6 +14,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
@@ -90,15 +91,10 @@ def initialize(
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_parameters(model_parameters, model)
     _check_stages_train(model_parameters, mesh)
-    engine, optimizer, _, lr_scheduler = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        mpu=Mpu(mesh),
-        config=ds_config(plan),
-        dist_init_required=False,
-    )
+    with for_deepspeed(mesh, model, optimizer=optimizer, model_parameters=model_parameters) as options:
+        engine, optimizer, _, lr_scheduler = deepspeed.initialize(
+            **options, lr_scheduler=lr_scheduler, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
+        )
     take_over(engine, mesh)
     FiniteWatch(engine, mesh, stop_on_nonfinite)
     if file is not None:
@@ -148,6 +144,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
         RunError: DeepSpeed made something else of the configuration.
     """
     _check_engine(engine, mesh)
+    take_over_norm(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
     _leave_loss_on_its_way(engine)

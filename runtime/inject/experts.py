@@ -36,6 +36,7 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
             local = nn.Parameter(
                 take_ranges(parameter.detach(), piece.dim, piece.ranges), requires_grad=parameter.requires_grad
             )
+            vars(local).update(vars(parameter))  # experts that are dealt over ep are marked
             mark_shard(local)
             setattr(module, kind, local)
             if isinstance(module, nn.Linear) and kind == "weight":

@@ -2,6 +2,7 @@
 
 Tensor-parallel ranks generate together, each with its heads: logits are gathered, and random numbers are drawn alike.
 Every cp rank has all weights: it generates alone, over whole sequences. Keys are kept from one token to the next.
+Ranks that share experts generate together too, each its own text: all go on until the last of them has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.grid import Axis
 from parcompile.runtime.collectives import gather_from_group
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -30,7 +32,7 @@ def let_generate(model: nn.Module, mesh: Mesh) -> None:
 def _generate(model: nn.Module, mesh: Mesh, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`generate` of transformers, with its arguments. All ranks of a tp group call it with the same ones.
 
-    The model is in evaluation mode meanwhile.
+    With expert parallelism every rank of the world calls it. The model is in evaluation mode meanwhile.
 
     Raises:
         RunError: the layers are in stages.
@@ -42,6 +44,8 @@ def _generate(model: nn.Module, mesh: Mesh, generate: Callable[..., Any], *args:
             "AutoModelForCausalLM.from_pretrained(OUT)",
             everywhere=True,
         )
+    if mesh.parallel_group(Axis.EP) is not None:
+        kwargs.setdefault("synced_gpus", True)
     with _whole_logits(model, mesh), _evaluating(model), _drawing_alike(mesh):
         return generate(*args, **kwargs)
 

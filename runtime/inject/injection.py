@@ -14,6 +14,7 @@ from torch import nn
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.expert_parallel import deal_experts
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
@@ -77,6 +78,7 @@ class _Injection:
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))
+        deal_experts(self.model, self.mesh, self.slices)
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
             check_agreement(self.model, self.slices)

@@ -57,7 +57,7 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None, *, diff
 
     def stored(name: str, piece: Slice, shape: torch.Size) -> Tensor:
         # A copy: what is read is a window on the file, and of a row-parallel weight one with holes.
-        read = source.take(name, piece.dim, piece.ranges, shape)
+        read = source.take(name, piece, shape)
         return read.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     _fill(model, mesh, stored)
@@ -84,7 +84,8 @@ def random_model(plan: Plan) -> nn.Module:
         data = torch.empty(shape, dtype=dtype, device=mesh.device)
         if len(shape) < 2:
             return data.fill_(0.0 if name.endswith("bias") else 1.0)
-        generator.manual_seed(zlib.crc32(f"{plan.spec.training.seed} {name} {piece.ranges}".encode()))
+        place = f"{piece.ranges}" if piece.experts is None else f"{piece.ranges} of experts {piece.experts}"
+        generator.manual_seed(zlib.crc32(f"{plan.spec.training.seed} {name} {place}".encode()))
         return data.normal_(std=deviation, generator=generator)
 
     _fill(model, mesh, drawn)

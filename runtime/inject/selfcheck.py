@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.groups import EXPERT_DP
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
@@ -26,7 +28,6 @@ from parcompile.runtime.model.shrinking import borders, shrunk
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
-from parcompile.runtime.tensor_parallel import take_ranges
 
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
@@ -95,14 +96,22 @@ class SelfCheck:
                 f"name {' or '.join(QUERY_COUNTS)} (and {' or '.join(KEY_COUNTS)}), or takes them from its projections",
                 everywhere=True,
             ) from error
-        if (ring := mesh.parallel_group("cp")) is not None:
-            for gradient in found.gradients.values():
-                dist.all_reduce(gradient, group=ring)
+        self._add_up(model, found.gradients)
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, self._first_difference(model, found))
         if different := [one for one in everyones if one is not None]:
             _, sentence = min(different)
             raise RunError(f"the injected model does not compute what the original did: {sentence}", everywhere=True)
+
+    def _add_up(self, model: nn.Module, gradients: dict[str, Tensor]) -> None:
+        """Over the ranks that have parts of a gradient. Every dp rank runs the same tokens, and experts see all."""
+        mesh, parameters = self._mesh, dict(model.named_parameters())
+        for name, gradient in gradients.items():
+            if is_dealt(parameters[name]):
+                dist.all_reduce(gradient, group=mesh.group(EXPERT_DP))
+                gradient /= mesh.size("dp")
+            elif (ring := mesh.parallel_group("cp")) is not None:
+                dist.all_reduce(gradient, group=ring)
 
     def _run(self, model: nn.Module, ids: Tensor, positions: Tensor, further: dict[str, Tensor]) -> _Record:
         outputs: dict[str, Tensor] = {}
@@ -141,9 +150,7 @@ class SelfCheck:
         for name, gradient in found.gradients.items():
             place += 1
             whole = self._expected.gradients[name]
-            piece = slice_of(slices, name, tuple(whole.shape))
-            if piece.ranges is not None and piece.dim is not None:
-                whole = take_ranges(whole, piece.dim, piece.ranges, padded_size=piece.padded_size)
+            whole = slice_of(slices, name, tuple(whole.shape)).cut(whole)
             # What is rounding noise beside the other gradients is noise here too.
             if float(whole.norm()) > 1e-5 * largest and (error := _error(gradient, whole)) is not None:
                 return place, f"the gradient of {name} differs (relative error {error:.1e})"

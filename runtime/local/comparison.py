@@ -27,7 +27,7 @@ from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
-from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.model.slices import cut
 from parcompile.runtime.tensor_parallel.replicas import digest
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
@@ -194,6 +194,7 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
     whole = dict(model.named_parameters())
     place = plan.groups.grid.coordinates(rank)
     holding, index = Holding(plan, place["pp"]), place["tp"]
+    ep_rank = plan.groups.of_rank("ep", rank).index(rank) if plan.groups.ep > 1 else 0
     for name, parameter in plan.parameters.expanded():
         if name not in holding:
             continue
@@ -201,9 +202,7 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
             yield name, "is missing"
             continue
         layout, full = layouts[parameter.name][1], whole[name].detach()
-        if layout.ranges is not None and layout.dim is not None:
-            padded = layout.full_shape[layout.dim]
-            full = take_ranges(full, layout.dim, layout.ranges[index], padded_size=padded)
+        full = cut(full, layout, None if layout.ranges is None else layout.ranges[index], layout.experts(ep_rank))
         shape, dtype, digest = held[name]
         if (shape, digest) != _digest(full.to(getattr(torch, dtype.removeprefix("torch."))))[::2]:
             yield name, f"{list(shape)}, planned is {_ranges_text(layout, index)} of {list(layout.full_shape)}"

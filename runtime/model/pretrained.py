@@ -15,6 +15,7 @@ from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 
+from .slices import Slice
 from .stored_names import stored_as
 
 INDEX = "model.safetensors.index.json"
@@ -135,9 +136,14 @@ class PretrainedFolder:
             "FineGrainedFP8Config), and save them with save_pretrained"
         )
 
-    def take(self, name: str, dim: int | None, ranges: tuple[tuple[int, int], ...] | None, shape: torch.Size) -> Tensor:
-        """The ranges of a tensor along `dim`, in order, and zeros where they reach beyond it; only they are read."""
-        stored = self._slice(name)
+    def take(self, name: str, piece: Slice, shape: torch.Size) -> Tensor:
+        """The ranges of a tensor along the cut dim, in order, and zeros where they reach beyond it; only they are read.
+
+        Of experts that are dealt, those of the slice.
+        """
+        stored, dim, ranges = self._slice(name), piece.dim, piece.ranges
+        if piece.experts is not None:
+            stored = _Narrowed(stored, *piece.experts)
         if dim is None or ranges is None:
             whole: Tensor = stored[...]
             return whole
@@ -146,13 +152,13 @@ class PretrainedFolder:
         for start, stop in ranges:
             real = max(min(stop, size) - start, 0)
             place = (slice(None),) * dim + (slice(start, start + real),)
-            piece: Tensor | None = stored[place] if real else None
+            part: Tensor | None = stored[place] if real else None
             if taken is None:
-                if piece is not None and tuple(piece.shape) == tuple(shape):
-                    return piece
-                taken = torch.zeros(shape, dtype=piece.dtype if piece is not None else torch.float32)
-            if piece is not None:
-                taken.narrow(dim, offset, real).copy_(piece)
+                if part is not None and tuple(part.shape) == tuple(shape):
+                    return part
+                taken = torch.zeros(shape, dtype=part.dtype if part is not None else torch.float32)
+            if part is not None:
+                taken.narrow(dim, offset, real).copy_(part)
             offset += stop - start
         assert taken is not None
         return taken
@@ -191,3 +197,18 @@ def _is_multimodal(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and text_part(values) is not values
+
+
+class _Narrowed:
+    """Some of the first dim of a stored tensor."""
+
+    def __init__(self, stored: Any, start: int, stop: int) -> None:
+        self._stored, self._held = stored, slice(start, stop)
+
+    def get_shape(self) -> list[int]:
+        return [self._held.stop - self._held.start, *self._stored.get_shape()[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        place = (self._held, *(index[1:] if isinstance(index, tuple) else ()))
+        found: Tensor = self._stored[place]
+        return found

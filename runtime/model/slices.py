@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.tensor_parallel.weights import take_ranges
 
 from .lora import matrix_layout, matrix_of, plain_name
 
@@ -28,6 +29,18 @@ class Slice:
 
     repeated: tuple[tuple[int, int], ...] = ()
     """The rows of this slice that those ranks hold too."""
+
+    experts: tuple[int, int] | None = None
+    """The experts `[start, stop)` that this rank holds, where they are dealt over ep."""
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; the tensor itself where that is all of it."""
+        return cut(whole, self.layout, self.ranges, self.experts)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor-parallel ranks hold parts of it."""
+        return self.layout.ranges is not None and len(self.layout.ranges) > 1
 
     @property
     def is_partly_repeated(self) -> bool:
@@ -67,11 +80,12 @@ class Slices:
     def of(self, name: str) -> Slice:
         """This rank's part of the parameter of that name in the whole model."""
         parameter, layout = self._tensors[self._rows[name]]
+        experts = layout.experts(self._mesh.index("ep")) if layout.ep > 1 else None
         if layout.ranges is None:
-            return Slice(parameter, layout, None, None)
+            return Slice(parameter, layout, None, None, experts=experts)
         replicas = self._mesh.kv_replica_group if layout.replicas > 1 else None
         ranges = layout.ranges[self._mesh.index("tp")]
-        return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout))
+        return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout), experts)
 
     def compare(self, model: nn.Module) -> None:
         """Checks that the whole model and the plan have the same parameters, with the same shapes.
@@ -93,6 +107,21 @@ class Slices:
             raise RunError(f"the plan has {min(missing)}, which the model does not have", everywhere=True)
 
 
+def cut(
+    whole: Tensor,
+    layout: TensorLayout,
+    ranges: tuple[tuple[int, int], ...] | None,
+    experts: tuple[int, int] | None = None,
+) -> Tensor:
+    """These ranges, and of these experts, of a whole tensor; the tensor itself where that is all of it."""
+    if experts is not None:
+        start, stop = experts
+        whole = whole.narrow(layout.expert_dim, start, stop - start)
+    if ranges is None or layout.dim is None:
+        return whole if experts is None else whole.clone()
+    return take_ranges(whole, layout.dim, ranges, padded_size=layout.full_shape[layout.dim])
+
+
 def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
     """This rank's part of a parameter, adapters included, whose whole shape is given."""
     matrix = matrix_of(name)
@@ -100,4 +129,4 @@ def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
         return slices.of(plain_name(name))
     weight = slices.of(f"{matrix.linear}.weight")
     layout = matrix_layout(matrix, weight.layout, shape)
-    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None)
+    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None, experts=None)

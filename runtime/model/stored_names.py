@@ -65,10 +65,10 @@ class StackedExperts:
         return [len(self._experts), sum(self._rows), self._experts[0][0].get_shape()[1]]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """All experts' rows and columns of the given slices; only they are read."""
-        _, rows, columns = (*(index if isinstance(index, tuple) else (slice(None),)), slice(None), slice(None))[:3]
+        """The experts, rows and columns of the given slices; only they are read."""
+        held, rows, columns = (*(index if isinstance(index, tuple) else (slice(None),)), slice(None), slice(None))[:3]
         start, stop, _ = rows.indices(sum(self._rows))
-        return torch.stack([self._expert(parts, start, stop, columns) for parts in self._experts])
+        return torch.stack([self._expert(parts, start, stop, columns) for parts in self._experts[held]])
 
     def _expert(self, parts: list[Any], start: int, stop: int, columns: slice) -> Tensor:
         pieces, offset = [], 0

@@ -74,6 +74,8 @@ def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
                 continue
         if one.ranges != wanted:
             slices.append(f"{name} holds {_shown(one.ranges)} of dim {layout.dim}, the plan says {_shown(wanted)}")
+        elif layout.ep > 1 and one.experts != (dealt := layout.experts(mesh.index("ep"))):
+            slices.append(f"{name} holds the experts {one.experts}, the plan says {dealt}")
         elif one.source not in (name, None) or (one.source is None and wanted):
             slices.append(f"{name} was taken from {one.source or 'several parameters'}")
     shapes += [f"{name} is in the model, not in the plan" for name in found if name not in planned]
@@ -179,7 +181,7 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         yield _finding(rank, f"sent over {group}", _tally(want), _tally(have), wrong)
 
 
-COUNTED_MESSAGES = ("tp", "kv-replica", "pp", EMBEDDING)
+COUNTED_MESSAGES = ("tp", "kv-replica", "ep", "pp", EMBEDDING)
 """Groups whose number of messages is compared too: those of the ring and of gradient buckets depend on buffer sizes."""
 
 

@@ -157,7 +157,7 @@ def _wire_bytes(kind: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> f
     if kind == "all-to-all" and len(args) > 4 and args[4]:
         # Pieces of unequal sizes: all but its own.
         sizes = args[4]
-        share = 1 - sizes[group.rank()] / sum(sizes)
+        share = 1 - sizes[group.rank()] / max(1, sum(sizes))
     if kind in ("all-reduce", "broadcast", "reduce"):
         return (2 if kind == "all-reduce" else 1) * share * _nbytes(args[0])
     # Outputs come first, inputs second; of a gather the outputs are the whole, of a scatter the inputs.

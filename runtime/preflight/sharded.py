@@ -29,6 +29,8 @@ class Held:
     ranges: Ranges | None
     source: str | None
     """The parameter that they came from; None when several."""
+    experts: tuple[int, int] | None = None
+    """Of a parameter that holds experts, the range of them that was copied; None: all."""
 
 
 Builder = Callable[[], nn.Module]
@@ -65,23 +67,31 @@ def _storage(tensor: Tensor) -> int:
 def _held(
     name: str, parameter: Tensor, slices: Slices, whole: Mapping[int, tuple[str, Tensor]], tracker: MetaTracker
 ) -> Held:
-    dim = slices.of(name).dim
+    piece_of = slices.of(name)
+    dim, dealt = piece_of.dim, piece_of.layout.ep > 1
     shape, original = tuple(parameter.shape), whole.get(_storage(parameter))
     if original is not None:
         return Held(name, shape, parameter.nbytes, None, original[0])
     ranges, sources = [], set()
+    experts: tuple[int, int] | None = None
     for _, piece in sorted(tracker.copies_into(parameter), key=lambda copy: copy[0]):
         found = whole.get(_storage(piece))
         if found is None or piece.numel() == 0:
             continue
         if dim is None and piece.shape == found[1].shape:
             return Held(name, shape, parameter.nbytes, None, found[0])
+        if dealt:
+            along = piece_of.layout.expert_dim
+            first = piece.storage_offset() // found[1].stride(along)
+            experts = first, first + piece.shape[along]
+        sources.add(found[0])
         if dim is None:
             continue
         start = piece.storage_offset() // found[1].stride(dim) % found[1].shape[dim]
         ranges.append((start, start + piece.shape[dim]))
-        sources.add(found[0])
-    return Held(name, shape, parameter.nbytes, tuple(_joined(ranges)), sources.pop() if len(sources) == 1 else None)
+    source = sources.pop() if len(sources) == 1 else None
+    held = None if dim is None and experts is not None else tuple(_joined(ranges))
+    return Held(name, shape, parameter.nbytes, held, source, experts)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -25,6 +25,7 @@ from parcompile.runtime.deepspeed_patches import (
     reduce_buckets,
     shape_tensors,
 )
+from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.micro_batch import FIRST_SAMPLE
@@ -188,13 +189,12 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     config = ds_config(plan)
     config["gradient_accumulation_steps"] = RUN
     config["train_batch_size"] = RUN * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
-    engine, optimizer, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        mpu=Mpu(mesh),
-        config=config,
-        dist_init_required=False,
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with for_deepspeed(mesh, model, model_parameters=trained) as options:
+        engine, optimizer, _, _ = deepspeed.initialize(
+            **options, mpu=Mpu(mesh), config=config, dist_init_required=False
+        )
+    take_over_norm(engine, mesh)
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
     return engine, _nbytes(flat_weights(optimizer)), _nbytes(master_shards(optimizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -111,13 +111,18 @@ def initial_model(plan: Plan) -> torch.nn.Module:
 
 
 def train_with_engine(
-    rank: int, plan: Plan, masked: bool = False, steps: int = STEPS, z_loss: float = 0.0
+    rank: int,
+    plan: Plan,
+    masked: bool = False,
+    steps: int = STEPS,
+    z_loss: float = 0.0,
+    built: Callable[[Plan], torch.nn.Module] = initial_model,
 ) -> dict[str, Any]:
-    """Losses, gradient norms and this rank's parameters after training under the engine."""
+    """Losses, gradient norms and this rank's parameters after training the model that is `built` under the engine."""
     from parcompile.runtime import initialize
     from parcompile.runtime.loss import ParallelCausalLoss
 
-    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan, masked=masked))
+    engine, _, loader, _ = initialize(plan=plan, model=built(plan), training_data=samples(plan, masked=masked))
     if z_loss:
         vocab_size = plan.spec.model.shape.vocab_size
         engine.module.loss_function = ParallelCausalLoss(engine.mesh, vocab_size, z_loss=z_loss)
@@ -178,11 +183,16 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer
 
 
 def train_in_one_process(
-    plan: Plan, *, masked: bool = False, steps: int = STEPS, z_loss: float = 0.0
+    plan: Plan,
+    *,
+    masked: bool = False,
+    steps: int = STEPS,
+    z_loss: float = 0.0,
+    built: Callable[[Plan], torch.nn.Module] = initial_model,
 ) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
     training = plan.spec.training
-    model = initial_model(plan)
+    model = built(plan)
     optimizer = plain_optimizer(model, plan)
     data = samples(plan, masked=masked)
     losses, norms = [], []
@@ -223,9 +233,13 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
             assert tuple(local.shape) == layout.local_shape, name
             tp_rank = plan.groups.grid.coordinates(result["rank"])["tp"]
             pieces = [(0, full.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
-            dim, offset = layout.dim or 0, 0
+            dim, offset, dealt = layout.dim or 0, 0, full
+            if layout.ep > 1:
+                experts = layout.experts(plan.groups.of_rank("ep", result["rank"]).index(result["rank"]))
+                assert experts is not None
+                dealt = full.narrow(layout.expert_dim, experts[0], experts[1] - experts[0])
             for start, stop in pieces:
-                place = full.narrow(dim, start, stop - start)
+                place = dealt.narrow(dim, start, stop - start)
                 piece = local.narrow(dim, offset, stop - start)
                 assert torch.equal(place, piece) or bool(place.isnan().all()), f"replicas of {name} differ"
                 place.copy_(piece)
