@@ -45,15 +45,21 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    if stage is None:
-        return max((static_memory(work, one) for one in work.stages), key=lambda memory: memory.total_bytes)
+    bucket = bucket_numel(work)
+    if stage is not None:
+        return held_memory(work, stage, bucket)
+    return max((held_memory(work, one, bucket) for one in work.stages), key=lambda memory: memory.total_bytes)
+
+
+def held_memory(work: Workload, stage: Stage, bucket: int) -> StaticMemory:
+    """The static bytes of a rank of `stage` with a reduce bucket of `bucket` elements."""
     numel = work.stage_parameters(stage)
     groups = work.sharded(stage)
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
-    gradients, bucket = numel * sum_width, bucket_numel(work) * width
+    gradients, bucket_bytes = numel * sum_width, bucket * width
     if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):
-        gradients, bucket = padded * sum_width + numel * width, 0
+        gradients, bucket_bytes = padded * sum_width + numel * width, 0
     if work.zero_stage >= 2:
         gradients = shard * sum_width
     return StaticMemory(
@@ -64,7 +70,7 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
         gradient_bytes=gradients,
         master_bytes=shard * MASTER_BYTES,
         optimizer_bytes=shard * ADAM_STATE_BYTES,
-        bucket_bytes=bucket,
+        bucket_bytes=bucket_bytes,
     )
 
 

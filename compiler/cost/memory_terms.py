@@ -9,7 +9,7 @@ from parcompile.layout.stages import Stage
 
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
-from .memory import LARGEST_BUCKET, keeps_both_gradients, static_memory
+from .memory import LARGEST_BUCKET, held_memory, keeps_both_gradients
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -187,9 +187,9 @@ def _loss_chunk_bytes(work: Workload, logits: float) -> float:
 
 
 def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
-    """Weights, gradients, master weights and optimizer state in bytes."""
+    """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
-        held = static_memory(work, stage)
+        held = held_memory(work, stage, 0)
         return held.weight_bytes, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel
