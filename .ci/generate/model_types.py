@@ -45,8 +45,6 @@ WRITTEN = {
     "gpt-sw3": "stored_transposed",
     "gpt2": "stored_transposed",
     "gpt_bigcode": "learned_positions",
-    "granite_swa": "no_table",
-    "granitemoe_swa": "no_table",
     "hrm_text": "recurrent_depth",
     "jetmoe": "attention_of_experts",
     "llama4_text": "chunked_attention",

@@ -174,8 +174,6 @@ _NEAREST = {
     "lfm2_moe": "mixtral",
     "zamba2": "llama",
     "recurrent_gemma": "gemma2",
-    "granite_swa": "granite",
-    "granitemoe_swa": "granitemoe",
     "mistral4": "deepseek_v3",
 }
 ALIKE = {

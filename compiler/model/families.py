@@ -451,6 +451,25 @@ FAMILIES: Mapping[str, Family] = {
             shared_width=("shared_intermediate_size", 0),
         ),
     ),
+    "granite_swa": Family(
+        sinks="sinks",
+        own_head_dim=False,
+        mlp_bias="mlp_bias",
+        defaults=_defaults(4, sliding_window=128, **_TIED),
+    ),
+    "granitemoe_swa": Family(
+        sinks="sinks",
+        own_head_dim=False,
+        order=("attention", "norms", "mlp"),
+        experts=Experts(
+            block="block_sparse_moe",
+            router="router",
+            beside="shared_mlp",
+            shared_is_optional=True,
+            shared_width=("shared_intermediate_size", 0),
+        ),
+        defaults=_defaults(sliding_window=128),
+    ),
     "afmoe": Family(
         qk_norm=QkNorm.HEAD,
         gate="gate_proj",

@@ -12,12 +12,15 @@ from parcompile.runtime.model.slices import Slices
 EXPERTS = "moe_tp_experts"
 """The entry of a module whose experts are cut, each of them, over all tp ranks."""
 
+_OWN = "local_params"
+"""The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
+
 _COLUMN = ("colwise", "colwise_gather_output", "packed_colwise")
 _ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
 _PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
 # weights part by part, and a norm over all heads sums its squares over the ranks.
-_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS)
+_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _OWN)
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -47,7 +50,7 @@ def check_agreement(model: nn.Module, slices: Slices) -> None:
             raise RunError(
                 f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
             )
-        if style == EXPERTS:
+        if style in (EXPERTS, _OWN):
             continue
         if style in _PARTIAL:
             kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in parameters]
@@ -59,7 +62,7 @@ def check_agreement(model: nn.Module, slices: Slices) -> None:
         if weight not in parameters:
             raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
         dims = parameters[weight].dim()
-        wanted = dims - 2 if style in _COLUMN else dims - 1
+        wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
         if slices.of(weight).dim != wanted:
             raise RunError(
                 f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True

@@ -158,11 +158,15 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
     return found
 
 
+_BY_LAYER = ("layer_types", "_layers", "layer_rope_theta")
+"""Endings of keys that list something for each layer."""
+
+
 def _by_layer(config: Any, count: int) -> list[tuple[str, list[Any]]]:
     return [
         (key, value)
         for key, value in config.to_dict().items()
-        if key.endswith(("layer_types", "_layers")) and isinstance(value, list) and len(value) == count
+        if key.endswith(_BY_LAYER) and isinstance(value, list) and len(value) == count
         if key != "mlp_only_layers"
     ]
 

@@ -23,6 +23,19 @@ _RENAMED = (
     (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
     (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
     (r"\.experts\.down_proj$", ".output_linear.weight"),
+    (r"\.experts\.gate_up_proj$", ".experts.fc1.weight"),
+    (r"\.experts\.down_proj$", ".experts.fc2.weight"),
+    (r"\.mlp\.gate\.weight$", ".mlp.router.gate.weight"),
+    (r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),
+    (r"\.mlp\.e_score_correction_bias$", ".mlp.expert_bias"),
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".moe.router.expert_bias"),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    (r"\.mlp\.post_mlp_layernorm\.weight$", ".post_mlp_layernorm.weight"),
+    (r"\.post_mlp_layernorm\.weight$", ".post_ffn_norm.weight"),
+    (r"\.post_self_attn_layernorm\.weight$", ".post_attn_norm.weight"),
+    (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),
 )
 _EXPERTS = (
     # the model's name, where the experts lie, their parts in order

@@ -144,6 +144,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 2.0,
     },
+    "granite_swa": {**_MIXED, "attention_multiplier": 0.3, "layer_rope_theta": [10000.0, 0]},
+    "granitemoe_swa": {**_MIXED, "num_local_experts": 4, "shared_intermediate_size": 40, "attention_multiplier": 0.3},
     "afmoe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -200,7 +202,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
-    *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm"),
+    *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm", "granite_swa", "granitemoe_swa"),
 )
 """Relatives that the tests run in one layout only."""
 

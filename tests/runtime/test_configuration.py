@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiny_config
-from family_runs import drawn_model, family_plan
+from family_runs import config_plan, drawn_model, family_plan
 from ranks import run_ranks
 from training_runs import make_plan
 
@@ -226,3 +226,12 @@ def test_keys_that_the_plan_changes_on_purpose_do_not_count() -> None:
     assert "rms_norm_eps is 0.001" in sentence
     assert "max_position_embeddings" not in sentence
     assert difference(config, plan, "the model", ["max_position_embeddings", "rms_norm_eps"]) is None
+
+
+def test_how_published_weights_were_quantized_is_left_out_and_said() -> None:
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    plan = config_plan("gpt_oss", tiny_config("gpt_oss", **quantized), 1, {})
+    assert (
+        plan.spec.model.source == "config.json (quantization_config is left out: weights are not quantized in training)"
+    )
+    assert "quantization_config" not in saved_config(plan, torch.bfloat16)

@@ -92,6 +92,8 @@ class ModelValues(ParallelismValues):
         whole, part = self.whole_config, ""
         if whole is not None and whole is not self.model_config:
             part = f" (the text part of {whole['model_type']}; left as they are: {', '.join(left_out(whole))})"
+        if "quantization_config" in self.model_config:
+            part += " (quantization_config is left out: weights are not quantized in training)"
         origin = Origin.PRESET if "preset" in given else Origin.CONFIG if "hf_config" in given else Origin.SPEC
         for key, value in self.model_config.items():
             self.record(("model", key), value, origin, source if origin is not Origin.SPEC else "")
