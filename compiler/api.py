@@ -223,7 +223,7 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     experts = shape.moe.num_experts if shape.moe else 0
     space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
     found: SearchResult = _search(space)
-    spec = None if found.best is None else changed(tree, found.best.candidate.changes)
+    spec = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     return Search(spec, found.fitting, found.too_large, found.refused)
 
 

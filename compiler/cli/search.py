@@ -15,8 +15,9 @@ from parcompile.atomic import write_file
 from parcompile.cost.table import columns, headed
 from parcompile.diagnostics.reporters.style import Style, writable
 from parcompile.layout.grid import Axis
+from parcompile.searching.cuts import VIRTUAL
 from parcompile.searching.ranking import Ranked, SearchResult, search
-from parcompile.searching.space import open_space
+from parcompile.searching.space import Candidate, open_space
 from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
@@ -54,10 +55,12 @@ def command(
     except (ValueError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
     found = search(space, _progress, read_set(coefficients) if coefficients else None)
-    chosen = None if found.best is None else changed(tree, found.best.candidate.changes)
+    chosen = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     if form == "json":
         click.echo(json.dumps(_json(found, chosen), indent=2))
     else:
+        if space.assumes_accelerator:
+            click.echo(f"cluster.accelerator is not given: {space.tree['cluster']['accelerator']} is assumed", err=True)
         click.echo(writable(sys.stdout, _text(found, top, Style.of(sys.stdout), losers=losers)), nl=False)
     if found.best is None:
         raise click.exceptions.Exit(1)
@@ -99,6 +102,8 @@ def _text(found: SearchResult, top: int, style: Style, *, losers: bool) -> str:
     elif found.too_large:
         nearest = found.too_large[0]
         lines += ["", f"no layout fits; the smallest is {nearest.candidate.name}", f"  {nearest.reason}"]
+        if found.remedies:
+            lines += ["what would fit, on top of it:", *(f"  {one}" for one in found.remedies)]
     codes = Counter(one.code for one in found.refused)
     if codes:
         shown = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
@@ -141,10 +146,16 @@ def _settings(changes: Any) -> str:
     return " ".join(f"{name}{value}" for name, value in changes.items() if not isinstance(value, bool))
 
 
+def _layout(one: Candidate) -> dict[str, Any]:
+    """What it sets, and what follows from that or stands in the spec."""
+    virtual = {VIRTUAL: one.work.virtual_stages} if one.work.virtual_stages > 1 else {}
+    return {**one.changes, **virtual, Axis.DP.value: one.work.dp}
+
+
 def _json(found: SearchResult, chosen: Any) -> dict[str, Any]:
     def one(ranked: Ranked) -> dict[str, Any]:
         return {
-            "layout": dict(ranked.candidate.changes) | {Axis.DP.value: ranked.candidate.work.dp},
+            "layout": _layout(ranked.candidate),
             "step_seconds": ranked.seconds,
             "interval_90_seconds": list(ranked.time.interval_seconds),
             "tokens_per_second_per_gpu": ranked.time.tokens_per_second_per_gpu,
@@ -171,6 +182,15 @@ def _json(found: SearchResult, chosen: Any) -> dict[str, Any]:
         ],
         "pareto_front": [one(each) for each in found.front],
         "too_large": [one(each) for each in found.too_large],
+        "remedies": [
+            {
+                "settings": dict(each.change.settings),
+                "step_seconds": each.change.seconds,
+                "peak_bytes": round(each.change.memory.peak.total_bytes),
+                "probability_to_fit": each.change.memory.probability,
+            }
+            for each in found.remedies
+        ],
         "refused": [
             {"layout": dict(each.changes), "code": each.code, "message": each.message} for each in found.refused
         ],

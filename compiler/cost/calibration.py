@@ -269,8 +269,10 @@ def picked(members: Sequence[Measurement], fitted: CoefficientSet) -> Measuremen
 
 
 def simplicity(work: Workload) -> tuple[int, ...]:
-    """What to prefer among equals: fewer stages, sharded optimizer state, tp on its node, then smaller cp and tp."""
-    return work.pp, int(work.zero_stage == 0), int(work.tp > work.gpus_per_node), work.cp, work.tp
+    """What to prefer among equals: fewer stages, sharded state, tp on its node, smaller cp and tp, even stages."""
+    uneven = len({len(stage.layers) for stage in work.stages}) > 1
+    far = work.tp > work.gpus_per_node
+    return work.pp, int(work.zero_stage == 0), int(far), work.cp, work.tp, work.virtual_stages, int(uneven)
 
 
 def regret(rows: Sequence[Measurement], fitted: CoefficientSet) -> dict[Group, float]:

@@ -286,12 +286,14 @@ def timing(work: Workload, fit: Fit | None = None) -> Timing:
     return timing_of(work, step_time(step_terms(work), values_of(work, fit)), fit)
 
 
-def _clear_seconds(work: Workload, step: StepTime) -> float:
+def _clear_seconds(
+    work: Workload, step: StepTime, terms: StepTerms | None = None, shared: ContextCost | None = None
+) -> float:
     """The step on a network that more nodes do not slow down: how far they do is known of one cluster only."""
     if work.nodes <= 2 or work.framework == "nanotron":
         return step.seconds
     values = {**values_of(work), "network_scale": 0.0}
-    return min(step.seconds, step_time(step_terms(work), values).seconds)
+    return min(step.seconds, step_time(terms or step_terms(work), values, shared).seconds)
 
 
 def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:
@@ -299,14 +301,20 @@ def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:
     return fit.values if fit else time_values(work)
 
 
-def timing_of(work: Workload, step: StepTime, fit: Fit | None = None) -> Timing:
-    """What follows from a predicted step."""
+def timing_of(
+    work: Workload,
+    step: StepTime,
+    fit: Fit | None = None,
+    terms: StepTerms | None = None,
+    shared: ContextCost | None = None,
+) -> Timing:
+    """What follows from a predicted step; `terms` and `shared` are what it came from, where they are at hand."""
     machine, fitted = work.machine, fit or default_time(work.accelerator)
     # Utilisation is that of the hardware's peak, which was not measured; nobody publishes it for a rank on a CPU.
     known = machine if machine.measured is None or work.accelerator == "cpu" else find_accelerator(work.accelerator)
     peak = known.matmul_flops_per_s(work.element_bytes)
     low, _, high = fitted.spread["all"]
-    clear = step.seconds if fit else _clear_seconds(work, step)
+    clear = step.seconds if fit else _clear_seconds(work, step, terms, shared)
     rate = work.tokens_per_step / step.seconds / work.world_size
     return Timing(
         step=step,

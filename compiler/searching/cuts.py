@@ -7,8 +7,8 @@ from parcompile.layout.stages import PipelineSplit
 from .variant import CUT_KEYS
 
 VIRTUAL, FIRST, LAST, EMBEDDING, LOSS = CUT_KEYS
-INTERLEAVED = (2, 4)
-"""Virtual stages of a rank that are tried."""
+INTERLEAVED = {2: 2, 8: 4}
+"""Virtual stages of a rank that are tried, each from so many stages on: a short pipeline has little to win by more."""
 
 
 def cut(layers: int, pp: int) -> dict[str, object] | None:
@@ -39,7 +39,8 @@ def cuts(layers: int, pp: int) -> list[dict[str, object]]:
         return []
     if pp == 1:
         return [{}]
-    return [plain, *({**plain, VIRTUAL: virtual} for virtual in INTERLEAVED if _divides(layers, pp, virtual, plain))]
+    tried = [virtual for least, virtual in INTERLEAVED.items() if pp >= least]
+    return [plain, *({**plain, VIRTUAL: virtual} for virtual in tried if _divides(layers, pp, virtual, plain))]
 
 
 def _divides(layers: int, pp: int, virtual: int, plain: dict[str, object]) -> bool:

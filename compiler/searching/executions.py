@@ -34,6 +34,8 @@ class Execution:
 
     work: Workload
     step: StepTime
+    terms: StepTerms
+    context: ContextCost | None
 
     @property
     def name(self) -> str:
@@ -56,25 +58,32 @@ def orders(work: Workload) -> list[tuple[Axis, ...]]:
     return found
 
 
-def fastest(work: Workload, choices: OpenChoices, values: Mapping[str, float]) -> Execution:
+Known = dict[tuple[object, ...], ContextCost]
+"""What was chosen of the implementations of cp, by all that this depends on within the layouts of one spec."""
+
+
+def fastest(work: Workload, choices: OpenChoices, values: Mapping[str, float], known: Known | None = None) -> Execution:
     """The fastest execution; of those within `EQUAL` of it, the one with the first order and simplest implementation.
+
+    `known` remembers choices from one layout of a spec to the next.
 
     Raises:
         ValueError: the layout cannot be cut.
     """
     terms = step_terms(work)
-    chosen: dict[int, ContextCost] = {}
+    chosen: Known = {} if known is None else known
     found = []
     for order in orders(work) if choices.orders else [work.order]:
-        placed = replace(work, order=order)
+        placed = work if order == work.order else replace(work, order=order)
         # Farther than a node apart is as far as another node.
         stride = min(placed.stride(Axis.CP), work.gpus_per_node)
+        key = (stride, work.tp, work.cp, work.micro_batch, work.recompute)
         if choices.implementations and work.cp > 1:
-            if stride not in chosen:
+            if key not in chosen:
                 ranked = costs(placed, _possible(placed, choices), values)
-                chosen[stride] = simplest(ranked, attention_seconds(placed, values))
-            placed = _with(placed, chosen[stride].context)
-        found.append(_timed(placed, terms, values, chosen.get(stride)))
+                chosen[key] = simplest(ranked, attention_seconds(placed, values))
+            placed = _with(placed, chosen[key].context)
+        found.append(_timed(placed, terms, values, chosen.get(key)))
     least = min(one.step.seconds for one in found)
     return next(one for one in found if one.step.seconds <= EQUAL * least)
 
@@ -99,11 +108,14 @@ def _possible(work: Workload, choices: OpenChoices) -> list[ContextParallel]:
 
 
 def _with(work: Workload, context: ContextParallel) -> Workload:
+    if work.context == context:
+        return work
     return replace(work, cp_implementation=context.implementation.value, cp_sizes=context.sizes)
 
 
 def _timed(work: Workload, terms: StepTerms, values: Mapping[str, float], cost: ContextCost | None) -> Execution:
-    return Execution(work, step_time(replace(terms, work=work), values, cost))
+    placed = terms if work is terms.work else replace(terms, work=work)
+    return Execution(work, step_time(placed, values, cost), placed, cost)
 
 
 def settings(work: Workload, choices: OpenChoices) -> dict[str, object]:

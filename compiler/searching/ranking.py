@@ -6,6 +6,7 @@ are uncertain, which is why layouts within `TIE` of the fastest count as equal a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 from parcompile.units import format_bytes, format_seconds
 
-from .executions import Execution, OpenChoices, all_executions, fastest, settings
+from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
+from .remedies import Remedy, remedies
 from .space import Candidate, Refused, Space, expand
 
 Progress = Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]
@@ -55,6 +57,8 @@ class SearchResult:
     refused: tuple[Refused, ...]
     other_executions: tuple[tuple[Execution, str], ...] = ()
     """The other orders of the chosen layout, and the other implementations of cp, with why each lost."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would fit, where nothing does."""
 
     @property
     def best(self) -> Ranked | None:
@@ -85,23 +89,44 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
     memory, time = (fitted.memory, fitted.time) if fitted else (None, None)
     refused: list[Refused] = []
     ranked: list[Ranked] = []
+    known: Known = {}
+    shortest = math.inf
     for changes in progress(space.combinations) if progress else space.combinations:
         found = expand(space, changes)
         if isinstance(found, Refused):
             refused.append(found)
-        else:
-            ranked += [_predicted(one, space.choices, memory, time) for one in found]
+            continue
+        for one in found:
+            ranked.append(_predicted(one, space.choices, memory, time, known, shortest))
+            if ranked[-1].is_safe:
+                shortest = min(shortest, ranked[-1].seconds)
     sorted_out = outcome(ranked, refused)
     if sorted_out.best is None:
-        return sorted_out
+        smallest = sorted_out.too_large[:1]
+        return replace(sorted_out, remedies=tuple(one for each in smallest for one in remedies(space, each.candidate)))
     return replace(sorted_out, other_executions=_other_executions(sorted_out.best, space.choices, time))
 
 
-def _predicted(one: Candidate, choices: OpenChoices, memory: Fit | None, time: Fit | None) -> Ranked:
-    """A layout in its fastest execution."""
-    execution = fastest(one.work, choices, values_of(one.work, time))
+def _predicted(
+    one: Candidate, choices: OpenChoices, memory: Fit | None, time: Fit | None, known: Known, shortest: float
+) -> Ranked:
+    """A layout in its fastest execution; in the default order of the axes, where no order lets it win.
+
+    That is so where it does not fit, and where what no order changes takes longer than layouts that are as good as the
+    shortest step so far.
+    """
+    values, size = values_of(one.work, time), footprint(one.work, memory)
+    execution = fastest(one.work, replace(choices, orders=False), values, known)
+    if choices.orders and is_safe(size) and _fixed_seconds(execution.step) <= TIE * shortest:
+        execution = fastest(one.work, choices, values, known)
+    timed = timing_of(execution.work, execution.step, time, execution.terms, execution.context)
     chosen = Candidate({**one.changes, **settings(execution.work, choices)}, execution.work)
-    return Ranked(chosen, timing_of(execution.work, execution.step, time), footprint(execution.work, memory))
+    return Ranked(chosen, timed, size)
+
+
+def _fixed_seconds(step: StepTime) -> float:
+    """What is the same in every order: tp is the innermost axis of all."""
+    return step.compute + step.tensor + step.optimizer
 
 
 def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> tuple[tuple[Execution, str], ...]:

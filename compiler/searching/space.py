@@ -1,7 +1,8 @@
 """The layouts of a spec whose axes are open, and which of them the rules allow.
 
-Open is what the spec leaves out or calls "auto": tp, cp, pp, ep (of models with experts), the micro-batch,
-recomputation and sequence parallelism; and of each layout its execution, the order of the axes and the implementation
+Open is what the spec leaves out or calls "auto": tp, cp, pp with the cut of the layers into stages and virtual stages
+(`cuts`), ep (of models with experts), the micro-batch, recomputation and sequence parallelism; and of each layout its
+execution, the order of the axes and the implementation
 of cp. dp follows from the world unless it is given. What the spec gives stays.
 """
 
@@ -16,9 +17,11 @@ from typing import Any
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis
+from parcompile.schema import default
 
+from .cuts import cuts
 from .executions import OpenChoices
-from .variant import Variant, variant
+from .variant import CUT_KEYS, Variant, variant
 
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
@@ -37,7 +40,10 @@ class Candidate:
         """Short, for tables."""
         work = self.work
         axes = " ".join(f"{axis}{work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
-        marks = ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
+        marks = [f"v{work.virtual_stages}"] * (work.virtual_stages > 1)
+        counts = [len(stage.layers) for stage in work.stages]
+        marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
+        marks += ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
         return " ".join([axes, f"mb{work.micro_batch}", *marks])
@@ -59,12 +65,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is open and what it may be."""
+    """What is open and what it may be. `tree` names an accelerator, the default one where the spec names none."""
 
     tree: Mapping[str, Any]
+    assumes_accelerator: bool
     folder: Path
     world: int
     axes: Mapping[Axis, tuple[int, ...]]
+    layers: int | None
+    """Layers to cut into stages; None where the spec says how."""
     dp: int | None
     """Copies of the model, None where the world decides."""
     accumulation_steps: int | None
@@ -84,9 +93,10 @@ class Space:
             dp, rest = divmod(self.world, named[Axis.TP] * named[Axis.CP] * named[Axis.PP])
             if rest or self.dp not in (None, dp):
                 continue
+            ways = cuts(self.layers, named[Axis.PP]) if self.layers is not None else [{}]
             shares = self.sequence_parallel if named[Axis.TP] > 1 else self.sequence_parallel[:1]
-            for split in shares:
-                changes: dict[str, object] = {axis.value: size for axis, size in named.items()}
+            for split, way in itertools.product(shares, ways):
+                changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
                 changes["sequence_parallel"] = split and named[Axis.TP] > 1
@@ -111,6 +121,8 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
     batch = training.get("global_batch_size")
     if batch is None:
         raise ValueError("training.global_batch_size is not given: layouts are compared at one global batch")
+    # What fits, and how fast, depends on it: a search says which one it means.
+    named = {**tree, "cluster": {"accelerator": default("spec", ("cluster", "accelerator")), **cluster}}
     world = cluster.get("nodes", 1) * cluster["gpus_per_node"]
     limits = {Axis.TP: min(world, 64), Axis.CP: world, Axis.PP: min(world, layers)}
 
@@ -127,10 +139,12 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
     recompute = training.get("activation_checkpointing")
     copies = parallelism.get(Axis.DP, "auto")
     space = Space(
-        tree=tree,
+        tree=named,
+        assumes_accelerator="accelerator" not in cluster,
         folder=folder,
         world=world,
         axes=axes,
+        layers=None if any(parallelism.get(key) is not None for key in CUT_KEYS) else layers,
         dp=None if copies == "auto" else copies,
         accumulation_steps=training.get("gradient_accumulation_steps"),
         sequence_parallel=(True, False) if split is None else (split,),
@@ -179,12 +193,14 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
     if work is None:
         return Refused(changes, checked.code or "", checked.message)
     share = work.micro_batch * work.micro_batches
+    # The schedule of virtual stages goes through micro-batches in groups (rule B006).
+    group = (work.micro_batch_group or work.pp) if work.virtual_stages > 1 else 1
     return [
         Candidate(
             {**changes, "micro_batch_size": micro, "activation_checkpointing": recompute},
             replace(work, micro_batch=micro, micro_batches=share // micro, recompute=recompute),
         )
         for micro in (space.micro_batches if space.accumulation_steps is None else (work.micro_batch,))
-        if share % micro == 0
+        if share % micro == 0 and share // micro % group == 0
         for recompute in space.recompute
     ]

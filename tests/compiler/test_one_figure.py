@@ -45,7 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
         parallelism={"tp": 4, "pp": 4, "num_virtual_stages_per_pipeline_rank": 2},
         training=TRAINING,
     ),
-    "experts": spec_tree(8, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 8}, training=TRAINING),
+    "experts": spec_tree(8, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 4, "ep": 4}, training=TRAINING),
 }
 
 

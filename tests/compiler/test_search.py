@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -9,21 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from layout_cases import spec_tree
 
 from parcompile.cli import main
+from parcompile.cli.main import cli
 from parcompile.cost.calibration import TIE
 from parcompile.cost.context_time import EQUAL
 from parcompile.cost.footprint import SAFE, footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
+from parcompile.layout.stages import PipelineSplit
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
+from parcompile.searching.cuts import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, cuts
 from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import Space, open_space
 from parcompile.searching.variant import changed, variant
+from parcompile.show.pictures.front import draw
+from parcompile.show.pictures.shapes import WIDE, Box
 
 FOLDER = Path()
 
@@ -254,3 +261,91 @@ def test_when_nothing_fits_the_smallest_layout_is_named(run: Run) -> None:
     code, out, _ = run("search", "open.json")
     assert code == 1
     assert "no layout fits; the smallest is" in out
+
+
+def test_layers_that_do_not_divide_go_onto_uneven_stages() -> None:
+    """DeepSeek-V3 has 61 layers: on 128 nodes no search left pp 1, for want of stages."""
+    for layers, pp in itertools.product((61, 80, 126, 7), (1, 2, 4, 5, 8, 16)):
+        if layers < pp:
+            assert cuts(layers, pp) == []
+            continue
+        for way in cuts(layers, pp):
+            virtual = int(str(way.get(VIRTUAL, 1)))
+            split = PipelineSplit(
+                pp,
+                virtual,
+                embedding=bool(way.get(EMBEDDING)),
+                loss=bool(way.get(LOSS)),
+                first=way.get(FIRST),  # type: ignore[arg-type]
+                last=way.get(LAST),  # type: ignore[arg-type]
+            )
+            counts = split.counts(layers)
+            assert sum(counts) == layers
+            assert min(counts) >= 1
+            assert max(counts) <= -(-layers // (pp * virtual))
+
+
+def test_a_model_of_61_layers_is_searched_with_stages() -> None:
+    tree = spec_tree(nodes=16, model={"preset": "deepseek-v3"}, parallelism={"tp": 1, "cp": 1, "pp": "auto", "ep": 64})
+    tree["cluster"]["accelerator"] = "b200"
+    tree["training"] = {"sequence_length": 4096, "global_batch_size": 512, "micro_batch_size": 1}
+    found = search(space(tree, executable=False, layers=61, experts=256))
+    depths = {one.candidate.work.pp for one in (*found.fitting, *found.too_large)}
+    assert depths >= {2}
+    assert not [one for one in found.refused if one.code == "L001"]
+
+
+def test_virtual_stages_are_searched_where_the_spec_leaves_them_open() -> None:
+    found = search(space(llama(nodes=2, tp=2, cp=1, pp=4)))
+    tried = {one.candidate.work.virtual_stages for one in (*found.fitting, *found.too_large)}
+    assert tried == {1, 2}
+    for one in found.fitting:
+        work = one.candidate.work
+        assert work.virtual_stages == 1 or work.micro_batches % work.pp == 0
+    given = search(space(llama(nodes=2, tp=2, cp=1, pp=4, num_virtual_stages_per_pipeline_rank=4)))
+    assert {one.candidate.work.virtual_stages for one in (*given.fitting, *given.too_large)} == {4}
+
+
+def test_a_search_without_an_accelerator_says_which_one_it_means() -> None:
+    tree = llama(tp=2)
+    del tree["cluster"]["accelerator"]
+    opened = space(tree)
+    assert opened.assumes_accelerator
+    found = search(opened)
+    assert found.best is not None
+    assert changed(opened.tree, found.best.candidate.changes)["cluster"]["accelerator"] == "h100-sxm"
+    assert all((one.memory.probability or 0) >= SAFE for one in found.fitting)
+
+
+def test_when_nothing_fits_it_says_what_would_and_that_does() -> None:
+    tree = spec_tree(nodes=1, model={"preset": "llama-3-70b"})
+    tree["training"] = {"sequence_length": 8192, "global_batch_size": 64}
+    opened = space(tree, layers=80)
+    found = search(opened)
+    assert found.best is None
+    assert found.remedies
+    for one in found.remedies:
+        mended = variant(opened.tree, {**one.candidate.changes, **one.change.settings}, FOLDER, executable=False)
+        assert mended.work is not None
+        assert (footprint(mended.work).probability or 0) >= SAFE
+        assert mended.work.global_batch == 64
+
+
+def test_the_front_is_drawn_with_the_chosen_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("open.json").write_text(json.dumps(llama()), encoding="utf-8")
+    run = CliRunner()
+    text = run.invoke(cli, ["search", "open.json", "--format", "json"]).stdout
+    Path("search.json").write_text(text, encoding="utf-8")
+    tree = json.loads(text)
+    drawn = draw(tree, WIDE)
+    dots = [shape for shape in drawn.shapes if isinstance(shape, Box) and shape.title]
+    assert sum(one.fill == "activations" for one in dots) == 1
+    near = [one for one in tree["pareto_front"] if one["step_seconds"] <= 3 * tree["best"]["step_seconds"]]
+    assert sum(one.fill == "dp" for one in dots) >= len(near) - 1
+    assert all(0 <= one.x <= WIDE and 0 <= one.y <= drawn.height for one in dots)
+    run.invoke(cli, ["search", "open.json", "-o", "chosen.json"])
+    assert run.invoke(cli, ["view", "chosen.json", "--search", "search.json", "-o", "report.html"]).exit_code == 0
+    page = Path("report.html").read_text(encoding="utf-8")
+    assert "Time against memory" in page
+    assert page.count("(this plan)") == 1

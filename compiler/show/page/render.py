@@ -9,7 +9,10 @@ from typing import Any
 
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.searching.variant import CUT_KEYS
+from parcompile.show.pictures import front
 from parcompile.show.pictures.colours import DARK, LIGHT, rules
+from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.subject import Subject
 from parcompile.version import __version__
 
@@ -37,6 +40,7 @@ def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Ma
     more = [section("diagnostics", "Diagnostics", diagnostics(said, subject))]
     if search is not None:
         more.append(section("search", "Search", search_section(search, _layout(subject))))
+        drawn += [front.draw(search, WIDE)] if search["fitting"] and "pareto_front" in search else []
     more.append(section("values", "Values", values(subject)))
     links = [("ranks", "Ranks"), ("cuts", "Cuts"), ("memory", "Memory"), ("traffic", "Traffic"), ("ring", "Ring")]
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
@@ -72,6 +76,7 @@ def _layout(subject: Subject) -> dict[str, object]:
     sizes = spec.parallelism.hierarchical_cp_sizes
     return {
         **axes,
+        **{key: getattr(spec.parallelism, key) for key in CUT_KEYS},
         "sequence_parallel": spec.parallelism.sequence_parallel,
         "order": "-".join(spec.parallelism.order),
         "cp_implementation": spec.parallelism.cp_implementation.value,

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.layout.grid import Axis
+from parcompile.show.pictures.front import draw
+from parcompile.show.pictures.shapes import NARROW, WIDE
+from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
 from .html import Html, folded, joined, table, tag
 
+_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 SHOWN = 20
 """Layouts that are shown at once; the others are in a part that opens."""
 
@@ -52,7 +56,7 @@ def section(tree: Mapping[str, Any], plan: Mapping[str, object]) -> Html:
         f"{len(fitting) + len(large):,} layouts were predicted: {len(fitting):,} fit, {len(large):,} do not; "
         f"{len(refused):,} settings of the axes were refused by rules."
     )
-    parts = [tag("p", words)]
+    parts = [tag("p", words), *_front(tree)]
     for title, found in (("Layouts that fit, the chosen one first", fitting), ("Layouts that do not fit", large)):
         if found:
             parts.append(_layouts(title, found[:SHOWN], plan))
@@ -66,11 +70,32 @@ def section(tree: Mapping[str, Any], plan: Mapping[str, object]) -> Html:
     return joined(parts)
 
 
+def _front(tree: Mapping[str, Any]) -> list[Html]:
+    """Time against memory, wide and narrow."""
+    if not tree["fitting"]:
+        remedies = "".join(f" It would with {_settings(one)}." for one in tree.get("remedies", ()))
+        return [tag("p", f"Nothing fits.{remedies}")]
+    if "pareto_front" not in tree:
+        return []  # written by a version that did not say
+    wide, narrow = (draw(tree, width) for width in (WIDE, NARROW))
+    return [
+        tag("div", Html(inline(wide)), class_="picture wide"),
+        tag("div", Html(inline(narrow)), class_="picture narrow"),
+        tag("p", wide.description, class_="note"),
+    ]
+
+
+def _settings(remedy: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in remedy["settings"].items())
+
+
 def _layouts(title: str, found: list[dict[str, Any]], plan: Mapping[str, object]) -> Html:
     rows: list[tuple[str, ...]] = [("layout", "step", "tokens/s per GPU", "memory", "fits", "why it lost")]
     for one in found:
         chance = one["probability_to_fit"]
-        here = " (this plan)" if plan and all(plan.get(name) == value for name, value in one["layout"].items()) else ""
+        layout = {_VIRTUAL: 1, **one["layout"]}
+        same = plan and all({_VIRTUAL: 1, **plan}.get(name) == value for name, value in layout.items())
+        here = " (this plan)" if same else ""
         rows.append(
             (
                 _name(one["layout"]) + here,
@@ -95,6 +120,11 @@ def _name(layout: Mapping[str, object]) -> str:
 
 
 _WORDS = {
+    _VIRTUAL: "{} virtual stages",
+    "num_layers_in_first_pipeline_stage": "{} layers in the first stage",
+    "num_layers_in_last_pipeline_stage": "{} in the last",
+    "account_for_embedding_in_pipeline_split": "embedding as a layer",
+    "account_for_loss_in_pipeline_split": "loss as a layer",
     "micro_batch_size": "micro {}",
     "sequence_parallel": "sequence parallel",
     "activation_checkpointing": "recompute {}",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING, KV_REPLICA
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.plan import Plan
 from parcompile.spec.workload import workload_of
 
 AXIS_OF_GROUP: Mapping[str, Axis] = {
     KV_REPLICA: Axis.TP,
     EMBEDDING: Axis.PP,
+    EXPERT_DP: Axis.EP,
     "dp-cp": Axis.DP,
     **dict.fromkeys(CP_LEVELS, Axis.CP),
 }

@@ -1,0 +1,88 @@
+"""Time against memory of the layouts that a search found: no layout beats those of the front in both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parcompile.units import GIB, format_bytes, format_seconds
+
+from .shapes import SMALL, Box, Line, Picture, Sketch, Text, ticks
+
+_HEIGHT = 260.0
+_LEFT, _RIGHT, _BELOW = 52.0, 12.0, 34.0
+_DOT, _LARGE_DOT = 5.0, 9.0
+_FARTHEST = 3.0
+_MOST = 300
+"""Layouts that take more than so many times the shortest step would press the others together: they are left out, and
+what is more than so many layouts."""
+
+
+def draw(tree: Mapping[str, Any], width: float) -> Picture:
+    """A point for each layout that fits, with its step to the right and its peak of memory upwards.
+
+    Args:
+        tree: what `parcompile search --format json` prints.
+        width: in pixels.
+    """
+    fitting, front, best = tree["fitting"], tree["pareto_front"], tree["best"]
+    shortest = min(one["step_seconds"] for one in fitting)
+    near = [one for one in fitting if one["step_seconds"] <= _FARTHEST * shortest][:_MOST]
+    near += [one for one in front if one not in near and one["step_seconds"] <= _FARTHEST * shortest]
+    sketch = Sketch(width)
+    sketch.legend([("activations", "chosen"), ("dp", "front"), ("framework", "other layouts that fit")])
+    top = sketch.y + 8
+    place = _scales(sketch, near, top)
+    for one in near:
+        _dot(sketch, place(one), _DOT, "framework", one)
+    line = [place(one) for one in front if one in near]
+    for (x1, y1), (x2, y2) in itertools.pairwise(line):
+        sketch.add(Line(x1, y1, x2, y1, "dp", 2), Line(x2, y1, x2, y2, "dp", 2))
+    for one in front:
+        if one in near:
+            _dot(sketch, place(one), _DOT + 2, "dp", one)
+    _dot(sketch, place(best), _LARGE_DOT, "activations", best)
+    sketch.y = top + _HEIGHT + _BELOW
+    left_out = len(fitting) - len(near)
+    more = f"; {left_out:,} slower ones are left out" if left_out else ""
+    description = f"{len(near):,} layouts that fit{more}. The front has {len(front)}: " + "; ".join(
+        f"{format_seconds(one['step_seconds'])} in {format_bytes(one['peak_bytes'])}" for one in front[:8]
+    )
+    return sketch.picture("Time against memory", "Steps to the right, peaks of memory upwards.", description)
+
+
+def _scales(
+    sketch: Sketch, shown: Sequence[Mapping[str, Any]], top: float
+) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
+    """Draws the axes; returns where a layout stands."""
+    seconds = [float(one["step_seconds"]) for one in shown]
+    sizes = [float(one["peak_bytes"]) / GIB for one in shown]
+    low, high = min(seconds), max(max(seconds), min(seconds) * 1.01)
+    largest = max(sizes)
+    room = sketch.width - _LEFT - _RIGHT
+
+    def x_of(value: float) -> float:
+        return _LEFT + (value - low) / (high - low) * room
+
+    def y_of(value: float) -> float:
+        return top + _HEIGHT * (1 - value / largest)
+
+    for mark in ticks(largest, 5):
+        sketch.add(Line(_LEFT, y_of(mark), sketch.width - _RIGHT, y_of(mark), "line"))
+        sketch.add(Text(_LEFT - 6, y_of(mark) + 4, f"{mark:g} GiB", SMALL, "soft", "end"))
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        value = low + share * (high - low)
+        sketch.add(Text(x_of(value), top + _HEIGHT + 18, format_seconds(value), SMALL, "soft", anchor))
+
+    def place(one: Mapping[str, Any]) -> tuple[float, float]:
+        return x_of(one["step_seconds"]), y_of(one["peak_bytes"] / GIB)
+
+    return place
+
+
+def _dot(sketch: Sketch, at: tuple[float, float], size: float, role: str, one: Mapping[str, Any]) -> None:
+    layout = ", ".join(f"{name} {value}" for name, value in one["layout"].items() if not isinstance(value, bool))
+    title = f"{layout}: {format_seconds(one['step_seconds'])}, {format_bytes(one['peak_bytes'])}"
+    x, y = at
+    sketch.add(Box(x - size / 2, y - size / 2, size, size, role, title, radius=size / 2))
