@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
             dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
                 entered.enter_context(gloo.stands_in_for(META))
+            entered.enter_context(_products_of_experts())
             yield create_groups(plan, rank, META, others=False)
     finally:
         if dist.is_initialized():
@@ -56,6 +58,26 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
         set_accelerator(before)
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _products_of_experts() -> Iterator[None]:
+    """On meta torch's grouped product knows bf16 only; transformers' own stands in for it in other types."""
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        yield
+        return
+    possible = getattr(moe, "_can_use_grouped_mm", None)
+    if possible is None:
+        yield
+        return
+
+    def can_use(given: Tensor, weight: Tensor, offsets: Tensor) -> bool:
+        return weight.dtype is torch.bfloat16 and bool(possible(given, weight, offsets))
+
+    with mock.patch.object(moe, "_can_use_grouped_mm", can_use):
+        yield
 
 
 @contextlib.contextmanager

@@ -346,3 +346,10 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(SystemExit) as stopped:
             main()
         assert not stopped.value.code, line
+
+
+def test_experts_run_in_fp32_too() -> None:
+    """Torch's grouped product on meta takes bf16 alone."""
+    model = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    report = preflight(make_plan(2, {"ep": 2}, model=model, training={"micro_batch_size": 1}), [0, 1])
+    assert report.agrees, report.text()
