@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Deepspeed's CPU accelerator, one thread a rank: what the demo and the tests run on everywhere.
 RANKS := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache__/*')
-# make demo SPEC=examples/byte_llama_stages.json trains another spec of 4 ranks.
+# make demo SPEC=examples/byte_llama_stages.json, or byte_mixtral.json (experts over ranks), trains another spec.
 SPEC := examples/byte_llama.json
 DEMO := out/$(subst _,-,$(basename $(notdir $(SPEC))))
 

@@ -15,9 +15,10 @@ from parcompile.cost.collectives import collectives
 from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
 from parcompile.cost.workload import Workload
+from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import AxisGroups
-from parcompile.layout.groups import GROUP_AXES, KV_REPLICA
+from parcompile.layout.groups import EXPERT_DP, KV_REPLICA, Groups, expert_grid
 from parcompile.layout.stages import Stage
 from parcompile.layout.topology import Reach, reach
 
@@ -32,10 +33,15 @@ class Traffic:
     pp: int
     cp_levels: tuple[tuple[int, int, int], ...] = ()
     """Of each level of context parallelism: ranks, the distance of neighbours in places of the cp group, bytes."""
+    ep: int = 0
+    expert_dp: int = 0
+    ep_ranks: int = 1
+    """Ranks that share experts."""
 
     def by_group(self) -> dict[str, int]:
         """The bytes under the names of the groups."""
-        return {Axis.TP: self.tp, Axis.CP: self.cp, "dp-cp": self.dp_cp, Axis.PP: self.pp}
+        dense = {Axis.TP: self.tp, Axis.CP: self.cp, "dp-cp": self.dp_cp, Axis.PP: self.pp}
+        return dense if self.ep_ranks == 1 else {**dense, Axis.EP: self.ep, EXPERT_DP: self.expert_dp}
 
 
 def step_traffic(work: Workload, stage: Stage) -> Traffic:
@@ -58,6 +64,9 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
         dp_cp=over("dp-cp"),
         pp=int(between.wire_bytes) if between else 0,
         cp_levels=levels,
+        ep=over(Axis.EP),
+        expert_dp=over(EXPERT_DP),
+        ep_ranks=work.ep,
     )
 
 
@@ -76,7 +85,8 @@ class Placement:
 
 def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
     """How a grid lies on the machines."""
-    reaches = {name: reach(AxisGroups(grid, GROUP_AXES[name]), per_node) for name in traffic.by_group()}
+    groups = Groups(grid, ep=traffic.ep_ranks)
+    reaches = {name: reach(groups.family(name), per_node) for name in traffic.by_group()}
     sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != Axis.CP]
     cp = grid.size((Axis.CP,))
     for ranks, stride, size in traffic.cp_levels:
@@ -89,15 +99,16 @@ def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
 def alternatives(grid: Grid, per_node: int, traffic: Traffic) -> list[Placement]:
     """Every other order of the axes that puts ranks elsewhere, the one that sends least between nodes first.
 
-    Axes of size 1 keep the end of the default order, so that no two of the orders are the same grid.
+    Axes of size 1 keep the end of the default order, so that no two of the orders are the same grid. Where experts are
+    dealt over ep, each rank has those of its own place on tp and pp in all of them.
     """
-    sizes = {axis: grid.size((axis,)) for axis in DENSE_AXES}
-    large = [axis for axis in AXES if sizes.get(axis, 1) > 1]
+    sizes, ep = {axis: grid.size((axis,)) for axis in DENSE_AXES}, traffic.ep_ranks
+    large = [axis for axis in AXES if {**sizes, Axis.EP: ep}[axis] > 1]
     small = [axis for axis in AXES if axis not in large]
     here = tuple(axis for axis in grid.order if axis in large)
+    orders = (order for order in itertools.permutations(large) if order != here)
+    grids = [Grid.of((*order, *small), sizes) for order in orders]
     found = [
-        placement(Grid.of((*order, *small), sizes), per_node, traffic)
-        for order in itertools.permutations(large)
-        if order != here
+        placement(other, per_node, traffic) for other in grids if ep == 1 or keeps_places(other, expert_grid(other, ep))
     ]
     return sorted(found, key=lambda one: (one.leaving_bytes, one.order))

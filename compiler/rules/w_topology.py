@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompile.cost.step import timing
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.plan.placement import Placement, Traffic, alternatives, placement, step_traffic
@@ -11,6 +12,7 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes
 
+from .m_experts import MIXTRAL
 from .places import axis_path
 from .registry import Finding, rule
 
@@ -25,6 +27,8 @@ def _grid(spec: Resolution) -> Grid:
 
 
 def _traffic(spec: Resolution) -> Traffic:
+    if spec.axis(Axis.DP) * spec.axis(Axis.CP) % spec.axis(Axis.EP):
+        raise Unavailable("parallelism")  # W003 speaks of it
     try:
         whole = spec.spec()
         return step_traffic(workload_of(whole), whole.stages[0])
@@ -102,6 +106,35 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
                 f"{format_bytes(size)} per step in its cp group",
                 _place(spec, Axis.CP),
             )
+
+
+@rule(
+    "W013",
+    "experts are exchanged between nodes",
+    """Tokens travel to their experts and back in every layer, forward and backward, and each layer waits for them. When
+    the ranks that share experts lie on several nodes, all of that goes over the network. ep is laid over cp first and
+    then over dp, next to tp: tp · ep ranks that fit on a node keep it there.""",
+    wrong={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 4}},
+    right={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 2}},
+    severity=Severity.WARNING,
+    sources=("GShard, arXiv 2006.16668, section 3: the all-to-all of experts",),
+)
+def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
+    """Fires when groups of ep lie on several nodes; says what they send and the share of a step that it takes."""
+    if spec.axis(Axis.EP) == 1 or spec.cluster.nodes == 1:
+        return
+    traffic = _traffic(spec)
+    here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic)
+    if here.keeps(Axis.EP):
+        return
+    found, step = here.reaches[Axis.EP], timing(workload_of(spec.spec())).step
+    yield Finding(
+        f"{found.leaving_node} of {found.count} ep groups span {found.nodes[1]} nodes: each rank sends "
+        f"{format_bytes(traffic.ep)} per step in its ep group, which takes about {step.expert / step.seconds:.0%} of "
+        "the step",
+        axis_path(Axis.EP),
+        help=f"keep tp · ep within the {spec.cluster.gpus_per_node} ranks of a node",
+    )
 
 
 def _place(spec: Resolution, axis: Axis) -> Path:

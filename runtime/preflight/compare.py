@@ -16,7 +16,7 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.stage_exchanges import stage_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage
@@ -107,10 +107,18 @@ def _sharded_gradient_bytes(mesh: Mesh) -> int:
     Sums in the type of the weights are kept of whole parameters that lie in the shard at least in part; fp32 sums of
     16-bit gradients are kept of the shard alone.
     """
-    plan, training = mesh.plan, mesh.plan.spec.training
+    plan = mesh.plan
     rows, holding = plan.tensors(), Holding(plan, mesh.index("pp"))
-    sizes = [rows[row.name][1].local_numel for name, row in plan.parameters.expanded() if name in holding]
-    shard = padded_shard(sum(sizes), mesh.size("dp-cp"), mesh.index("dp-cp"))
+    held = [rows[row.name][1] for name, row in plan.parameters.expanded() if name in holding]
+    dealt = [layout.local_numel for layout in held if layout.ep > 1]
+    found = _gradient_bytes_of_group(mesh, "dp-cp", [layout.local_numel for layout in held if layout.ep == 1])
+    return found + (_gradient_bytes_of_group(mesh, EXPERT_DP, dealt) if dealt else 0)
+
+
+def _gradient_bytes_of_group(mesh: Mesh, ranks: str, sizes: list[int]) -> int:
+    """Of parameters of these sizes, whose optimizer states are cut over a group of ranks."""
+    training = mesh.plan.spec.training
+    shard = padded_shard(sum(sizes), mesh.size(ranks), mesh.index(ranks))
     if training.gradient_accumulation_dtype is not training.precision:
         return shard.numel * training.gradient_accumulation_dtype.bytes
     starts = [0, *itertools.accumulate(sizes)]

@@ -21,6 +21,7 @@ AXES = ("tp", "cp", "pp", "ep", "dp")
 MIXTRAL = tiny_config("mixtral", num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
 DEEPSEEK = tiny_config("deepseek_v3", num_hidden_layers=4, first_k_dense_replace=1)
 _DOUBLE_RING = {"cp_implementation": "double_ring", "hierarchical_cp_sizes": [2, 2]}
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MODELS = {"mixtral": MIXTRAL, "deepseek_v3": DEEPSEEK}
 
 
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     parallelism: dict[str, Any]
     training: dict[str, Any] = {}  # noqa: RUF012 -- never changed
     changes: dict[str, Any] = {}  # noqa: RUF012
+    zero: int = 1
 
     @property
     def ranks(self) -> int:
@@ -43,6 +45,7 @@ class Case(NamedTuple):
         axes = " ".join(f"{axis}{self.parallelism[axis]}" for axis in AXES if self.parallelism.get(axis, 1) > 1)
         others = {name: value for name, value in self.parallelism.items() if name not in AXES}
         said = [f"{name} {value}" for name, value in {**others, **self.training, **self.changes}.items()]
+        said += [f"ZeRO stage {self.zero}"] if self.zero != 1 else []
         return ", ".join([axes or "one rank", *(one.replace(" True", "") for one in said)])
 
     def plan(self) -> Plan:
@@ -50,7 +53,8 @@ class Case(NamedTuple):
         whole = {key: value for key, value in {**MODELS[self.model], **self.changes}.items() if value is not None}
         # Adam turns a gradient that is rounding noise into a full step: a large epsilon does not.
         training = {"micro_batch_size": 1, "optimizer": {"lr": 1e-3, "eps": 1e-4}, **self.training}
-        return make_plan(self.ranks, self.parallelism, model=whole, whole_model=True, training=training)
+        extra = {"zero": {"stage": self.zero}}
+        return make_plan(self.ranks, self.parallelism, model=whole, whole_model=True, training=training, extra=extra)
 
 
 class Difference(NamedTuple):
@@ -90,9 +94,11 @@ def further() -> list[Case]:
         Case("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
         Case("deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}),
         Case("mixtral", {"pp": 2, "cp": 2, "ep": 2, "virtual_pipeline_model_parallel_size": 2}),
-        Case("mixtral", {"pp": 2, "dp": 2, "ep": 2}, {}, {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
-        Case("mixtral", {"cp": 2, "ep": 2}, {}, {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
+        Case("mixtral", {"pp": 2, "cp": 2, "ep": 2}, {"micro_batch_size": 4}, _BALANCED),
+        Case("mixtral", {"cp": 2, "ep": 2}, {"micro_batch_size": 4}, _BALANCED),
         Case("mixtral", {"dp": 2, "ep": 2}, {"global_batch_size": 8, "micro_batch_size": 2}),
+        Case("mixtral", {"dp": 4, "ep": 2}, zero=2),
+        Case("deepseek_v3", {"tp": 2, "cp": 2, "dp": 2, "ep": 4}, zero=2),
     ]
 
 
@@ -113,7 +119,7 @@ def difference(case: Case, *, steps: int = STEPS, built: Any = initial_model) ->
 
 
 def _balances(case: Case) -> bool:
-    """The balancing loss is that of a micro-batch; what one process computes for a batch of several is another."""
+    """Padding counts in the balancing loss, and labels that are masked do not mask it: no label is masked then."""
     return bool(case.changes.get("output_router_logits"))
 
 

@@ -8,6 +8,7 @@ import resource
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from expert_runs import Case, one_sided
 from ranks import run_ranks
 from test_user_module import user_plan
+from torch import nn
 from training_runs import initial_model, make_plan, samples
 
 from parcompile.cli import main
@@ -86,11 +89,11 @@ def plan_of(name: str) -> Plan:
     return make_plan(world, dict(parallelism), model=model, training=dict(training), extra=extra)
 
 
-def live_counts(rank: int, plan: Plan) -> Counts:
+def live_counts(rank: int, plan: Plan, built: Callable[[Plan], nn.Module] = initial_model) -> Counts:
     """What one step of the engine on live ranks sends, without its messages of a few bytes."""
     from parcompile.runtime import initialize
 
-    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    engine, _, loader, _ = initialize(plan=plan, model=built(plan), training_data=samples(plan))
     batches = iter(loader)
     # The loss over all ranks is what `train_batch` returns; preflight counts the step without it.
     with MessageCounter(engine.mesh.groups, engine.mesh.lanes) as counting, engine.loop.together():
@@ -352,4 +355,38 @@ def test_experts_run_in_fp32_too() -> None:
     """Torch's grouped product on meta takes bf16 alone."""
     model = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     report = preflight(make_plan(2, {"ep": 2}, model=model, training={"micro_batch_size": 1}), [0, 1])
+    assert report.agrees, report.text()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_preflight_of_dealt_experts_counts_what_live_ranks_send(zero: int) -> None:
+    """Live routers choose the experts of one rank only: what is sent to it comes back, so that each sends as much."""
+    plan = Case("deepseek_v3", {"dp": 4, "ep": 2}, {"precision": "bf16"}, zero=zero).plan()
+    report = preflight(plan, range(4))
+    wrong = {subject: text for subject, text in faults(report).items() if subject not in OF_TINY_MODELS}
+    assert not wrong
+    planned = estimated.collectives(workload_of(plan.spec), plan.spec.stages[0])
+    for rank, counts in enumerate(run_ranks(4, live_counts, plan, one_sided)):
+        sent = by_group(counts)
+        assert sent == by_group(report.counts[rank])
+        assert set(sent) == {"ep", "dp-cp", "expert-dp"}
+        rows = planned["ep", "all-to-all"]
+        assert (sent["ep"].messages, sent["ep"].wire_bytes) == (rows.messages, pytest.approx(rows.wire_bytes))
+
+
+OF_TINY_MODELS = {"activations of a micro-batch", "peak of the step"}
+"""What estimates leave out is not small beside layers of 32 features."""
+
+
+def test_memory_of_dealt_experts_agrees_with_its_estimate() -> None:
+    preset = find_preset("mixtral-8x7b")
+    assert preset is not None
+    plan = make_plan(
+        8,
+        {"tp": 2, "ep": 4, "sequence_parallel": True},
+        model={**preset.config, "num_hidden_layers": 2},
+        training={"sequence_length": 1024, "global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16"},
+        whole_model=True,
+    )
+    report = preflight(plan, [0, 7])
     assert report.agrees, report.text()

@@ -14,10 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from ranks import free_port
+from transformers import AutoModelForCausalLM
 
 from parcompile.backends.writing import artefacts, to_text, write
 from parcompile.pipeline import compile_file
+from parcompile.runtime.checkpoint import export
 
 pytestmark = pytest.mark.ranks
 
@@ -122,6 +125,19 @@ def test_the_same_script_trains_in_pipeline_stages(tmp_path: Path) -> None:
     losses = [row["loss"] for row in metrics(tmp_path / "run")]
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_same_script_trains_experts_over_ranks_and_transformers_reads_them(tmp_path: Path) -> None:
+    plan = compiled(tmp_path / "plan", "byte_mixtral.json")
+    done = launch(4, "--plan", str(plan), "--steps", "6", "--output", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.5
+    export(tmp_path / "run" / "checkpoints", tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    ids = torch.tensor([list(b"experts over several ranks, each with an equal run of them")])
+    with torch.no_grad():
+        assert float(model(input_ids=ids, labels=ids).loss) < losses[0]
 
 
 def test_a_wrong_number_of_ranks_is_one_clear_message(tmp_path: Path) -> None:
