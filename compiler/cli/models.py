@@ -10,7 +10,7 @@ import click
 
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
-from parcompile.model.catalogue import ModelType, model_type, model_types
+from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
 from parcompile.model.describing import AXES, kinds_of, presets_of, summary_of
 
 _STATES = click.Choice(["works", "refused"])
@@ -52,6 +52,8 @@ def _row(one: ModelType) -> tuple[str, str, str]:
 def _details(one: ModelType) -> list[str]:
     if one.works:
         lines = [f"{one.name} works: {AXES}", *(f"  {kind}" for kind in kinds_of(one))]
+    elif one.note:
+        return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]))]
     else:
         assert one.reason is not None
         lines = [f"{one.name} is refused: {one.reason.why}"]
@@ -60,8 +62,6 @@ def _details(one: ModelType) -> list[str]:
             lines.append(f"text part: {one.text}, which {state}")
         if one.reason.instead and not one.text:
             lines.append(f"what runs: {one.reason.instead}")
-        if one.note:
-            lines.append(one.note)
         if one.nearest and not one.text_works:
             lines.append(f"nearest type that works: {one.nearest}")
     found = presets_of(one.name if one.works or one.text is None else one.text)

@@ -176,11 +176,8 @@ _NEAREST = {
     "recurrent_gemma": "gemma2",
     "mistral4": "deepseek_v3",
 }
-ALIKE = {
-    "kimi_k2": "its layers are those of deepseek_v3: in a copy of its config.json write deepseek_v3 as model_type and "
-    "leave auto_map out",
-}
-"""Types of code that comes with the weights, which transformers knows under another name."""
+ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Types of code that comes with the weights, and the type of transformers that has their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
         close = difflib.get_close_matches(name, RUNTIME_FAMILIES, 1, 0.7)
         nearest = close[0] if close else None
     reason = REASONS[entry["reason"]]
-    note = ALIKE.get(name, "")
+    note = f"its layers are those of {ALIKE[name]}, as which it is planned and trained" if name in ALIKE else ""
     return ModelType(name, False, name in FAMILIES, reason, text, nearest, note, "only" not in entry, "tied" in entry)
 
 

@@ -196,7 +196,7 @@ def _is_multimodal(folder: Path) -> bool:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(values, dict) and text_part(values) is not values
+    return isinstance(values, dict) and "text_config" in values and text_part(values) is not values
 
 
 class _Narrowed:

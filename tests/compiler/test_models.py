@@ -13,7 +13,9 @@ from parcompile.cli.models import command
 from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.presets import find_preset
 from parcompile.pipeline import check_read
+from parcompile.spec.resolve import Resolution
 from parcompile.text import parse
 
 
@@ -47,7 +49,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("deepseek_v32", "an indexer chooses the keys"),
         ("deepseek_v32", "nearest type that works: deepseek_v3"),
         ("nemotron_h", "state-space layers"),
-        ("kimi_k2", "write deepseek_v3 as model_type"),
+        ("kimi_k2", "kimi_k2 works: its layers are those of deepseek_v3, as which it is planned and trained"),
         ("bart", "encoder-decoder"),
         ("gemma3", "text part: gemma3_text, which works and is trained alone"),
         ("qwen3_5", "text part: qwen3_5_text, which is refused"),
@@ -77,7 +79,6 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
             "layers of gated delta nets: .* \\(layer_types: 3 linear_attention, 1 full_attention\\)",
             "the nearest type that works is qwen3_moe; `parcompile models qwen3_next` says more",
         ),
-        ({"model_type": "kimi_k2"}, "transformers does not know it", "write deepseek_v3 as model_type"),
         ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
         ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),
         (
@@ -112,3 +113,13 @@ def test_check_prints_the_reason_and_the_way_out(tmp_path: Path) -> None:
 def test_no_type_is_in_both_lists() -> None:
     refused = {name for name, one in model_types().items() if not one.works}
     assert refused & FAMILIES.keys() == {"gpt2"}
+
+
+def test_a_published_file_of_kimi_k2_is_planned_as_deepseek_v3(tmp_path: Path) -> None:
+    config = {**find_preset("kimi-k2").config, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.K2"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    resolution = Resolution({"version": 1, "model": {"hf_config": "config.json"}}, folder=tmp_path)
+    model = resolution.model()
+    assert model.shape == shape_from_config(find_preset("kimi-k2").config)
+    assert model.source == "config.json (kimi_k2, whose layers are those of deepseek_v3)"
+    assert "auto_map" not in model.hf_config

@@ -12,6 +12,7 @@ from typing import Any
 from parcompile import schema
 from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import padded_vocab_size
+from parcompile.model.catalogue import ALIKE
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import find_preset
@@ -90,7 +91,9 @@ class ModelValues(ParallelismValues):
         shape, given = self.shape, self.get("model")
         source = str(given.get("preset") or given.get("hf_config") or "dimensions")
         whole, part = self.whole_config, ""
-        if whole is not None and whole is not self.model_config:
+        if whole is not None and whole["model_type"] in ALIKE:
+            part = f" ({whole['model_type']}, whose layers are those of {shape.model_type})"
+        elif whole is not None and whole is not self.model_config:
             part = f" (the text part of {whole['model_type']}; left as they are: {', '.join(left_out(whole))})"
         if "quantization_config" in self.model_config:
             part += " (quantization_config is left out: weights are not quantized in training)"
