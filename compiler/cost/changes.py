@@ -33,6 +33,7 @@ NAMES = (
     "micro_batch_size",
     "sequence_parallel",
     "tp",
+    "ep",
     "pp",
     "cp",
     "stage",
@@ -139,6 +140,9 @@ def _values(work: Workload, name: str) -> list[Value]:
         return [stage for stage in (1, 2, 3) if stage > work.zero_stage]
     if name == "pp" and work.virtual_stages > 1:
         return []
+    if name == "ep":
+        experts = work.shape.moe.num_experts if work.shape.moe else 1
+        return [size for size in range(work.ep + 1, experts + 1) if experts % size == 0 and size % work.ep == 0]
     limit = {"tp": work.gpus_per_node, "pp": work.shape.num_hidden_layers}.get(name, LARGEST_SIZE)
     size = int(getattr(work, name))
     factors = range(2, limit // size + 1) if name in ("tp", "pp") else _POWERS
@@ -161,6 +165,8 @@ def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
     micro, batch = int(fields.get("micro_batch", work.micro_batch)), work.global_batch
     dp, rest = divmod(nodes * work.gpus_per_node, tp * pp * cp)
     if rest or not dp or batch % (dp * micro) or ("sequence_parallel" in fields and tp == 1):
+        return None
+    if (dp * cp) % int(fields.get("ep", work.ep)):
         return None
     if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
         return None

@@ -30,6 +30,7 @@ _PLACES: dict[str, tuple[str, str]] = {
     "micro_batch_size": ("training", "micro_batch_size"),
     "sequence_parallel": ("parallelism", "sequence_parallel"),
     "tp": ("parallelism", "tp"),
+    "ep": ("parallelism", "ep"),
     "pp": ("parallelism", "pp"),
     "cp": ("parallelism", "cp"),
     "stage": ("zero", "stage"),

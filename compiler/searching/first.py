@@ -24,6 +24,8 @@ LONGEST = 8192
 _MICRO_BATCHES = 8
 _DEEPEST = 128
 """Stages that are tried at most."""
+_WIDEST = 64
+"""Ranks over which experts are dealt at most, where nothing fits with all experts on every rank."""
 
 
 _MORE_NODES = (2, 4, 8, 16, 32, 64)
@@ -62,6 +64,8 @@ class _Layout:
     def name(self) -> str:
         """In few words."""
         again = " with full recomputation" if self.work.recompute == "full" else ""
+        if self.work.ep > 1:
+            return f"tp {self.work.tp}, pp {self.work.pp} and ep {self.work.ep}{again}"
         return f"tp {self.work.tp} and pp {self.work.pp}{again}"
 
 
@@ -101,21 +105,32 @@ def first_spec(
         raise ValueError(validation.diagnostics[0].message)
 
     try:
-        layers = Resolution(base, (), folder).shape.num_hidden_layers
+        shape = Resolution(base, (), folder).shape
     except Unavailable as error:
         return FirstSpec(None, f"the model's {error} cannot be read")
 
+    experts = 1 if shape.moe is None else shape.moe.num_experts
+
     def first(nodes: int, length: int) -> tuple[_Layout | None, _Layout | None, str]:
-        def specs() -> Iterator[dict[str, Any]]:
+        def specs(ep: int) -> Iterator[dict[str, Any]]:
             machines = {**cluster, "nodes": nodes}
             world = nodes * cluster["gpus_per_node"]
             for pp in (size for size in divisors(world) if size <= _DEEPEST):
-                more = cut(layers, pp)
+                more = cut(shape.num_hidden_layers, pp)
                 for tp in divisors(cluster["gpus_per_node"]):
-                    if more is not None and world % (tp * pp) == 0:
-                        yield _spec(name, model, machines, length, tp, pp, precision, more)
+                    if more is not None and world % (tp * pp * ep) == 0:
+                        dealt = {"ep": ep} if ep > 1 else {}
+                        yield _spec(name, model, machines, length, tp, pp, precision, {**more, **dealt})
 
-        return _first(specs(), folder, estimate=estimate)
+        smallest, refusal = None, ""
+        for ep in (size for size in divisors(experts) if size <= _WIDEST):
+            chosen, least, reason = _first(specs(ep), folder, estimate=estimate, executable=ep > 1)
+            if chosen is not None:
+                return chosen, None, ""
+            if least is not None and (smallest is None or _needed(least) < _needed(smallest)):
+                smallest = least
+            refusal = refusal or reason
+        return None, smallest, refusal
 
     chosen, smallest, refusal = first(cluster["nodes"], length)
     if chosen is not None:
@@ -126,14 +141,14 @@ def first_spec(
 
 
 def _first(
-    specs: Iterable[dict[str, Any]], folder: Path, *, estimate: bool
+    specs: Iterable[dict[str, Any]], folder: Path, *, estimate: bool, executable: bool
 ) -> tuple[_Layout | None, _Layout | None, str]:
     """The layout to take, the one that needs least of those that are too large, and what a rule refuses."""
     fitting: dict[str, _Layout] = {}
     smallest: _Layout | None = None
     refusal = ""
     for spec in specs:
-        found = variant(spec, {}, folder, executable=False)
+        found = variant(spec, {}, folder, executable=executable)
         if found.work is None:
             refusal = f"[{found.code}] {found.message}"
             continue
@@ -193,7 +208,8 @@ def _remedies(
             break
     length = work.sequence_length // 2
     while length >= _SHORTEST:
-        found, _, _ = first(work.nodes, length)
+        shorter = replace(work, sequence_length=length)
+        found = first(work.nodes, length)[0] if smallest.memory is None or is_safe(footprint(shorter)) else None
         if found is not None:
             yield f"sequences of {length} tokens: {_reason(found)}"
             break

@@ -169,6 +169,25 @@ def test_fewer_changes_come_first_and_what_has_to_be_bought_last(tmp_path: Path)
     assert set().union(*sets) <= set(NAMES)
 
 
+def test_experts_may_be_dealt_so_that_a_model_of_experts_fits() -> None:
+    tree = spec("mixtral-8x7b", nodes=2, parallelism={"tp": 4}, training={"sequence_length": 4096})
+    (found,) = parcompile.check(tree).errors
+    (fix,) = (one for one in found.fixes if one.edits[0].path == ("parallelism", "ep"))
+    tree["parallelism"]["ep"] = fix.edits[0].value
+    assert parcompile.check(tree).valid
+    assert (parcompile.compile(tree).estimate().memory.probability or 0) >= SAFE
+
+
+def test_init_deals_experts_where_nothing_fits_without(run: Run) -> None:
+    done = run("init", "--model", "deepseek-v3", "--nodes", 32, "-o", "spec.json")
+    assert done.exit_code == 0, done.output
+    layout = json.loads(Path("spec.json").read_text(encoding="utf-8"))["parallelism"]
+    assert f"tp {layout['tp']}, pp {layout['pp']} and ep {layout['ep']}" in done.output
+    found = parcompile.check("spec.json")
+    assert found.valid
+    assert not [one for one in found.diagnostics if one.code[0] in "HX" and one.severity is not Severity.INFO]
+
+
 @pytest.mark.parametrize("nodes", [1, 16])
 def test_init_never_writes_what_its_own_estimate_says_cannot_fit(run: Run, nodes: int) -> None:
     written = 0
