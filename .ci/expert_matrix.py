@@ -33,11 +33,11 @@ def main() -> int:
 
 
 def _train(chosen: slice) -> int:
-    from expert_runs import difference, further, subsets
+    from expert_runs import difference, families, further, subsets
 
     print("| model | layout | loss | norm | parameters |\n|---|---|---|---|---|")
     failed = 0
-    for case in [*subsets(), *further()][chosen]:
+    for case in [*subsets(), *further(), *families()][chosen]:
         found = difference(case)
         failed += max(found) >= TOLERANCE
         numbers = f"{found.loss:.1e} | {found.norm:.1e} | {found.parameter:.1e}"

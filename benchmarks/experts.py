@@ -4,9 +4,9 @@ tp by it, and in DeepSpeed's own MoE layer without dropped tokens.
     python benchmarks/experts.py [--rounds 15] [--sizes 1024] [--json FILE]
 
 Every number is from one run in which the methods take turns, step by step. Each rank has half of the tokens; with tp
-both ranks have all of them. Bytes are what a rank sends per step, "least" those that top-k · tokens · hidden take on
-average over one of two ranks, four times. "limit" is one rank's half of the rows, through its own experts, without
-any exchange: nobody can be faster. The router is random, so that rows are dealt nearly evenly.
+both ranks have all of them. Bytes are what a rank sends per step; the least is four times top-k · tokens · hidden, of
+which half stays on its rank when rows are dealt evenly. "limit" computes as many rows with experts of the rank's own,
+without any exchange: nobody can be faster. The router is random, so that rows are dealt nearly evenly.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def of_deepspeed(hidden: int, width: int, experts: int, chosen: int) -> nn.Modul
     import deepspeed
     from deepspeed.moe.layer import MoE
 
+    from parcompile.runtime.deepspeed_patches import forbid_jit_builds
+
+    forbid_jit_builds()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo")
     layer = MoE(hidden, Expert(hidden, width), experts, ep_size=RANKS, k=chosen, drop_tokens=False)

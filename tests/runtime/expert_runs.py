@@ -13,6 +13,7 @@ from families import tiny_config
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, train_in_one_process, train_with_engine, whole_parameters
 
+from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 
 STEPS = 3
@@ -50,7 +51,8 @@ class Case(NamedTuple):
 
     def plan(self) -> Plan:
         """The compiled plan."""
-        whole = {key: value for key, value in {**MODELS[self.model], **self.changes}.items() if value is not None}
+        config = MODELS.get(self.model) or tiny_config(self.model)
+        whole = {key: value for key, value in {**config, **self.changes}.items() if value is not None}
         # Adam turns a gradient that is rounding noise into a full step: a large epsilon does not.
         training = {"micro_batch_size": 1, "optimizer": {"lr": 1e-3, "eps": 1e-4}, **self.training}
         extra = {"zero": {"stage": self.zero}}
@@ -100,6 +102,13 @@ def further() -> list[Case]:
         Case("mixtral", {"dp": 4, "ep": 2}, zero=2),
         Case("deepseek_v3", {"tp": 2, "cp": 2, "dp": 2, "ep": 4}, zero=2),
     ]
+
+
+def families() -> list[Case]:
+    """Every family with experts, in one layout. Phi-MoE draws its experts at random, and not as plain torch does."""
+    layout = {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}
+    with_experts = [name for name, family in FAMILIES.items() if family.experts is not None]
+    return [Case(name, layout) for name in with_experts if name not in {*MODELS, "phimoe"}]
 
 
 def difference(case: Case, *, steps: int = STEPS, built: Any = initial_model) -> Difference:
