@@ -175,7 +175,9 @@ def check_read(
         return Checked(read.source, None, read.diagnostics, None, kind)
 
     def find(text: Document) -> list[Diagnostic]:
-        return _in_spec(text, folder, targets)[0] if kind == SPEC else found_in_settings(text, kind, around)
+        return (
+            _in_spec(text, folder, targets, is_trial=True)[0] if kind == SPEC else found_in_settings(text, kind, around)
+        )
 
     resolution: Resolution | None = None
     if kind == SPEC:
@@ -189,7 +191,10 @@ def check_read(
     return Checked(read.source, document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
 
 
-def _in_spec(document: Document, folder: Path, targets: Collection[str]) -> tuple[list[Diagnostic], Resolution]:
+def _in_spec(
+    document: Document, folder: Path, targets: Collection[str], *, is_trial: bool = False
+) -> tuple[list[Diagnostic], Resolution]:
+    """What is wrong with a spec; of a trial of a fix nobody asks how to mend what is left."""
     validation = schema.validate(document, "spec")
     diagnostics, invalid = list(validation.diagnostics), validation.invalid_paths
     further = document.get((_FURTHER,))
@@ -198,6 +203,7 @@ def _in_spec(document: Document, folder: Path, targets: Collection[str]) -> tupl
         diagnostics += more
         invalid |= wrong
     resolution = Resolution(document.tree, invalid, folder)
+    resolution.is_trial = is_trial
     found = [document.locate(diagnostic) for diagnostic in check(resolution, targets)]
     return [*diagnostics, *found], resolution
 

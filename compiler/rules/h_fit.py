@@ -154,7 +154,9 @@ def equation(work: Workload, memory: Footprint) -> str:
 
 
 def changes(spec: Resolution, work: Workload) -> list[Change]:
-    """The smallest changes that fit, of values that the spec may have otherwise."""
+    """The smallest changes that fit, of values that the spec may have otherwise; none in the trial of a fix."""
+    if spec.is_trial:
+        return []
     # Only here: most specs fit.
     from parcompile.cost.changes import NAMES, changes_that_fit
 

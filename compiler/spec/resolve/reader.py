@@ -32,6 +32,8 @@ class SpecReader:
         self.invalid = frozenset(invalid)
         self.folder = folder or FilePath()
         self.provenance: dict[str, Provenance] = {}
+        self.is_trial = False
+        """Whether only a fix is tried: rules then leave out what takes long and is not needed to judge it."""
 
     def given(self, *path: str) -> bool:
         """Whether the spec has a usable value at this path."""
