@@ -238,8 +238,8 @@ def model_type(name: str) -> ModelType:
 def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
     nearest = _NEAREST.get(name)
     text = entry.get("text")
-    if nearest is None and text in RUNTIME_FAMILIES:
-        nearest = text
+    if nearest is None and text is not None:
+        nearest = text if text in RUNTIME_FAMILIES else _NEAREST.get(text)
     if nearest is None:
         close = difflib.get_close_matches(name, RUNTIME_FAMILIES, 1, 0.7)
         nearest = close[0] if close else None

@@ -7,6 +7,7 @@ lacks the window that the attention has: there the ring and transformers' own at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +52,8 @@ def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
     Raises:
         RunError: they differ, or a mask is not a window; the message names the layers.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(
-        _NAME, lambda *, mask_function, local_size=None, **_: _Mask(mask_function, local_size)
-    )
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation(_NAME)  # type: ignore[operator]
-    try:
+    with _observed(model):
         found = list(_windows(model, path, sequence_length))
-    finally:
-        model.set_attn_implementation(before)  # type: ignore[operator]
     kinds: dict[tuple[str, str], list[int]] = {}
     for layer, (masked, told) in enumerate(found):
         if masked != told:
@@ -78,6 +69,39 @@ def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
             f"the configuration ({_named(model.config)}), or make a window sequence_length {sequence_length} or more",
             everywhere=True,
         )
+
+
+def separates_documents(model: nn.Module, path: str) -> bool:
+    """Whether transformers' own masks keep the documents of a packed sequence apart, as positions tell them.
+
+    Some models do not hand their positions to what builds the mask.
+
+    Args:
+        model: a causal language model of transformers, whole.
+        path: the name of its list of layers.
+    """
+    zero, first, second = (torch.tensor([row], device="cpu") for row in (0, 0, 1))
+    with _observed(model):
+        calls = _calls(model, path, position_ids=torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
+    masks = [one for args, kwargs in calls for one in (*args, *kwargs.values()) if isinstance(one, _Mask)]
+    return not any(bool(mask.sees(zero, zero, second, first).any()) for mask in masks)
+
+
+@contextmanager
+def _observed(model: nn.Module) -> Iterator[None]:
+    """Within it a model's masks are `_Mask`, and its attention computes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(
+        _NAME, lambda *, mask_function, local_size=None, **_: _Mask(mask_function, local_size)
+    )
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
 
 
 def _named(config: Any) -> str:
@@ -96,7 +120,7 @@ def _windows(model: nn.Module, path: str, length: int) -> Iterator[tuple[str, st
         yield _of_mask(mask, told, length), _words(told if told is not None and told < length else None)
 
 
-def _calls(model: nn.Module, path: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """What each layer is called with, masks among it; of the other modules only those without parameters run."""
     base: Any = model.get_submodule(path.rpartition(".")[0])
     layers: Any = model.get_submodule(path)
@@ -113,7 +137,7 @@ def _calls(model: nn.Module, path: str) -> list[tuple[tuple[Any, ...], dict[str,
         layer.forward = record
     try:
         hidden = torch.zeros(1, 2, base.config.hidden_size, device="cpu")
-        base(inputs_embeds=hidden, use_cache=False)
+        base(inputs_embeds=hidden, use_cache=False, **further)
     finally:
         for module in (*stood_in, *layers):
             vars(module).pop("forward", None)

@@ -2,8 +2,9 @@
 
 One forward and backward of the original is recorded on every rank, then repeated by the injected model on its split.
 Outputs are compared module by module in the order in which they come, then the gradients. Of the two sequences one is a
-single document and the other two; both are long enough to cross windows and whatever else begins within a sequence.
-Where that would take a long one, or a large model, a small model of the same configuration is compared.
+single document and the other two, where transformers' own masks tell documents apart; both are long enough to cross
+windows and whatever else begins within a sequence. Where that would take a long one, or a large model, a small model of
+the same configuration is compared.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
 from parcompile.runtime.model.building import build_model
+from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.model.shrinking import borders, shrunk
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
@@ -32,6 +34,7 @@ from parcompile.runtime.ring_attention import document_borders, split_sequence
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
+from .masks import separates_documents
 from .recomputation import recompute_as_planned
 
 SMALL_NUMEL = 20_000_000
@@ -66,7 +69,9 @@ class SelfCheck:
         self._positions = torch.arange(self._length).repeat(2, 1)
         # Off the middle, where no rank's tokens begin.
         border = self._length // 2 - 1
-        if shape.user_module is None and border > 1:
+        path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
+        # Where transformers' masks do not tell documents apart, the original computes something else with two.
+        if shape.user_module is None and border > 1 and separates_documents(without_peft(model), path):
             self._positions[1, border:] -= border
         self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)
         # Parts of a sum over the tensor-parallel ranks, inside blocks of experts, equal nothing of the original.

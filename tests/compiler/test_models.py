@@ -53,6 +53,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("bart", "encoder-decoder"),
         ("gemma3", "text part: gemma3_text, which works and is trained alone"),
         ("qwen3_5", "text part: qwen3_5_text, which is refused"),
+        ("gemma4", "nearest type that works: gemma3_text"),
     ],
 )
 def test_one_type_is_told_in_detail(name: str, words: str) -> None:

@@ -32,7 +32,7 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsil
 _SWITCHES = (
     *("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"),
     *("qk_layernorm", "use_qk_norm", "norm_topk_prob", "output_router_logits", "use_parallel_residual"),
-    *("tie_word_embeddings", "rope_interleave"),
+    *("tie_word_embeddings", "rope_interleave", "mup_enabled", "use_post_norm", "use_qkv_bias"),
 )
 _NUMBERS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 2.0, 20.0),
@@ -50,6 +50,16 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (0.6, 2.5),
     "router_aux_loss_coef": (0.01, 0.2),
     "shared_expert_intermediate_size": (16, 56),
+    "gating": (True, "per-element"),
+    "moe_norm_min": (1e-12, 0.3),
+    "moe_routed_scaling_factor": (0.6, 2.5),
+    "moe_router_logit_softcapping": (0.0, 4.0),
+    "route_scale": (0.6, 2.5),
+    "router_scaling_factor": (0.6, 2.5),
+    "shared_expert_combination_strategy": ("sum", "average"),
+    "shared_intermediate_size": (16, 56),
+    "dense_intermediate_size": (24, 56),
+    "prefix_dense_intermediate_size": (24, 56),
     "swiglu_alpha": (1.0, 2.5),
     "swiglu_limit": (0.5, 7.0),
     "topk_method": ("greedy", "group_limited_greedy"),

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
-from parcompile.runtime.inject.masks import check_masks
+from parcompile.runtime.inject.masks import check_masks, separates_documents
 from parcompile.runtime.model.building import instantiate, parameters_without_memory
 
 RUN = tuple(family for family in FAMILIES if family != "gpt2")
@@ -131,3 +131,19 @@ def test_every_rank_refuses_before_anything_is_cut() -> None:
     assert first == second
     assert len(first) == 3
     assert all(one.startswith("True transformers masks ") for one in first)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", True), ("gemma3_text", True), ("gpt_oss", False), ("afmoe", False)]
+)
+def test_whether_masks_keep_packed_documents_apart_is_seen(family: str, expected: bool) -> None:
+    """As the logits of a document show that stands behind another."""
+    plan = family_plan(family, 1, {})
+    model: Any = drawn_model(plan).eval()
+    assert separates_documents(model, layers_of(plan)) is expected
+    ids = torch.randint(0, 61, (1, 8), generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 4:]
+        alone = model(input_ids=ids[:, 4:], use_cache=False).logits
+    assert torch.allclose(packed, alone, atol=1e-4) is expected

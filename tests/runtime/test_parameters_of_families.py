@@ -211,3 +211,26 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
     if experts.count_alias:
         config = tiny_config(family)
         check({**{name: value for name, value in config.items() if name != key}, experts.count_alias: config[key]})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("laguna", {"gating": "per-element"}),
+        ("laguna", {"gating": "per-head"}),
+        ("hyperclovax", {"use_post_norm": False}),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+        ("cohere2_moe", {"num_shared_experts": 0}),
+        ("cohere2_moe", {"mlp_layer_types": None, "layer_types": None, "first_k_dense_replace": 1}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": -1}),
+        ("granitemoeshared", {"shared_intermediate_size": 0}),
+        ("flint", {"mlp_only_layers": []}),
+        ("afmoe", {"num_dense_layers": 0}),
+        ("axk1", {"mlp_layer_types": None, "first_k_dense_replace": 0}),
+        ("minimax_m3_vl_text", {"mlp_layer_types": None}),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+    ],
+)
+def test_a_table_follows_what_only_its_family_has(family: str, changes: dict[str, Any]) -> None:
+    check(tiny_config(family, **changes))
