@@ -39,7 +39,8 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
         pieces = {
             kind: piece
             for kind, _ in module.named_parameters(recurse=False)
-            if (piece := slices.of(f"{name}.{kind}")).experts is not None
+            # A head that is tied to the embedding has no row of its own.
+            if slices.has(whole := f"{name}.{kind}") and (piece := slices.of(whole)).experts is not None
         }
         for kind, piece in pieces.items():
             parameter: nn.Parameter = getattr(module, kind)
