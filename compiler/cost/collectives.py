@@ -133,7 +133,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
     for parameter in parameter_table(work.shape):
         count = held_count(parameter, work, stage)
-        layout = tensor_layout(parameter, tp, vocab_divisible_by=work.vocab_divisible_by)
+        layout = tensor_layout(parameter, tp, ep=work.ep, vocab_divisible_by=work.vocab_divisible_by)
         size = layout.local_numel * work.element_bytes
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
             send(Axis.TP, "all-reduce", count * times, size, tp)
