@@ -109,8 +109,8 @@ def test_preset_has_exactly_its_parameters(name: str) -> None:
 def test_preset_compiles(name: str, tmp_path) -> None:
     plan, checked = compiled(spec_of(name, *LAYOUTS[name]), tmp_path)
     assert plan is not None, [one.message for one in checked.diagnostics if one.is_error]
-    # What the runtime does not execute may be warned of; nothing else is wrong with a sensible layout.
-    assert {one.code for one in checked.diagnostics if one.severity.value == "warning"} <= {"X002", "X004"}
+    # What the runtime does not execute may be warned of, and experts that are exchanged between nodes (W013).
+    assert {one.code for one in checked.diagnostics if one.severity.value == "warning"} <= {"X002", "X004", "W013"}
 
 
 def test_hugging_face_names_are_presets_too() -> None:
