@@ -232,12 +232,12 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
             local = result["parameters"][name]
             assert tuple(local.shape) == layout.local_shape, name
             tp_rank = plan.groups.grid.coordinates(result["rank"])["tp"]
-            pieces = [(0, full.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
             dim, offset, dealt = layout.dim or 0, 0, full
             if layout.ep > 1:
                 experts = layout.experts(plan.groups.of_rank("ep", result["rank"]).index(result["rank"]))
                 assert experts is not None
                 dealt = full.narrow(layout.expert_dim, experts[0], experts[1] - experts[0])
+            pieces = [(0, dealt.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
             for start, stop in pieces:
                 place = dealt.narrow(dim, start, stop - start)
                 piece = local.narrow(dim, offset, stop - start)
