@@ -11,7 +11,7 @@ import click
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
-from parcompile.model.describing import AXES, kinds_of, presets_of, summary_of
+from parcompile.model.describing import axes_of, kinds_of, presets_of, summary_of
 
 _STATES = click.Choice(["works", "refused"])
 
@@ -23,7 +23,8 @@ _STATES = click.Choice(["works", "refused"])
 def command(name: str | None, only: str | None, form: str) -> None:
     """List the model types that work, and why others do not.
 
-    With NAME: one type in detail. A type that works runs with tp, cp, pp, dp and sequence parallelism.
+    With NAME: one type in detail. A type that works runs with tp, cp, pp, dp and sequence
+    parallelism, and with ep where it has experts.
     """
     if name is not None:
         one = model_type(name)
@@ -51,7 +52,7 @@ def _row(one: ModelType) -> tuple[str, str, str]:
 
 def _details(one: ModelType) -> list[str]:
     if one.works:
-        lines = [f"{one.name} works: {AXES}", *(f"  {kind}" for kind in kinds_of(one))]
+        lines = [f"{one.name} works: {axes_of(one)}", *(f"  {kind}" for kind in kinds_of(one))]
     elif one.note:
         return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]))]
     else:

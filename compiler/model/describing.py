@@ -9,7 +9,12 @@ from .family import QkNorm
 from .presets import presets
 
 AXES = "tp, cp, pp, dp, sequence parallelism"
-"""What the runtime runs every type that works with."""
+"""What the runtime runs every type that works with; mixtures of experts run with ep too."""
+
+
+def axes_of(one: ModelType) -> str:
+    """What the runtime runs a type with."""
+    return f"{AXES}, ep" if one.family is not None and one.family.experts else AXES
 
 
 def kinds_of(one: ModelType) -> list[str]:
