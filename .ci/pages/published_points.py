@@ -5,7 +5,7 @@ Each has its source. What a source does not say is assumed, and the note names i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ def _gpt_rate(work: Workload, found: Estimate) -> float:
     return flops / found.time.step.seconds / work.world_size / 1e12
 
 
-_FIGURES = {
+_FIGURES: Mapping[str, Callable[[Workload, Estimate], float]] = {
     "s": lambda _, found: found.time.step.seconds,
     "hardware TFLOP/s": _gpt_rate,
     "model TFLOP/s": lambda work, found: found.time.utilisation * work.machine.flops_per_s / 1e12,
