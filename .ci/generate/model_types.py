@@ -3,7 +3,7 @@
     python .ci/generate/model_types.py
 
 Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
-`compiler/model/families.py`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
+`compiler/model/families/`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
 part. A reason is read from the code of the model where a word of it decides (an indexer, a scan, a convolution), and
 written below where none does.
 """

@@ -1,6 +1,6 @@
 """Every model type that the installed transformers may name: what works, and why the others are refused.
 
-A type works when it has a row in `families.py` that the runtime injects. The others stand in `model_types.json`, which
+A type works when it has a row in `families/` that the runtime injects. The others stand in `model_types.json`, which
 `.ci/generate/model_types.py` writes, with the key of their reason.
 """
 

@@ -1,0 +1,113 @@
+"""Dense decoders in the manner of GPT: LayerNorm with a bias, mostly an MLP of two linears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parcompile.model.family import Family, Norm, QkNorm, Refusal
+
+from .traits import TIED, UP_ONLY, defaults_of
+
+BIASED: Mapping[str, Family] = {
+    "jais2": Family(
+        up=UP_ONLY,
+        gated=False,
+        norm=Norm.WEIGHT_AND_BIAS,
+        mlp_bias="mlp_bias",
+        defaults=defaults_of(attention_bias=True, mlp_bias=True),
+    ),
+    "persimmon": Family(
+        final_norm="final_layernorm",
+        qkv=("query_key_value",),
+        heads_interleaved=True,
+        output="dense",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="qk_layernorm",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_holds=Norm.WEIGHT_AND_BIAS,
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        own_head_dim=False,
+        defaults={"qk_layernorm": True},
+    ),
+    "phi": Family(
+        final_norm="final_layernorm",
+        output="dense",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="qk_layernorm",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        qk_norm_holds=Norm.WEIGHT_AND_BIAS,
+        up=("fc1",),
+        gated=False,
+        down="fc2",
+        norms=("input_layernorm",),
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    ),
+    "starcoder2": Family(
+        up=("c_fc",),
+        gated=False,
+        down="c_proj",
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        defaults=defaults_of(2, use_bias=True, **TIED),
+    ),
+    "nemotron": Family(up=UP_ONLY, gated=False, norm=Norm.WEIGHT_AND_BIAS, mlp_bias="mlp_bias"),
+    "gpt_neox": Family(
+        base="gpt_neox",
+        embedding="embed_in",
+        final_norm="final_layer_norm",
+        order=("norms", "attention", "mlp"),
+        attention="attention",
+        qkv=("query_key_value",),
+        heads_interleaved=True,
+        output="dense",
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        norm=Norm.WEIGHT_AND_BIAS,
+        mlp_bias=True,
+        defaults={"attention_bias": True},
+        own_head_dim=False,
+    ),
+    "stablelm": Family(
+        qkv_bias="use_qkv_bias",
+        output_bias=False,
+        own_head_dim=False,
+        norm=Norm.WEIGHT_AND_BIAS,
+        norms=("input_layernorm",),
+        more_norms=("use_parallel_residual", False, ("post_attention_layernorm",)),
+        refusals=(
+            Refusal(
+                "qk_layernorm",
+                lambda config: bool(config.get("qk_layernorm")),
+                "a LayerNorm of its own for each head is not described: set it to false",
+            ),
+        ),
+    ),
+    "gpt2": Family(
+        base="transformer",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        gated=False,
+        refusals=(
+            Refusal(
+                "add_cross_attention",
+                lambda config: bool(config.get("add_cross_attention")),
+                "it makes gpt2 a decoder behind an encoder",
+            ),
+        ),
+        defaults=TIED,
+    ),
+}

@@ -1,0 +1,88 @@
+"""Mixtures of routed experts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parcompile.model.family import Experts, Family, Norm, QkNorm
+
+from .traits import POST_NORMS, defaults_of
+
+EXPERTS: Mapping[str, Family] = {
+    "mixtral": Family(
+        qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts"), defaults=defaults_of(8)
+    ),
+    "qwen3_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        window_key="use_sliding_window",
+        experts=Experts(
+            router_first=False,
+            count=("num_experts", 128),
+            count_alias="num_local_experts",
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 768),
+        ),
+        defaults=defaults_of(4, sliding_window=4096),
+    ),
+    "olmoe": Family(
+        hidden_is_heads=True,
+        qk_norm=QkNorm.WHOLE,
+        window_only_in="attention",
+        experts=Experts(
+            count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
+        ),
+        defaults=defaults_of(16),
+    ),
+    "phimoe": Family(
+        norm=Norm.WEIGHT_AND_BIAS,
+        head_bias="lm_head_bias",
+        window_only_in="mask",
+        experts=Experts(router="router", count=("num_local_experts", 16)),
+        defaults=defaults_of(8),
+    ),
+    "granitemoe": Family(
+        order=("attention", "norms", "mlp"), experts=Experts(block="block_sparse_moe", router="router")
+    ),
+    "flex_olmo": Family(
+        qk_norm=QkNorm.WHOLE,
+        norms=POST_NORMS,
+        experts=Experts(
+            count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5)
+        ),
+    ),
+    "minimax_m2": Family(
+        qk_norm=QkNorm.WHOLE,
+        qkv_bias=False,
+        output_bias=False,
+        experts=Experts(
+            count=("num_local_experts", 256), count_alias="num_experts", per_token=("num_experts_per_tok", 8)
+        ),
+        defaults=defaults_of(8, 128),
+    ),
+    "mellum": Family(
+        qk_norm=QkNorm.HEAD,
+        experts=Experts(
+            router_first=False,
+            count=("num_local_experts", 64),
+            count_alias="num_experts",
+            by_layer="mlp_layer_types",
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 896),
+        ),
+        defaults=defaults_of(4, 128, sliding_window=1024),
+    ),
+    "gpt_oss": Family(
+        sinks="sinks",
+        experts=Experts(
+            router="router",
+            router_bias=True,
+            bias=True,
+            transposed=True,
+            interleaved=True,
+            count=("num_local_experts", 128),
+            count_alias="num_experts",
+            per_token=("num_experts_per_tok", 4),
+        ),
+        defaults=defaults_of(8, 64, attention_bias=True, sliding_window=128),
+    ),
+}

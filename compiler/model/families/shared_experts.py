@@ -1,0 +1,280 @@
+"""Mixtures of experts with a shared expert, or an MLP, beside the routed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parcompile.model.family import Experts, Family, QkNorm, Refusal
+
+from .traits import FUSED_UP, TIED, defaults_of, routed
+
+SHARED_EXPERTS: Mapping[str, Family] = {
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        output_bias=False,
+        window_key="use_sliding_window",
+        window_only_in="mask",
+        experts=Experts(
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+            count=("num_experts", 60),
+            per_token=("num_experts_per_tok", 4),
+            width=("moe_intermediate_size", 1408),
+            shared_width=("shared_expert_intermediate_size", 5632),
+        ),
+        defaults=defaults_of(16, qkv_bias=True, sliding_window=4096),
+    ),
+    "glm4_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        output_bias=False,
+        experts=routed(128, 8, 1408, dense_layers=1),
+        defaults=defaults_of(8),
+    ),
+    "solar_open": Family(output_bias=False, experts=routed(128, 8, 1280), defaults=defaults_of(8, 128)),
+    "dots1": Family(
+        qk_norm=QkNorm.HEAD,
+        experts=routed(None, None, 1408, dense_layers=0),
+        defaults=defaults_of(32, sliding_window=4096),
+    ),
+    "exaone_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        experts=routed(
+            64,
+            8,
+            1024,
+            dense_layers=1,
+            count_key="num_experts",
+            count_alias=None,
+            by_layer="mlp_layer_types",
+            shared_key="num_shared_experts",
+        ),
+        defaults=defaults_of(32, sliding_window=4096),
+    ),
+    "ernie4_5_moe": Family(
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        head_bias="use_bias",
+        own_head_dim=False,
+        experts=Experts(
+            shared="shared_experts",
+            shared_is_optional=True,
+            correction="gate.moe_statics.e_score_correction_bias",
+            correction_dims=2,
+            count=("moe_num_experts", 64),
+            count_alias="num_experts",
+            per_token=("moe_k", 6),
+            chosen_alias="num_experts_per_tok",
+            width=("moe_intermediate_size", 1536),
+            shared_count=("moe_num_shared_experts", 2),
+            dense_layers=("moe_layer_start_index", 1),
+        ),
+        refusals=(
+            Refusal(
+                "moe_layer_end_index",
+                lambda config: -1 < config.get("moe_layer_end_index", 27) < config.get("num_hidden_layers", 28) - 1,
+                "dense layers behind those with experts are not described: it has to be the last layer, or -1",
+            ),
+            Refusal(
+                "moe_layer_interval",
+                lambda config: config.get("moe_layer_interval", 1) != 1,
+                "it has to be 1: every layer from the first with experts on has them",
+            ),
+        ),
+        defaults=defaults_of(4, **TIED),
+    ),
+    "hunyuan_v1_moe": Family(
+        qk_norm=QkNorm.HEAD,
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        experts=Experts(
+            router="gate.wg",
+            shared="shared_mlp",
+            count=("num_experts", 1),
+            count_alias="num_local_experts",
+            per_token=("moe_topk", 1),
+            chosen_alias="num_experts_per_tok",
+            shared_width=("intermediate_size", None),
+        ),
+    ),
+    "hy_v3": Family(
+        qk_norm=QkNorm.HEAD,
+        mlp_bias="mlp_bias",
+        experts=routed(
+            192,
+            8,
+            1536,
+            count_key="num_experts",
+            shared_key="num_shared_experts",
+            by_layer="mlp_layer_types",
+            dense_by_default=1,
+            router_first=True,
+        ),
+        defaults=defaults_of(8, 128),
+    ),
+    "cohere2_moe": Family(
+        norms=("input_layernorm",),
+        experts=Experts(
+            shared="shared_experts",
+            shared_is_optional=True,
+            count=("num_experts", 8),
+            per_token=("num_experts_per_tok", 2),
+            shared_count=("num_shared_experts", 0),
+            by_layer="mlp_layer_types",
+            dense_layers=("first_k_dense_replace", 0),
+            dense_width=("prefix_dense_intermediate_size", None),
+        ),
+        defaults=defaults_of(64, 128, sliding_window=4096, **TIED),
+    ),
+    "granitemoeshared": Family(
+        order=("attention", "norms", "mlp"),
+        experts=Experts(
+            block="block_sparse_moe",
+            router="router",
+            beside="shared_mlp",
+            shared_is_optional=True,
+            shared_width=("shared_intermediate_size", 0),
+        ),
+    ),
+    "granitemoe_swa": Family(
+        sinks="sinks",
+        own_head_dim=False,
+        order=("attention", "norms", "mlp"),
+        experts=Experts(
+            block="block_sparse_moe",
+            router="router",
+            beside="shared_mlp",
+            shared_is_optional=True,
+            shared_width=("shared_intermediate_size", 0),
+        ),
+        defaults=defaults_of(sliding_window=128),
+    ),
+    "afmoe": Family(
+        qk_norm=QkNorm.HEAD,
+        gate="gate_proj",
+        order=("attention", "norms", "mlp"),
+        norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        experts=Experts(
+            router="router.gate",
+            shared="shared_experts",
+            shared_first=True,
+            correction="expert_bias",
+            correction_first=True,
+            count=("num_experts", 64),
+            per_token=("num_experts_per_tok", 6),
+            width=("moe_intermediate_size", 1408),
+            shared_count=("num_shared_experts", 2),
+            dense_layers=("num_dense_layers", 1),
+        ),
+        defaults=defaults_of(16, 128, sliding_window=1024),
+    ),
+    "laguna": Family(
+        qk_norm=QkNorm.HEAD,
+        gate="g_proj",
+        gate_of_heads=lambda config: config.get("gating", True) in (True, "per-head"),
+        experts=Experts(
+            router_first=False,
+            shared="shared_experts",
+            correction="gate.e_score_correction_bias",
+            count=("num_experts", 256),
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 512),
+            shared_width=("shared_expert_intermediate_size", 512),
+            by_layer="mlp_layer_types",
+            dense_by_default=1,
+        ),
+        refusals=(
+            Refusal(
+                "num_attention_heads_per_layer",
+                lambda config: (
+                    set(config.get("num_attention_heads_per_layer") or ()) - {config.get("num_attention_heads")}
+                    != set()
+                ),
+                "layers with different numbers of heads are not described: all have to be num_attention_heads",
+            ),
+        ),
+        defaults=defaults_of(8, 128, sliding_window=512),
+    ),
+    "flint": Family(
+        sinks="sinks",
+        qk_norm=QkNorm.HEAD,
+        experts=Experts(
+            router_first=False,
+            shared="shared_expert",
+            count=("num_experts", 256),
+            per_token=("num_experts_per_tok", 6),
+            width=("moe_intermediate_size", 512),
+            shared_width=("shared_expert_intermediate_size", 1024),
+        ),
+        defaults=defaults_of(4, 128, sliding_window=513, mlp_only_layers=(0, 1)),
+    ),
+    "kolibri1": Family(
+        qk_norm=QkNorm.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+        experts=Experts(
+            router_first=False,
+            shared="shared_experts",
+            count=("num_local_experts", 384),
+            count_alias="num_experts",
+            per_token=("num_experts_per_tok", 6),
+            width=("moe_intermediate_size", 512),
+            shared_width=("shared_expert_intermediate_size", 512),
+        ),
+        defaults=defaults_of(4, 128, sliding_window=513),
+    ),
+    "aria_text": Family(
+        mlp_bias="mlp_bias",
+        experts=Experts(
+            router="router",
+            shared="shared_experts",
+            transposed=True,
+            count=("moe_num_experts", 8),
+            per_token=("moe_topk", 2),
+            shared_count=("moe_num_shared_experts", 2),
+        ),
+    ),
+    "minimax_m3_vl_text": Family(
+        qk_norm=QkNorm.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        up=FUSED_UP,
+        experts=Experts(
+            shared="shared_experts",
+            count=("num_local_experts", 128),
+            count_alias="num_experts",
+            per_token=("num_experts_per_tok", 4),
+            width=("intermediate_size", 3072),
+            shared_width=("shared_intermediate_size", 3072),
+            by_layer="mlp_layer_types",
+            dense_width=("dense_intermediate_size", 12288),
+        ),
+        refusals=(
+            Refusal(
+                "layer_types",
+                lambda config: "minimax_m3_sparse" in (config.get("layer_types") or ()),
+                "minimax_m3_sparse layers choose blocks of keys by an indexer, which neither the tables nor the ring "
+                "know: only full_attention is described",
+            ),
+            Refusal(
+                "sparse_attention_config",
+                lambda config: (
+                    config.get("layer_types") is None
+                    and any((config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ())
+                ),
+                "its sparse layers choose blocks of keys by an indexer, which neither the tables nor the ring know",
+            ),
+            Refusal(
+                "moe_layer_freq",
+                lambda config: (
+                    config.get("mlp_layer_types") is None and not all(config.get("moe_layer_freq") or (True,))
+                ),
+                "write the kinds of layers as mlp_layer_types",
+            ),
+        ),
+        defaults=defaults_of(4, 128),
+    ),
+}
