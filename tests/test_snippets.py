@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")}
-COMPILER = ("api", "report")
+COMPILER = ("api", "plugins", "report")
 """Pages whose programs need no torch."""
 ELSEWHERE = {"README": "test_readme.py", "quickstart": "test_docs.py"}
 RUNTIME = ("adapter", "preflight", "recipes", "ring_attention", "tensor_parallel")

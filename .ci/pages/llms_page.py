@@ -12,7 +12,7 @@ _START = """\
 # parcompile
 
 > One JSON spec in; a checked, costed, launchable parallel training plan out; and a runtime that executes exactly that
-> plan inside a DeepSpeed engine: tensor, context (ring attention), pipeline and data parallelism with ZeRO-1.
+> plan inside a DeepSpeed engine: tensor, context (ring attention), pipeline, expert and data parallelism with ZeRO.
 
 `parcompile check SPEC --format json` prints every mistake with its place and fixes, `parcompile explain CODE` explains
 a code, `parcompile schema spec` prints the JSON Schema of a spec, and `import parcompile` offers the same to Python.

@@ -33,6 +33,7 @@ class Importer:
         meaning: what the tool makes of given options, where several of them say one thing. What comes out is compared
             with what came in by their meaning.
         stands_for: for an option that is another spelling of others, those others.
+        recognises: whether a parsed file, whose keys are no other tool's, is one of this. Only plug-ins need it.
     """
 
     tool: str
@@ -45,3 +46,4 @@ class Importer:
     model_options: Callable[[Source], list[str]] = lambda _source: []
     meaning: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recognises: Callable[[Mapping[str, Any]], bool] = lambda _tree: False

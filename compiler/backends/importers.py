@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
+
+from parcompile import entry_points
 
 from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
 from .gpt_neox.read import IMPORTER as GPT_NEOX_IMPORTER
@@ -14,3 +17,44 @@ from .megatron.read import IMPORTER as MEGATRON_IMPORTER
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {DEEPSPEED: DEEPSPEED_IMPORTER, MEGATRON: MEGATRON_IMPORTER, GPT_NEOX: GPT_NEOX_IMPORTER}
 )
+"""The importers of this package."""
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of files that can be imported, those of plug-ins behind the others."""
+    return (*IMPORTERS, *(name for name in entry_points.offers(entry_points.IMPORTERS) if name not in IMPORTERS))
+
+
+def importer(kind: str) -> Importer:
+    """The importer of one of `kinds()`.
+
+    Raises:
+        PluginError: that of a plug-in cannot be used.
+    """
+    return IMPORTERS[kind] if kind in IMPORTERS else entry_points.load(entry_points.IMPORTERS, kind, _as_importer)
+
+
+def added_kind(tree: Mapping[str, Any]) -> str | None:
+    """The plug-in's kind that a file is of, which no importer of this package knows.
+
+    Raises:
+        PluginError: a plug-in that might know it cannot be used.
+    """
+    for kind in kinds():
+        if kind in IMPORTERS:
+            continue
+        try:
+            if importer(kind).recognises(tree):
+                return kind
+        except entry_points.PluginError:
+            raise
+        except Exception as error:
+            title = entry_points.offers(entry_points.IMPORTERS)[kind].title
+            raise entry_points.PluginError(f"{title} failed: {entry_points.said(error)}") from error
+    return None
+
+
+def _as_importer(given: object) -> Importer:
+    if not isinstance(given, Importer):
+        raise TypeError(f"it has to be a parcompile.plugins.Importer, and is of type {type(given).__name__}")
+    return given

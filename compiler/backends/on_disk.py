@@ -11,7 +11,7 @@ from typing import Any
 
 from parcompile.atomic import locate
 
-from .registry import LOCK, TARGETS
+from .registry import LOCK
 
 DIFF_LINES = 40
 """Lines of difference that are shown of one file."""
@@ -20,7 +20,7 @@ DIFF_LINES = 40
 def locked_targets(folder: Path) -> tuple[str, ...]:
     """The targets that were written into a folder before; none when it has no lock file."""
     named = _lock(folder).get("targets", [])
-    return tuple(name for name in TARGETS if isinstance(named, list) and name in named)
+    return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
 def stale_files(contents: Mapping[str, str], folder: Path) -> list[Path]:

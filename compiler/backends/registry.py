@@ -7,11 +7,14 @@ in the lock file, by its hash.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
 
+from parcompile import entry_points
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.process_groups import process_groups
 from parcompile.spec import Origin
@@ -23,11 +26,13 @@ from .json_text import to_text
 from .launch import kubernetes, scripts
 from .losses import Loss
 from .megatron import write as megatron
-from .target_names import NAMES, chosen
+from .target_names import BUILT_IN, chosen
 from .torchtitan import write as torchtitan
 
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1
+
+Called = TypeVar("Called")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +62,77 @@ TARGETS: dict[str, Target] = {
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
     )
 }
-assert tuple(TARGETS) == NAMES
+"""The targets of this package."""
+assert tuple(TARGETS) == BUILT_IN
+
+
+def target(name: str) -> Target:
+    """A target by its name, of this package or of a plug-in.
+
+    Raises:
+        PluginError: that of a plug-in cannot be used.
+    """
+    return TARGETS[name] if name in TARGETS else _added(name)
+
+
+@functools.cache
+def _added(name: str) -> Target:
+    def judged(given: object) -> Target:
+        if not isinstance(given, Target):
+            raise TypeError(f"it has to be a parcompile.plugins.Target, and is of type {type(given).__name__}")
+        if given.name != name:
+            raise ValueError(f"its entry point is called {name!r} and the target {given.name!r}")
+        return given
+
+    return entry_points.load(entry_points.TARGETS, name, judged)
+
+
+def _call(name: str, called: Callable[[Plan], Called], plan: Plan) -> Called:
+    """What a target answers for a plan; of a plug-in, a failure is one message."""
+    if name in TARGETS:
+        return called(plan)
+    try:
+        return called(plan)
+    except Exception as error:
+        title = entry_points.offers(entry_points.TARGETS)[name].title
+        raise entry_points.PluginError(f"{title} failed: {entry_points.said(error)}") from error
+
+
+def _files(name: str, plan: Plan) -> dict[str, Any]:
+    """The files of a target; those of a plug-in stand in a folder of its name, and cannot take another's place."""
+    found = dict(_call(name, target(name).files, plan))
+    if name in TARGETS:
+        return found
+    title = entry_points.offers(entry_points.TARGETS)[name].title
+    for file in found:
+        path = PurePosixPath(file)
+        if path.parts[:1] != (name,) or len(path.parts) < 2 or ".." in path.parts:
+            raise entry_points.PluginError(f"{title} wants to write {file!r}: its files have to stand in {name}/")
+    return found
 
 
 def losses(plan: Plan, names: Sequence[str]) -> dict[str, list[Loss]]:
-    """What each of the chosen targets cannot express."""
-    return {name: TARGETS[name].losses(plan) for name in chosen(names)}
+    """What each of the chosen targets cannot express.
+
+    Raises:
+        ValueError: there is no target of one of the names, or that of a plug-in cannot be used.
+    """
+    return {name: _call(name, target(name).losses, plan) for name in chosen(names)}
 
 
 def render(plan: Plan, names: Sequence[str] = ()) -> dict[str, str]:
     """File names and texts of everything the plan is written as for these targets.
 
     Raises:
-        ValueError: there is no target of one of the names.
+        ValueError: there is no target of one of the names, or that of a plug-in cannot be used.
     """
     wanted = chosen(names)
     trees: dict[str, Any] = {"plan.json": plan_tree(plan), "process_groups.json": process_groups(plan)}
     report: dict[str, Any] = {}
     for name in wanted:
-        found = TARGETS[name].losses(plan)
+        found = _call(name, target(name).losses, plan)
         expressible = not any(loss.fatal for loss in found)
-        files = dict(TARGETS[name].files(plan)) if expressible else {}
+        files = _files(name, plan) if expressible else {}
         trees |= files
         report[name] = {
             "expressible": expressible,
@@ -100,7 +155,7 @@ def _lock(plan: Plan, names: Sequence[str], texts: Mapping[str, str]) -> dict[st
         "spec_hash": plan.spec_hash,
         "plan_hash": plan.plan_hash,
         "targets": list(names),
-        "backends": {TARGETS[name].backend: TARGETS[name].version for name in names if TARGETS[name].backend},
+        "backends": {target(name).backend: target(name).version for name in names if target(name).backend},
         "defaults": {
             path: found.value for path, found in plan.spec.provenance.items() if found.origin is Origin.DEFAULT
         },

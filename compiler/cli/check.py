@@ -152,11 +152,16 @@ class _Selection:
         kept = [
             one
             for one in diagnostics
-            if (not self.select or one.code.startswith(self.select)) and not one.code.startswith(self.ignore or ("?",))
+            if (not self.select or _is_among(one.code, self.select)) and not _is_among(one.code, self.ignore)
         ]
         if not self.warnings_as_errors:
             return kept
         return [replace(one, severity=Severity.ERROR) if one.severity is Severity.WARNING else one for one in kept]
+
+
+def _is_among(code: str, given: Iterable[str]) -> bool:
+    """Whether a code is given, or its beginning: letters stand for all of their codes, and for no longer letters."""
+    return any(code.startswith(one) and (one[-1].isdigit() or code[len(one) : len(one) + 1].isdigit()) for one in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,7 @@ def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
         from parcompile.rules.pages import pages
 
         for code in codes:
-            if not any(known.startswith(code) for known in pages()):
+            if not any(_is_among(known, (code,)) for known in pages()):
                 near = closest(code, list(pages()))
                 raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
     return codes

@@ -9,7 +9,7 @@ import click
 
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.diagnostics.suggest import closest
-from parcompile.rules.pages import GROUPS, Page, pages
+from parcompile.rules.pages import Page, pages
 
 _WIDTH = 80
 
@@ -47,11 +47,11 @@ def _page(page: Page) -> str:
 
 def _contents(all_pages: list[Page]) -> str:
     lines: list[str] = []
-    letter = ""
+    group = ""
     for page in all_pages:
-        if page.code[0] != letter:
-            letter = page.code[0]
-            lines += ([""] if lines else []) + [f"{letter}: {GROUPS[letter]}"]
+        if page.group != group:
+            group = page.group
+            lines += ([""] if lines else []) + [group]
         lines.append(f"  {page.code}  {page.severity.value:<8} {page.title}")
     return "\n".join(lines)
 

@@ -11,14 +11,17 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.backends.importer import RefusedError
-from parcompile.backends.importers import IMPORTERS
+from parcompile.backends.importers import added_kind, importer, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, SpecPath
+from parcompile.entry_points import PluginError
 from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_tree
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
+
+TOOLS = "DeepSpeed, Megatron-LM or gpt-neox"
 
 _OPTIONS: dict[SpecPath, str] = {
     ("model",): "--model",
@@ -35,6 +38,7 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.command("import")
 @click.argument("file")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the spec to.")
+@click.option("--kind", metavar="KIND", help="What FILE is. By default its keys tell.")
 @click.option("--model", help="A preset, or the path of a Hugging Face config.json, when FILE does not describe it.")
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Rows of the embedding, when FILE does not say them.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
@@ -48,6 +52,7 @@ _OPTIONS: dict[SpecPath, str] = {
 def command(
     file: str,
     output: Path | None,
+    kind: str | None,
     model: str | None,
     vocab_size: int | None,
     nodes: int | None,
@@ -66,17 +71,25 @@ def command(
     as in --set training.seed=7. The spec goes to standard output or to -o. A report of every option of FILE goes to
     standard error.
     """
+    if kind is not None and kind not in kinds():
+        raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
     try:
-        found, recognition = recognised(read_file(file), variables=dict(map(_variable, variables)))
+        found, recognition = recognised(read_file(file), kind, variables=dict(map(_variable, variables)))
     except SourceError as error:
         raise click.ClickException(str(error)) from None
-    kind = recognition.kind
-    if kind == SPEC:
+    if recognition.kind == SPEC:
         raise click.ClickException(f"{file} is a spec already")
-    if not recognition.is_checked:
-        raise click.ClickException(f"{file} is not recognised as a configuration of DeepSpeed, Megatron-LM or gpt-neox")
     if found.document is None or not isinstance(found.document.tree, dict):
         raise click.ClickException(f"{file} cannot be read; `parcompile check {file}` shows why")
+    try:
+        known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
+        reader = importer(known) if known else None
+    except PluginError as error:
+        raise click.ClickException(str(error)) from None
+    if reader is None:
+        raise click.ClickException(
+            f"{file} is not recognised as a configuration of {TOOLS}; --kind says what it is: {', '.join(kinds())}"
+        )
     folder = output.parent if output else Path()
     given: dict[SpecPath, Any] = {
         ("model",): _model(model, folder) if model else None,
@@ -89,8 +102,7 @@ def command(
     }
     answers = {path: value for path, value in given.items() if value is not None} | dict(map(_setting, settings))
     try:
-        importer = IMPORTERS[kind]
-        result = import_tree(importer.tree(found.document), importer, answers, folder)
+        result = import_tree(reader.tree(found.document), reader, answers, folder)
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)

@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from parcompile.diagnostics.reporters.style import printable
+from parcompile.entry_points import PluginError
 from parcompile.version import __version__
 
 _COMMANDS = (
@@ -103,6 +104,9 @@ def main() -> NoReturn:
         said = io.StringIO()
         error.show(said)
         click.echo(printable(said.getvalue()), err=True, nl=False)
+        code = USAGE
+    except PluginError as error:
+        click.echo(f"Error: the {printable(str(error))}", err=True)
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("parcompile: interrupted", err=True)

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from parcompile.backends.target_names import ALL, NAMES, chosen
+from parcompile.backends.target_names import ALL, chosen, names
 
 
 def target_option(said: str) -> Callable[[Any], Any]:
     """`--target`, several times; `said` is its help, before the names."""
-    names = f"{', '.join(NAMES)}, or {ALL}"
+    known = f"{', '.join(names())}, or {ALL}"
     return click.option(
-        "-t", "--target", "targets", multiple=True, help=f"{said}: {names}. Can be given several times."
+        "-t", "--target", "targets", multiple=True, help=f"{said}: {known}. Can be given several times."
     )
 
 
@@ -23,13 +23,13 @@ def no_estimate_option(said: str) -> Callable[[Any], Any]:
     return click.option("--no-estimate", is_flag=True, help=said)
 
 
-def chosen_targets(names: Sequence[str]) -> tuple[str, ...]:
+def chosen_targets(given: Sequence[str]) -> tuple[str, ...]:
     """The targets that are meant.
 
     Raises:
         UsageError: there is no target of a name.
     """
     try:
-        return chosen(names)
+        return chosen(given)
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .families import FAMILIES
+from .families import BUILT_IN, FAMILIES
 from .family import Family
 
 PLANNED_ONLY = frozenset({"gpt2"})
@@ -30,7 +30,7 @@ TEXT_PARTS = frozenset(
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
-RUNTIME_FAMILIES = tuple(family for family in FAMILIES if family not in PLANNED_ONLY)
+RUNTIME_FAMILIES = tuple(family for family in BUILT_IN if family not in PLANNED_ONLY)
 """Model types that the runtime injects."""
 
 

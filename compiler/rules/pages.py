@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from parcompile.diagnostics import Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.entry_points import VARIABLE
 
 from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, FileRule, file_rules
-from .registry import Example, Rule, all_rules
+from .registry import BROKEN_PLUGIN, Example, Rule, all_rules
 
 GROUPS = {
     "A": "Numerics advisories: versions that compute something else",
     "B": "Batch sizes and micro-batches",
     "C": "Context parallelism",
     "D": "Further DeepSpeed keys",
+    "E": "Plug-ins",
     "F": "DeepSpeed, Megatron-LM and gpt-neox files on their own",
     "H": "Memory and accelerator",
     "J": "The text of a file",
@@ -52,6 +54,13 @@ class Page:
     format: str = "json"
     sources: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("all",)
+    origin: str = ""
+    """The distribution that the code of a plug-in comes from."""
+
+    @property
+    def group(self) -> str:
+        """The heading under which the code stands."""
+        return f"{self.code[:-3]}: {GROUPS.get(self.code[:-3]) or f'rules of {self.origin}'}"
 
     @property
     def examples(self) -> list[tuple[str, str]]:
@@ -82,7 +91,21 @@ def pages() -> Mapping[str, Page]:
         Page(one.code, Severity.ERROR, one.title, one.explanation, one.wrong, one.right, one.format)
         for one in FILE_CODES.values()
     ]
-    return {page.code: page for page in sorted(found, key=lambda page: page.code)}
+    found.append(_BROKEN)
+    return {page.code: page for page in sorted(found, key=lambda page: (bool(page.origin), page.code))}
+
+
+_BROKEN = Page(
+    BROKEN_PLUGIN,
+    Severity.ERROR,
+    "a plug-in cannot be used",
+    "An installed distribution adds rules, or the family of this model, and its code cannot be imported or is not what "
+    "the group of its entry point is for. The spec does not pass then: a check without somebody's rules would look as "
+    f"if they held. Mend or uninstall the distribution, or set {VARIABLE}=0 to run without all plug-ins. A broken "
+    "target or importer is refused when it is named, and disturbs nothing else.",
+    "",
+    "",
+)
 
 
 def _with_use(rule: FileRule) -> str:
@@ -101,7 +124,16 @@ def titles() -> Mapping[str, str]:
 def _of_rule(rule: Rule) -> Page:
     wrong, right = excerpt(rule.wrong), excerpt(rule.right)
     return Page(
-        rule.code, rule.severity, rule.title, rule.explanation, wrong, right, "json", rule.sources, rule.targets
+        rule.code,
+        rule.severity,
+        rule.title,
+        rule.explanation,
+        wrong,
+        right,
+        "json",
+        rule.sources,
+        rule.targets,
+        rule.origin,
     )
 
 

@@ -6,12 +6,15 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from parcompile import entry_points
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
+from parcompile.model.families import family_problem
 from parcompile.spec.resolve import Resolution, Unavailable
 
 ESTIMATE = "estimate"
@@ -57,6 +60,7 @@ class Rule:
 
     `targets` names what the rule concerns: "all" for what is true of any run, else the backends that demand it.
     `wrong` and `right` are parts of a spec: laid over `examples.BASE`, the one breaks the rule and the other does not.
+    `origin` is the distribution that a plug-in's rule comes from.
     """
 
     code: str
@@ -68,6 +72,7 @@ class Rule:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     check: Check
+    origin: str = ""
 
     def concerns(self, targets: Collection[str]) -> bool:
         """Whether the rule fires for a plan that is meant for `targets`."""
@@ -116,9 +121,69 @@ def import_modules(*, of_files: bool) -> None:
 
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, by code."""
+    """Every rule, by code, and those of plug-ins behind them."""
     import_modules(of_files=False)
-    return tuple(_RULES[code] for code in sorted(_RULES))
+    return (*(_RULES[code] for code in sorted(_RULES)), *_added().rules)
+
+
+BROKEN_PLUGIN = "E001"
+"""Code of a plug-in that a check needs and that cannot be used."""
+_ADDED_CODE = re.compile(r"[A-Z]{2,8}[0-9]{3}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """The rules of plug-ins, and what is wrong with plug-ins of rules."""
+
+    rules: tuple[Rule, ...]
+    problems: tuple[str, ...]
+
+
+@functools.cache
+def _added() -> _Added:
+    found: dict[str, Rule] = {}
+    problems: list[str] = []
+    for name, offer in entry_points.offers(entry_points.RULES).items():
+        try:
+            rules = entry_points.load(entry_points.RULES, name, functools.partial(_as_rules, known=frozenset(found)))
+        except entry_points.PluginError as error:
+            problems.append(str(error))
+            continue
+        for one in rules:
+            found[one.code] = replace(one, check=_guarded(one, offer), origin=offer.distribution)
+    return _Added(tuple(found[code] for code in sorted(found)), tuple(problems))
+
+
+def _as_rules(given: object, known: frozenset[str]) -> tuple[Rule, ...]:
+    """The rules of a plug-in: a list of them, of which none has a code that is taken."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, Rule) for one in given):
+        raise TypeError("it has to be a list of parcompile.plugins.Rule")
+    codes = [one.code for one in given]
+    for code in codes:
+        if not _ADDED_CODE.fullmatch(code):
+            raise ValueError(f"the code {code!r} has to be two to eight capital letters and three digits, as ACME001")
+        if code in known or codes.count(code) > 1:
+            raise ValueError(f"two rules are called {code}")
+    return tuple(given)
+
+
+def _guarded(entry: Rule, offer: entry_points.Offer) -> Check:
+    """The check of a plug-in; that it fails is a finding under its code, and an error."""
+
+    def check(resolution: Resolution) -> Iterator[Finding]:
+        try:
+            yield from entry.check(resolution)
+        except Unavailable:
+            raise
+        except Exception as error:
+            yield Finding(
+                f"the {offer.title} failed: {entry_points.said(error)}",
+                (),
+                help=f"report it to its authors, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
+                severity=Severity.ERROR,
+            )
+
+    return check
 
 
 def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) -> list[Diagnostic]:
@@ -130,7 +195,25 @@ def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) ->
         with contextlib.suppress(Unavailable):
             # What a rule has found before it asks for such a value still counts.
             found.extend(_diagnostic(entry, finding) for finding in entry.check(resolution))
+    problems = [*_added().problems, *(one for one in (family_problem(_model_type(resolution)),) if one)]
+    found.extend(
+        Diagnostic(
+            code=BROKEN_PLUGIN,
+            severity=Severity.ERROR,
+            message=f"the {problem}",
+            path=(),
+            help=f"mend or uninstall it, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
+        )
+        for problem in problems
+    )
     return found
+
+
+def _model_type(resolution: Resolution) -> object:
+    """The model type that a spec names, where it can be read."""
+    with contextlib.suppress(Unavailable, ValueError):
+        return resolution.model_config.get("model_type")
+    return None
 
 
 def _diagnostic(entry: Rule, finding: Finding) -> Diagnostic:

@@ -9,7 +9,7 @@ from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import expert_grid
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
-from parcompile.model.families import FAMILIES
+from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
 
@@ -101,6 +101,8 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         known = model_type(family)
         why = "" if known.reason is None else f": {known.reason.why}"
+        if family in added_families():
+            why = ": it comes from a plug-in, and nobody has compared it with one process"
         near = "" if known.nearest is None else f"; the nearest type that it injects is {known.nearest}"
         yield Finding(
             f"parcompile.runtime does not inject {family}{why}",

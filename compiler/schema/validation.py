@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
+from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
 
 from .findings import Findings
@@ -70,6 +71,10 @@ def load(name: str) -> dict[str, Any]:
     """
     schema = json.loads(text(name))
     assert isinstance(schema, dict)
+    if name == "spec":
+        # A spec may name the families of plug-ins too. What `parcompile schema` prints is the same everywhere.
+        known = schema["$defs"]["model_dimensions"]["properties"]["model_type"]["enum"]
+        known += [family for family in offers(FAMILIES) if family not in known]
     return schema
 
 

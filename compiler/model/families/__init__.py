@@ -8,15 +8,6 @@ Source: the modeling files and configuration classes of transformers 5.23; the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from .added import BUILT_IN, FAMILIES, added_families, family_problem
 
-from parcompile.model.family import Family
-
-from .biased import BIASED
-from .dense import DENSE
-from .experts import EXPERTS
-from .latent import LATENT
-from .shared_experts import SHARED_EXPERTS
-
-FAMILIES: Mapping[str, Family] = {**DENSE, **BIASED, **EXPERTS, **SHARED_EXPERTS, **LATENT}
-"""The model types whose parameters the compiler knows exactly."""
+__all__ = ["BUILT_IN", "FAMILIES", "added_families", "family_problem"]

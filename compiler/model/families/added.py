@@ -1,0 +1,69 @@
+"""Families that plug-ins add to the built-in ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+from parcompile import entry_points
+from parcompile.model.family import Family
+
+from .biased import BIASED
+from .dense import DENSE
+from .experts import EXPERTS
+from .latent import LATENT
+from .shared_experts import SHARED_EXPERTS
+
+BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **EXPERTS, **SHARED_EXPERTS, **LATENT}
+"""The families of this package."""
+
+
+class _Families(Mapping[str, Family]):
+    """The built-in families, and those that plug-ins add. A plug-in replaces none that is built in."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        found = _added(name)
+        if not isinstance(found, Family):
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        yield from BUILT_IN
+        yield from (name for name in added_families() if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
+"""The model types whose parameters the compiler knows exactly."""
+
+
+def added_families() -> tuple[str, ...]:
+    """The names of families that plug-ins offer, whether they can be loaded or not."""
+    return tuple(name for name in entry_points.offers(entry_points.FAMILIES) if name not in BUILT_IN)
+
+
+def family_problem(name: object) -> str | None:
+    """What is wrong with the plug-in that offers this family; None when nothing is, or when there is none."""
+    found = _added(name) if isinstance(name, str) and name not in BUILT_IN else None
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _added(name: str) -> Family | str | None:
+    """The family that a plug-in offers under a name, or why it cannot be used."""
+    if name not in entry_points.offers(entry_points.FAMILIES):
+        return None
+    try:
+        return entry_points.load(entry_points.FAMILIES, name, _as_family)
+    except entry_points.PluginError as error:
+        return str(error)
+
+
+def _as_family(given: object) -> Family:
+    if not isinstance(given, Family):
+        raise TypeError(f"it has to be a parcompile.plugins.Family, and is of type {type(given).__name__}")
+    return given

@@ -1,0 +1,207 @@
+"""Rules, targets, importers and families of another distribution, installed as pip leaves it: files and metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CODE = """
+from parcompile.plugins import Family, Finding, Importer, Loss, Norm, Severity, Target, rule
+
+
+@rule(
+    "ACME001",
+    "runs of this organisation have a seed of their own",
+    "Seed 0 is what everybody forgets to set.",
+    wrong={"training": {"seed": 0}},
+    right={"training": {"seed": 7}},
+)
+def seed_is_chosen(spec):
+    if spec.get("training", "seed") == 0:
+        yield Finding("seed 0 is nobody's choice", ("training", "seed"), help="choose one")
+
+
+@rule("ACME002", "a rule with a defect", "It divides by zero.", wrong={}, right={}, severity=Severity.WARNING)
+def broken(spec):
+    if spec.get("training", "seed") == 13:
+        1 / 0
+    yield from ()
+
+
+RULES = [seed_is_chosen, broken]
+TARGET = Target(
+    "acme",
+    lambda plan: {"acme/run.json": {"ranks": plan.world_size}},
+    lambda plan: [Loss("ZeRO", "acme has none", "plain data parallelism is used")],
+    backend="acme",
+    version="3",
+)
+OUTSIDE = Target("outside", lambda plan: {"../ds_config.json": {}})
+FAMILY = Family(norm=Norm.WEIGHT_AND_BIAS)
+
+
+def read(source, draft):
+    draft.carry(source, "cards", ("cluster", "gpus_per_node"))
+    draft.carry(source, "length", ("training", "sequence_length"))
+    draft.carry(source, "preset", ("model", "preset"))
+
+
+IMPORTER = Importer(
+    tool="ACME",
+    options=dict,
+    defaults=dict,
+    read=read,
+    written=lambda plan: {},
+    recognises=lambda tree: "acme_version" in tree,
+)
+"""
+POINTS = """
+[parcompile.rules]
+house = acme:RULES
+[parcompile.targets]
+acme = acme:TARGET
+outside = acme:OUTSIDE
+gone = acme.nowhere:TARGET
+[parcompile.importers]
+acme = acme:IMPORTER
+[parcompile.families]
+acme_llama = acme:FAMILY
+acme_broken = acme.nowhere:FAMILY
+"""
+SPEC: dict[str, Any] = {
+    "version": 1,
+    "model": {"preset": "llama-3-8b"},
+    "cluster": {"gpus_per_node": 8, "accelerator": "h200"},
+    "training": {"sequence_length": 4096, "global_batch_size": 8, "seed": 7},
+}
+
+
+def install(folder: Path, name: str, points: str, code: str) -> Path:
+    """A distribution without a network: its module, and the metadata that pip would write."""
+    information = folder / f"{name}-1.2.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (information / "entry_points.txt").write_text(points)
+    (folder / f"{name}.py").write_text(code)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Runs parcompile with the distributions of `site`, and returns its exit code and what it printed."""
+    site = install(tmp_path / "site", "acme", POINTS, CODE)
+
+    def call(*arguments: str, spec: dict[str, Any] | None = None, **environment: str) -> tuple[int, str]:
+        (tmp_path / "spec.json").write_text(json.dumps(spec or SPEC))
+        done = subprocess.run(
+            [sys.executable, "-m", "parcompile", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site), **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    return call
+
+
+def with_seed(seed: int) -> dict[str, Any]:
+    return {**SPEC, "training": {**SPEC["training"], "seed": seed}}
+
+
+def test_a_rule_finds_is_explained_and_can_be_ignored(run: Any) -> None:
+    assert run("check", "spec.json")[0] == 0
+    code, said = run("check", "spec.json", spec=with_seed(0))
+    assert code == 1
+    assert "error[ACME001]: seed 0 is nobody's choice" in said
+    assert run("check", "spec.json", "--ignore", "ACME", spec=with_seed(0))[0] == 0
+    # A is the letter of other codes: it does not stand for ACME.
+    assert run("check", "spec.json", "--ignore", "A", spec=with_seed(0))[0] == 1
+    assert run("explain", "ACME001")[1].startswith("ACME001 (error): runs of this organisation")
+    assert "ACME: rules of acme 1.2 ACME001 error runs of this" in run("explain")[1]
+
+
+def test_a_rule_that_fails_is_an_error_that_names_its_distribution(run: Any) -> None:
+    code, said = run("check", "spec.json", spec=with_seed(13))
+    assert code == 1
+    assert (
+        "error[ACME002]: the rules 'house' of acme 1.2 (acme:RULES) failed: ZeroDivisionError: division by zero" in said
+    )
+    assert run("check", "spec.json", spec=with_seed(13), PARCOMPILE_PLUGINS="0")[0] == 0
+
+
+def test_a_target_writes_into_a_folder_of_its_own_and_is_compared_like_others(run: Any, tmp_path: Path) -> None:
+    code, said = run("spec.json", "-o", "plan", "-t", "acme", "-t", "deepspeed")
+    assert code == 0
+    assert "acme: ZeRO: acme has none (plain data parallelism is used)" in said
+    assert json.loads((tmp_path / "plan/acme/run.json").read_text()) == {"ranks": 8}
+    assert json.loads((tmp_path / "plan/parcompile.lock.json").read_text())["backends"]["acme"] == "3"
+    assert run("spec.json", "-o", "plan", "--check")[0] == 0
+    code, said = run("spec.json", "-o", "plan", "--check", PARCOMPILE_PLUGINS="0")
+    assert code == 2
+    assert "there is no target 'acme'" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gone", "the target 'gone' of acme 1.2 (acme.nowhere:TARGET) cannot be loaded: ModuleNotFoundError"),
+        ("outside", "(acme:OUTSIDE) wants to write '../ds_config.json': its files have to stand in outside/"),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_refused_when_it_is_named(
+    run: Any, tmp_path: Path, name: str, why: str
+) -> None:
+    code, said = run("spec.json", "-o", "plan", "-t", name)
+    assert code == 2
+    assert why in said
+    assert not (tmp_path / "plan").exists()
+
+
+def test_an_importer_reads_files_that_it_recognises(run: Any, tmp_path: Path) -> None:
+    file = {"acme_version": 1, "cards": 8, "length": 4096, "preset": "llama-3-8b", "colour": "red"}
+    (tmp_path / "run.yaml").write_text(json.dumps(file))
+    code, said = run("import", "run.yaml", "--accelerator", "h200", "-o", "made.json")
+    assert code == 0
+    assert "colour: not known to this importer of ACME" in said
+    assert json.loads((tmp_path / "made.json").read_text())["cluster"]["gpus_per_node"] == 8
+    assert run("import", "run.yaml", "--kind", "nobody")[0] == 2
+
+
+def test_a_family_gives_a_model_type_its_parameters(run: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    model = {"model_type": "acme_llama", **sizes, "vocab_size": 256, "max_position_embeddings": 4096}
+    code, said = run("spec.json", "-o", "plan", spec={**SPEC, "model": model})
+    assert code == 0, said
+    assert "warning[X004]: parcompile.runtime does not inject acme_llama: it comes from a plug-in" in said
+    assert "input_layernorm.bias" in (tmp_path / "plan/plan.json").read_text()
+    code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": "acme_broken"}})
+    assert code == 1
+    assert "error[E001]: the family 'acme_broken' of acme 1.2 (acme.nowhere:FAMILY) cannot be loaded" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("RULES = 1 / 0", "cannot be loaded: ZeroDivisionError"),
+        ("RULES = 7", "has to be a list of parcompile.plugins.Rule"),
+        (CODE.replace("ACME001", "T001"), "the code 'T001' has to be two to eight capital letters and three digits"),
+        (CODE.replace("ACME002", "ACME001"), "two rules are called ACME001"),
+    ],
+)
+def test_rules_that_cannot_be_used_fail_the_check(tmp_path: Path, run: Any, code: str, why: str) -> None:
+    install(tmp_path / "site", "other", "[parcompile.rules]\nothers = other:RULES\n", code)
+    exit_code, said = run("check", "spec.json")
+    assert exit_code == 1
+    assert said.count("[E001]") == 1
+    assert f"error[E001]: the rules 'others' of other 1.2 (other:RULES) {'cannot' if 'cannot' in why else ''}" in said
+    assert why in said
