@@ -12,8 +12,9 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
-from parcompile.cost.coefficients import MEMORY, TIME, CoefficientSet, Fit
+from parcompile.cost.coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
+from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 
@@ -58,7 +59,7 @@ def command(
         raise click.ClickException(f"{names}: fewer than {FEWEST} runs have a measured peak or step")
     models_fitted = ", ".join(sorted({one.model for one in rows}))
     found = CoefficientSet("own", f"{names}, {models_fitted}", rows[0].work.accelerator, memory, time)
-    text = _text(found, judge(rest, found) if rest else None)
+    text = _text(found, time_bounds(rows[0].work), judge(rest, found) if rest else None)
     click.echo(writable(sys.stdout, text), nl=False)
     if output is not None:
         tree = {"sets": {"own": found.to_json()}}
@@ -83,16 +84,16 @@ def _names(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths))
 
 
-def _text(found: CoefficientSet, judged: Judgement | None) -> str:
+def _text(found: CoefficientSet, bounds: Mapping[str, Coefficient], judged: Judgement | None) -> str:
     lines = []
-    for part, fit, table in (("memory", found.memory, MEMORY), ("time", found.time, TIME)):
+    for part, fit, table in (("memory", found.memory, MEMORY), ("time", found.time, bounds)):
         if fit is None:
             lines.append(f"{part}: too few measured runs, not fitted")
             continue
         lines.append(f"{part}: {fit.rows} runs, mean error {fit.mean_absolute_error:.1%} on the rows that were fitted")
         rows = [("", "coefficient", "value", "bounds", "meaning")]
         for name, one in table.items():
-            rows.append(("", name, f"{fit.values[name]:.4g}", f"{one.low:g} to {one.high:g}", one.meaning))
+            rows.append(("", name, f"{fit.values[name]:.4g}", f"{one.low:.4g} to {one.high:.4g}", one.meaning))
         lines += columns(rows)
     if judged is None:
         lines.append("not judged: give runs of other models with --judge or --judge-model")

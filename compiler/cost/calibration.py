@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 
 from parcompile.units import GIB
 
-from .coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
+from .coefficients import MEMORY, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
 from .footprint import applied, footprint, is_safe, layout_class, memory_values, peak_bytes
 from .measurements import Measurement
 from .memory_terms import memory_terms
+from .rates import time_bounds
 from .step import step_seconds, step_terms, timing
 from .workload import Workload
 
@@ -69,11 +70,11 @@ def groups(rows: Sequence[Measurement]) -> dict[Group, list[Measurement]]:
 
 
 def usable(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Runs that took at most `USABLE` times as long as the fastest run of their model on as many nodes."""
+    """Runs whose tokens took at most `USABLE` times as long as in the fastest run of their model on as many nodes."""
     found = []
     for members in groups([one for one in rows if one.step_seconds is not None]).values():
-        best = min(one.step_seconds or math.inf for one in members)
-        found += [one for one in members if (one.step_seconds or math.inf) <= USABLE * best]
+        seconds = [(one.step_seconds or math.inf) / one.work.tokens_per_step for one in members]
+        found += [one for one, each in zip(members, seconds, strict=True) if each <= USABLE * min(seconds)]
     return found
 
 
@@ -121,12 +122,13 @@ def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = No
         raise ValueError("no run has a measured step: nothing to fit time to")
     good = set(map(id, usable(rows)))
     terms = [(one, step_terms(one.work), 1.0 if id(one) in good else OTHER_WEIGHT) for one in measured]
+    table = time_bounds(measured[0].work)
 
     def residuals(values: Sequence[float]) -> list[float]:
-        named = dict(zip(TIME, values, strict=True))
+        named = dict(zip(table, values, strict=True))
         return [w * math.log(step_seconds(parts, named) / (one.step_seconds or 1)) for one, parts, w in terms]
 
-    values = _fitted(residuals, TIME, prior)
+    values = _fitted(residuals, table, prior)
     ratios = [(one.step_seconds or 0) / step_seconds(parts, values) for one, parts, w in terms if w == 1]
     error = [abs(1 / ratio - 1) for ratio in ratios]
     return Fit(values, {"all": quantiles(ratios, TRANSFER_OF_TIME)}, len(measured), sum(error) / len(error))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from .coefficients import default_time
+from .coefficients import TIME, Coefficient, default_time
 from .workload import Workload
+
+SLOWER, FASTER = 0.25, 1.5
+"""A run reaches at least and at most this share of a rate that was measured: kernels of other sizes reach another
+one."""
 
 
 def time_values(work: Workload) -> Mapping[str, float]:
@@ -26,3 +31,16 @@ def reached(work: Workload, values: Mapping[str, float]) -> dict[str, float]:
         "node_link": 1.0,
         "network_link": 1.0,
     }
+
+
+def time_bounds(work: Workload) -> Mapping[str, Coefficient]:
+    """Where a fit of time starts, and its bounds: shares of peaks, or near the rates of a machine that was measured."""
+    if work.machine.measured is None:
+        return TIME
+    values = reached(work, default_time(work.accelerator).values)
+    found = {name: replace(one, start=values[name]) for name, one in TIME.items()}
+    for name in ("matmul", "attention", "node_link", "network_link"):
+        found[name] = replace(found[name], low=SLOWER * values[name], high=FASTER * values[name])
+    longest = max(TIME["launch_seconds"].high, values["launch_seconds"] / SLOWER)
+    found["launch_seconds"] = replace(found["launch_seconds"], high=longest)
+    return found

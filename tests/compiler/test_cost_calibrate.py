@@ -13,14 +13,16 @@ import pytest
 from published_runs import balanced_stages, nanotron_models
 
 from parcompile.cli import main
-from parcompile.cost.calibration import quantiles, usable
+from parcompile.cost.calibration import fit_time, quantiles, usable
 from parcompile.cost.coefficients import MEMORY, TIME, coefficient_sets
 from parcompile.cost.crashes import crashed_of_memory
 from parcompile.cost.footprint import peak_bytes
 from parcompile.cost.measurements import Measurement, read_plain
 from parcompile.cost.memory_terms import memory_terms
+from parcompile.cost.rates import time_bounds
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
+from parcompile.machines.accelerator import Measured, find_accelerator
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = [
@@ -133,8 +135,9 @@ def test_a_crash_below_a_micro_batch_that_ran_is_not_of_memory() -> None:
 
 
 def test_only_layouts_that_somebody_would_use_are_judged_for_time() -> None:
-    rows = [measured(1, seconds=1.0), measured(2, seconds=1.9), measured(4, seconds=2.1)]
-    assert [one.step_seconds for one in usable(rows)] == [1.0, 1.9]
+    # Of steps with 2 and 4 times as many tokens, one takes 1.9 times as long for each token, one 2.1 times.
+    rows = [measured(1, seconds=1.0), measured(2, seconds=3.8), measured(4, seconds=8.4)]
+    assert [one.step_seconds for one in usable(rows)] == [1.0, 3.8]
 
 
 def test_quantiles_enclose_the_middle() -> None:
@@ -150,3 +153,17 @@ def test_without_scipy_what_to_install_is_said(run: Run, tmp_path: Path, monkeyp
     code, _, err = run("calibrate", "runs.csv")
     assert code == 2
     assert "pip install 'parcompile[calibrate]'" in err
+
+
+def test_a_measured_machine_is_fitted_near_its_own_rates() -> None:
+    known = find_accelerator("h100-sxm")
+    machine = replace(known, measured=Measured(attention_flops_per_s=0.4 * known.flops_per_s, layer_seconds=5e-3))
+    here = [replace(RUN, preset=machine, micro_batch=micro) for micro in (1, 2, 4, 8, 16)]
+    # Its products run at all of the measured rate: more than a share of a peak is allowed to be.
+    truth = {name: one.start for name, one in time_bounds(here[0]).items()}
+    rows = [Measurement("1B", work, 1.0, step_seconds(step_terms(work), truth)) for work in here]
+    found = fit_time(rows)
+    assert truth["matmul"] > TIME["matmul"].high
+    assert found.values["matmul"] == pytest.approx(1.0, rel=0.02)
+    assert found.values["launch_seconds"] == pytest.approx(5e-3, rel=0.02)
+    assert found.mean_absolute_error < 1e-3
