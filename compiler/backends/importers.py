@@ -8,14 +8,39 @@ from typing import Any
 
 from parcompile import entry_points
 
+from .accelerate.read import DISTRIBUTED_IMPORTER, PARALLELISM_IMPORTER
+from .accelerate.read import IMPORTER as ACCELERATE_IMPORTER
 from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
 from .gpt_neox.read import IMPORTER as GPT_NEOX_IMPORTER
 from .importer import Importer
-from .kinds import DEEPSPEED, GPT_NEOX, MEGATRON
+from .kinds import (
+    ACCELERATE,
+    AXOLOTL,
+    DEEPSPEED,
+    DISTRIBUTED,
+    GPT_NEOX,
+    LLAMA_FACTORY,
+    MEGATRON,
+    PARALLELISM,
+    TRAINER,
+)
 from .megatron.read import IMPORTER as MEGATRON_IMPORTER
+from .trainers.axolotl import IMPORTER as AXOLOTL_IMPORTER
+from .trainers.llama_factory import IMPORTER as LLAMA_FACTORY_IMPORTER
+from .trainers.llama_factory import TRAINER_IMPORTER
 
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
-    {DEEPSPEED: DEEPSPEED_IMPORTER, MEGATRON: MEGATRON_IMPORTER, GPT_NEOX: GPT_NEOX_IMPORTER}
+    {
+        DEEPSPEED: DEEPSPEED_IMPORTER,
+        MEGATRON: MEGATRON_IMPORTER,
+        GPT_NEOX: GPT_NEOX_IMPORTER,
+        ACCELERATE: ACCELERATE_IMPORTER,
+        PARALLELISM: PARALLELISM_IMPORTER,
+        DISTRIBUTED: DISTRIBUTED_IMPORTER,
+        AXOLOTL: AXOLOTL_IMPORTER,
+        LLAMA_FACTORY: LLAMA_FACTORY_IMPORTER,
+        TRAINER: TRAINER_IMPORTER,
+    }
 )
 """The importers of this package."""
 

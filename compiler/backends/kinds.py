@@ -25,6 +25,7 @@ ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
     "trainer",
     "lightning",
 )
+PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
 MODEL, PACKAGE, UNKNOWN = "model_config", "package", "unknown"
 
 
@@ -186,8 +187,26 @@ def _deepspeed_signs(tree: Mapping[str, Any]) -> int:
     return alone + within
 
 
+_PARALLELISM_KEYS = frozenset(
+    {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"}
+)
+"""Fields of accelerate's `ParallelismConfig`."""
+_DISTRIBUTED_KEYS = frozenset(
+    {
+        *("tp_size", "tp_plan", "enable_sequence_parallel", "enable_expert_parallel", "fsdp_size", "fsdp_plan"),
+        *("dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision", "pp_size", "ep_size", "ep_plan"),
+        "ep_implementation",
+    }
+)
+"""Fields of transformers' `DistributedConfig`."""
+
+
 def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
     """A tool whose files are not checked here, by keys that it needs."""
+    if keys <= _PARALLELISM_KEYS and keys & {"dp_shard_size", "cp_size", "sp_size"}:
+        return PARALLELISM
+    if keys <= _DISTRIBUTED_KEYS and keys & {"fsdp_size", "pp_size", "ep_size", "tp_plan"}:
+        return DISTRIBUTED
     if "distributed_type" in keys:
         return ACCELERATE
     if "base_model" in keys or ("rl" in keys and "datasets" in keys):

@@ -19,11 +19,13 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.process_groups import process_groups
 from parcompile.spec import Origin
 
+from .accelerate import deepspeed as accelerate_deepspeed
+from .accelerate import transformers
 from .accelerate import write as accelerate
 from .deepspeed import facts as deepspeed
 from .deepspeed.write import ds_config
 from .json_text import to_text
-from .launch import kubernetes, scripts
+from .launch import kubernetes, scripts, skypilot
 from .losses import Loss
 from .megatron import write as megatron
 from .target_names import BUILT_IN, chosen
@@ -57,9 +59,18 @@ TARGETS: dict[str, Target] = {
         Target("torchrun", scripts.torchrun_script),
         Target("slurm", scripts.slurm_script),
         Target("kubernetes", kubernetes.files),
+        Target("skypilot", skypilot.files, skypilot.losses),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
         Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
+        Target(
+            "accelerate-deepspeed",
+            accelerate_deepspeed.files,
+            accelerate_deepspeed.losses,
+            "accelerate",
+            accelerate.ACCELERATE_VERSION,
+        ),
+        Target("transformers", transformers.files, transformers.losses, "transformers", transformers.VERSION),
     )
 }
 """The targets of this package."""

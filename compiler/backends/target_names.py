@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from parcompile import entry_points
 
-BUILT_IN = ("deepspeed", "torchrun", "slurm", "kubernetes", "megatron", "torchtitan", "accelerate")
+BUILT_IN = (
+    *("deepspeed", "torchrun", "slurm", "kubernetes", "skypilot", "megatron", "torchtitan"),
+    *("accelerate", "accelerate-deepspeed", "transformers"),
+)
 ALL = "all"
 DEFAULT = ("deepspeed", "torchrun", "slurm")
 """Targets that are written when none is named."""

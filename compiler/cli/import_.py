@@ -21,7 +21,7 @@ from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
 
-TOOLS = "DeepSpeed, Megatron-LM or gpt-neox"
+TOOLS = "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl or LLaMA-Factory"
 
 _OPTIONS: dict[SpecPath, str] = {
     ("model",): "--model",
@@ -66,10 +66,10 @@ def command(
 ) -> None:
     """Convert another tool's configuration into a spec.
 
-    FILE is a DeepSpeed configuration, Megatron-LM arguments (a shell script, YAML or JSON), or a gpt-neox YAML. The
-    command asks for values that FILE does not contain and never guesses them: give them with the options or with --set,
-    as in --set training.seed=7. The spec goes to standard output or to -o. A report of every option of FILE goes to
-    standard error.
+    FILE is a configuration of DeepSpeed, Megatron-LM (a shell script, YAML or JSON), gpt-neox, accelerate, axolotl,
+    LLaMA-Factory or transformers (arguments of its Trainer, ParallelismConfig, DistributedConfig). The command asks
+    for values that FILE does not contain and never guesses them: give them with the options or with --set, as in --set
+    training.seed=7. The spec goes to standard output or to -o. A report of every option of FILE goes to standard error.
     """
     if kind is not None and kind not in kinds():
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")

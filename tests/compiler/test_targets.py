@@ -107,7 +107,10 @@ class TestChoice:
             if name != LOCK
         }
         for name, text in files.items():
-            if name not in {"ds_config.json", "launch/deepspeed_env"}:
+            if name not in {
+                *("ds_config.json", "launch/deepspeed_env"),
+                *("parallelism_config.json", "distributed_config.json"),  # the fields of a class, and nothing else
+            }:
                 assert plan.spec_hash in text, name
                 assert plan.compiler_version in text, name
         assert lock["backends"]["deepspeed"] == "0.19.8"

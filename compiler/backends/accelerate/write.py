@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from parcompile.backends.header import header
@@ -17,11 +19,19 @@ ACCELERATE_VERSION = "1.15.0"
 _ORDERS = (("tp", "cp", "dp"),)
 
 
-def files(plan: Plan) -> dict[str, str]:
-    """accelerate.yaml."""
+def files(plan: Plan) -> dict[str, Any]:
+    """accelerate.yaml, and parallelism_config.json with the arguments of `ParallelismConfig`."""
     spec = plan.spec
     parallelism, precision = spec.parallelism, spec.training.precision
     gathers = parallelism.cp_implementation is CpImplementation.ALL_GATHER
+    sizes = {
+        "dp_replicate_size": 1,
+        "dp_shard_size": parallelism.dp,
+        "tp_size": parallelism.tp,
+        "cp_size": parallelism.cp,
+        "cp_backend": "torch",
+    }
+    strategy = "allgather" if gathers else "alltoall"
     tree = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -38,16 +48,15 @@ def files(plan: Plan) -> dict[str, str]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
         "parallelism_config": {
-            "parallelism_config_dp_replicate_size": 1,
-            "parallelism_config_dp_shard_size": parallelism.dp,
-            "parallelism_config_tp_size": parallelism.tp,
-            "parallelism_config_cp_size": parallelism.cp,
-            "parallelism_config_cp_backend": "torch",
-            "parallelism_config_cp_comm_strategy": "allgather" if gathers else "alltoall",
+            **{f"parallelism_config_{name}": value for name, value in sizes.items()},
+            "parallelism_config_cp_comm_strategy": strategy,
         },
     }
     lines = header(plan, "For `accelerate launch --config_file accelerate.yaml`: FSDP2 with tp and cp.")
-    return {"accelerate.yaml": "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False)}
+    return {
+        "accelerate.yaml": "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False),
+        "parallelism_config.json": sizes,
+    }
 
 
 def losses(plan: Plan) -> list[Loss]:
@@ -85,5 +94,8 @@ def losses(plan: Plan) -> list[Loss]:
         )
     if spec.training.activation_checkpointing == "selective":
         found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
+    if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:
+        why = "ParallelismConfig takes it in a cp_handler: TorchContextParallelConfig(cp_comm_strategy='alltoall')"
+        found.append(Loss("cp_comm_strategy in parallelism_config.json", why, "add that cp_handler, or it gathers"))
     found.append(Loss("batch, optimizer and clipping", "they are the script's", "take them from plan.json"))
     return found

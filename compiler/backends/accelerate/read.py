@@ -1,0 +1,288 @@
+"""A spec out of accelerate's YAML, of its `ParallelismConfig`, or of transformers' `DistributedConfig`, as JSON.
+
+Sources: accelerate 1.15 (`commands/config/config_args.py`, `parallelism_config.py`, `utils/dataclasses.py`) and
+transformers 5.23 (`distributed/configuration_utils.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parcompile.backends.importer import Importer, RefusedError
+from parcompile.backends.kinds import ACCELERATE
+from parcompile.backends.reading import Draft, Source, SpecPath
+from parcompile.backends.trainers.deepspeed_part import with_deepspeed
+from parcompile.backends.trainers.tool import options
+from parcompile.text import Document
+
+_STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
+_PARALLELISM = "parallelism_config."
+_OF_ACCELERATE = "parallelism_config_"
+_LAUNCHER = (
+    *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
+    *("main_training_function", "enable_cpu_affinity", "compute_environment", "debug", "mpirun_config", "commands"),
+    *("command_file",),
+)
+_TPU = ("tpu_", "downcast_bf16")
+_ZERO: SpecPath = ("zero", "stage")
+
+
+def read(source: Source, draft: Draft) -> None:
+    """Everything of the file that a spec can say."""
+    _machines(source, draft)
+    _precision(source, draft)
+    kind = str(source.given.get("distributed_type", "NO"))
+    if kind == "DEEPSPEED":
+        _deepspeed(source, draft)
+    elif kind == "FSDP":
+        _fsdp(source, draft)
+    elif kind == "MEGATRON_LM":
+        _megatron(source, draft)
+    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        source.lose("distributed_type", "a spec is for GPUs of CUDA, and for CPUs")
+    if kind in ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM"):
+        source.ignore("distributed_type", "the sections of the file say what it stands for")
+    _parallelism(source, draft, _PARALLELISM + _OF_ACCELERATE)
+    for name in list(source.unread()):
+        if name in _LAUNCHER or name.startswith("mpirun_config."):
+            source.lose(name, "the launch files of the plan start the ranks")
+        elif name.startswith(_TPU):
+            _without(source, name, "a spec has no TPUs")
+        elif name.startswith("dynamo_config"):
+            _without(source, name, "the runtime compiles no whole model; numbers are the same")
+        elif name.startswith("fp8_config"):
+            source.lose(name, "the runtime has no FP8")
+        elif source.given[name] in (None, {}):
+            source.ignore(name, "empty")
+
+
+def _without(source: Source, name: str, reason: str) -> None:
+    """Something that a spec has not: without effect where the file does not use it either."""
+    if source.given[name] in (None, False, [], {}, "no", "NO"):
+        source.ignore(name, "off")
+    else:
+        source.lose(name, reason)
+
+
+def _machines(source: Source, draft: Draft) -> None:
+    nodes = draft.carry(source, "num_machines", ("cluster", "nodes"), int) or 1
+    count = source.value("num_processes", ("cluster", "gpus_per_node"))
+    if isinstance(count, int) and count > 0:
+        if count % nodes:
+            raise RefusedError(f"num_processes {count} / num_machines {nodes} = {count / nodes:g} is not whole")
+        draft.set(("cluster", "gpus_per_node"), count // nodes, said=True)
+    if source.given.get("use_cpu") is True:
+        draft.carry(source, "use_cpu", ("cluster", "accelerator"), lambda _value: "cpu")
+    else:
+        source.ignore("use_cpu", "off")
+
+
+def _precision(source: Source, draft: Draft) -> None:
+    name, path = "mixed_precision", ("training", "precision")
+    value = source.given.get(name, "no")
+    if value in ("bf16", "fp16"):
+        draft.carry(source, name, path)
+    elif value in ("no", False, None):  # YAML 1.1 reads no as false
+        draft.set(path, "fp32", said=False)
+        source.used[name] = {path}
+    else:
+        source.lose(name, "the runtime trains in fp32, bf16 and fp16")
+
+
+def _deepspeed(source: Source, draft: Draft) -> None:
+    prefix = "deepspeed_config."
+    draft.carry(source, prefix + "zero_stage", _ZERO, int)
+    if not source.has(prefix + "zero_stage") and not source.has(prefix + "deepspeed_config_file"):
+        draft.set(_ZERO, 2, said=True)  # DeepSpeedPlugin's default
+    draft.carry(source, prefix + "gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), int)
+    draft.carry(source, prefix + "gradient_clipping", ("training", "gradient_clipping"), float)
+    file = prefix + "deepspeed_config_file"
+    if source.has(file):
+        source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
+        for path in (_ZERO, ("training", "optimizer")):
+            draft.ask(path, f"{source.given[file]} says it: import that file too")
+    for device in ("offload_optimizer_device", "offload_param_device"):
+        if source.given.get(prefix + device) in ("none", None):
+            source.ignore(prefix + device, "off")
+        else:
+            source.lose(prefix + device, "the runtime has no offload: raise tp or pp, which shrink all states")
+    for name in source.under(prefix[:-1]):
+        key = name.removeprefix(prefix)
+        if name in source.used or name in source.reasons:
+            continue
+        if key.startswith("zero3_"):
+            _without(source, name, "the model is built and saved by the plan's slices")
+        elif key in ("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter") or (
+            key == "deepspeed_inclusion_filter"
+        ):
+            source.lose(name, "the launch files of the plan start the ranks")
+        elif key.startswith("offload_") and key.endswith("nvme_path"):
+            _without(source, name, "the runtime has no offload")
+
+
+def _fsdp(source: Source, draft: Draft) -> None:
+    prefix = "fsdp_config."
+    strategy = source.given.get(prefix + "fsdp_sharding_strategy")
+    reshard = source.given.get(prefix + "fsdp_reshard_after_forward")
+    is_second = str(source.given.get(prefix + "fsdp_version", 1)) == "2"
+    if is_second or isinstance(reshard, bool):
+        stage = 2 if reshard is False else 3
+    else:
+        stage = _STAGES.get(str(reshard if reshard is not None else strategy or "FULL_SHARD"), 3)
+    draft.set(_ZERO, stage, said=True)
+    for key in ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        if source.has(prefix + key):
+            source.used[prefix + key] = {_ZERO}
+    if str(strategy).startswith("HYBRID"):
+        source.lose(prefix + "fsdp_sharding_strategy", "the runtime shards over all of dp, not within nodes")
+    if source.given.get(prefix + "fsdp_activation_checkpointing") is True:
+        path = ("training", "activation_checkpointing")
+        draft.carry(source, prefix + "fsdp_activation_checkpointing", path, lambda _value: "full")
+    for name in source.under(prefix[:-1]):
+        key = name.removeprefix(prefix)
+        if name in source.used or name in source.reasons:
+            continue
+        if key == "fsdp_activation_checkpointing":
+            source.ignore(name, "off")
+        elif "offload" in key:
+            _without(source, name, "the runtime has no offload")
+        elif "state_dict" in key:
+            source.lose(name, "checkpoints of the runtime hold shards, and `parcompile checkpoint export` joins them")
+        else:
+            source.lose(name, "FSDP's own: ZeRO has no such setting")
+
+
+def _megatron(source: Source, draft: Draft) -> None:
+    prefix = "megatron_lm_config.megatron_lm_"
+    carried: dict[str, SpecPath] = {
+        "tp_degree": ("parallelism", "tp"),
+        "pp_degree": ("parallelism", "pp"),
+        "sequence_parallelism": ("parallelism", "sequence_parallel"),
+        "gradient_clipping": ("training", "gradient_clipping"),
+        "num_micro_batches": ("training", "gradient_accumulation_steps"),
+    }
+    for key, path in carried.items():
+        draft.carry(source, prefix + key, path, _literal)
+    if _literal(source.given.get(prefix + "recompute_activations")) is True:
+        path = ("training", "activation_checkpointing")
+        draft.carry(source, prefix + "recompute_activations", path, lambda _value: "selective")
+    else:
+        source.ignore(prefix + "recompute_activations", "off")
+    sharded = _literal(source.given.get(prefix + "use_distributed_optimizer")) is True
+    draft.set(_ZERO, 1 if sharded else 0, said=True)
+    source.used[prefix + "use_distributed_optimizer"] = {_ZERO}
+
+
+def _literal(value: Any) -> Any:
+    """A value that accelerate writes as text."""
+    return {"true": True, "false": False}.get(str(value).lower(), value)
+
+
+def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
+    """`ParallelismConfig`, whose fields have a prefix in the YAML and none in Python."""
+
+    def size(field: str) -> int | None:
+        value = source.given.get(prefix + field)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    draft.carry(source, prefix + "tp_size", ("parallelism", "tp"), int)
+    cp, sp = size("cp_size") or 1, size("sp_size") or 1
+    if cp > 1 and sp > 1:
+        raise RefusedError(f"cp_size {cp} and sp_size {sp}: accelerate refuses both above 1")
+    path = ("parallelism", "cp")
+    for field in ("cp_size", "sp_size"):
+        if source.has(prefix + field):
+            source.used[prefix + field] = {path}
+    if cp * sp > 1:
+        draft.set(path, cp * sp, said=True)
+        implementation = ("parallelism", "cp_implementation")
+        strategy = source.given.get(prefix + "cp_comm_strategy", "allgather")
+        draft.set(
+            implementation, "ulysses" if sp > 1 else "all_gather" if strategy == "allgather" else "ring", said=True
+        )
+        for field in ("cp_comm_strategy", "cp_backend", "sp_backend"):
+            if source.has(prefix + field):
+                source.used[prefix + field] = {implementation}
+    for field in ("cp_comm_strategy", "cp_backend", "sp_backend"):
+        if source.has(prefix + field) and prefix + field not in source.used:
+            source.ignore(prefix + field, "cp and sp are 1")
+    shard, replicate = size("dp_shard_size"), size("dp_replicate_size")
+    if shard is not None or replicate is not None:
+        draft.set(("parallelism", "dp"), (shard or 1) * (replicate or 1), said=True)
+        for field in ("dp_shard_size", "dp_replicate_size"):
+            if source.has(prefix + field):
+                source.used[prefix + field] = {("parallelism", "dp")}
+    if (replicate or 1) > 1 and (shard or 1) > 1:
+        source.lose(prefix + "dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
+    for name in source.under(prefix.rstrip("_.")) if prefix else list(source.unread()):
+        if name.rpartition(".")[2].startswith((f"{_OF_ACCELERATE}sp_", "sp_handler")) and name not in source.used:
+            source.lose(name, "a setting of DeepSpeed's Ulysses; the runtime has its own")
+
+
+def _read_parallelism(source: Source, draft: Draft) -> None:
+    _parallelism(source, draft, "")
+
+
+def _read_distributed(source: Source, draft: Draft) -> None:
+    """`DistributedConfig` of transformers."""
+    for key, axis in (("tp_size", "tp"), ("pp_size", "pp"), ("ep_size", "ep")):
+        if source.given.get(key) is None:
+            source.ignore(key, "null: as if it was left out")
+        else:
+            draft.carry(source, key, ("parallelism", axis), int)
+    sizes = [source.given.get(key) for key in ("fsdp_size", "dp_replicate_size")]
+    known = [one for one in sizes if isinstance(one, int)]
+    if known:
+        dp = 1
+        for one in known:
+            dp *= one
+        draft.set(("parallelism", "dp"), dp, said=True)
+        draft.set(_ZERO, 3 if isinstance(sizes[0], int) and sizes[0] > 1 else 0, said=True)
+        source.used["fsdp_size"] = {("parallelism", "dp"), _ZERO}
+        if isinstance(sizes[1], int) and sizes[1] > 1:
+            source.lose("dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
+        else:
+            source.used["dp_replicate_size"] = {("parallelism", "dp")}
+    for name in list(source.unread()):
+        value = source.given[name]
+        if value in (None, False):
+            source.ignore(name, "off")
+        elif name in ("tp_plan", "ep_plan", "fsdp_plan") or name.startswith(("tp_plan.", "ep_plan.", "fsdp_plan.")):
+            source.lose(name, "the plan cuts the weights of a family by its own table")
+        elif name == "enable_sequence_parallel":
+            source.ignore(name, "transformers 5.23 does nothing with it")
+        elif name == "enable_expert_parallel":
+            source.ignore(name, "ep_size says it")
+        elif name == "ep_implementation":
+            source.lose(name, "the runtime exchanges tokens by all-to-all")
+        elif name in ("fsdp_cpu_offload", "fsdp_mixed_precision"):
+            source.lose(name, "the runtime has no FSDP: see zero and training.precision")
+
+
+def _tree(document: Document) -> Mapping[str, Any]:
+    return with_deepspeed(document, ACCELERATE)
+
+
+IMPORTER = Importer(
+    tool="accelerate",
+    options=options,
+    defaults=dict,
+    read=read,
+    written=lambda _plan: {},
+    tree=_tree,
+)
+PARALLELISM_IMPORTER = Importer(
+    tool="accelerate's ParallelismConfig",
+    options=options,
+    defaults=dict,
+    read=_read_parallelism,
+    written=lambda _plan: {},
+)
+DISTRIBUTED_IMPORTER = Importer(
+    tool="transformers' DistributedConfig",
+    options=options,
+    defaults=dict,
+    read=_read_distributed,
+    written=lambda _plan: {},
+)

@@ -1,0 +1,211 @@
+"""The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
+
+Sources: transformers 5.23, `training_args.py` and `trainer.py` (the schedules of `optimization.py`). DeepSpeed's own
+schedules, which a plan uses, rise one step later than those of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parcompile.backends.importer import RefusedError
+from parcompile.backends.reading import Account, Draft, Outcome, Source, SpecPath, UndecidedError
+from parcompile.model.presets import find_preset
+
+from .deepspeed_part import PREFIX, read_deepspeed
+from .tool import Tool
+
+_ADAMW = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw"})
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant"}
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+_SCHEDULE: SpecPath = ("training", "lr_scheduler")
+
+
+def reader(tool: Tool) -> Callable[[Source, Draft], None]:
+    """What reads the options of a tool."""
+
+    def read(source: Source, draft: Draft) -> None:
+        for name, value in source.given.items():
+            if value is None:
+                source.ignore(name, "null: as if it was left out")
+        inner = read_deepspeed(source, draft)
+        _model(tool, source, draft)
+        _training(tool, source, draft)
+        _precision(tool, source, draft)
+        _optimizer(tool, source, draft)
+        _schedule(tool, source, draft)
+        _axes(tool, source, draft)
+        if inner is not None:
+            _joined(tool, draft, inner)
+        for name in list(source.unread()):
+            why = tool.reason(name)
+            if why is not None:
+                source.lose(name, why)
+
+    return read
+
+
+def _model(tool: Tool, source: Source, draft: Draft) -> None:
+    name = source.given.get(tool.model)
+    if not isinstance(name, str):
+        return
+    if ("model",) in draft.answers:
+        source.reasons[tool.model] = Account(tool.model, Outcome.CARRIED, "model (as you say)")
+        return
+    preset, file = find_preset(name), Path(name) / "config.json"
+    if preset is not None:
+        draft.set(("model", "preset"), preset.name, said=True)
+    elif file.is_file():
+        draft.set(("model", "hf_config"), str(file), said=True)
+    else:
+        draft.ask(("model",), f"{name} is no preset: download its config.json")
+    source.used[tool.model] = {("model",)}
+
+
+def _training(tool: Tool, source: Source, draft: Draft) -> None:
+    carried: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+        ("per_device_train_batch_size", "micro_batch_size", int),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", int),
+        ("max_grad_norm", "gradient_clipping", float),
+        ("seed", "seed", int),
+    )
+    for argument, name, convert in carried:
+        draft.carry(source, tool.own(argument), ("training", name), convert)
+    draft.carry(source, tool.length, ("training", "sequence_length"), int)
+    steps = _number(source, tool.own("max_steps"))
+    if steps is not None and steps > 0:
+        draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), int)
+    elif source.has(tool.own("max_steps")):
+        source.ignore(tool.own("max_steps"), "no limit of steps")
+    recompute = tool.own("gradient_checkpointing")
+    value = source.given.get(recompute)
+    if value in (True, False, "true", "false"):
+        full = value in (True, "true")
+        draft.carry(source, recompute, ("training", "activation_checkpointing"), lambda _v: "full" if full else "none")
+    elif value is not None and recompute not in source.reasons:
+        draft.set(("training", "activation_checkpointing"), "full", said=True)
+        source.lose(recompute, f"{value!r} moves activations to the host; the spec recomputes them instead")
+
+
+def _precision(tool: Tool, source: Source, draft: Draft) -> None:
+    path: SpecPath = ("training", "precision")
+    names = [name for name in (tool.own("bf16"), tool.own("fp16")) if source.has(name)]
+    try:
+        bf16, fp16 = (source.value(tool.own(name), path) for name in ("bf16", "fp16"))
+    except UndecidedError as error:
+        draft.leave_open(source, error, path)
+        for name in names:
+            source.used.setdefault(name, set()).add(path)
+        return
+    precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    draft.set(path, precision, said=bool(bf16 or fp16))
+    for name in names:
+        source.used.setdefault(name, set()).add(path)
+
+
+def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
+    name = tool.own("optim")
+    kind = source.value(name, (*_OPTIMIZER, "type"))
+    if str(kind) in _ADAMW:
+        draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has(name))
+    elif (*_OPTIMIZER, "type") not in draft.answers:
+        draft.ask((*_OPTIMIZER, "type"), f"{name} is {kind!r}: a spec has adam and adamw with states of 32 bits")
+        source.lose(name, "a spec has adam and adamw with states of 32 bits")
+    draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), float)
+    draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), float)
+    draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), float)
+    betas = [tool.own(name) for name in ("adam_beta1", "adam_beta2")]
+    values = [float(source.value(name, (*_OPTIMIZER, "betas"))) for name in betas]
+    draft.set((*_OPTIMIZER, "betas"), values, said=any(source.has(name) for name in betas))
+
+
+def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
+    """The schedule. What it needs and the file leaves to the number of samples is asked for."""
+    name = tool.own("lr_scheduler_type")
+    kind = str(source.value(name, _SCHEDULE))
+    if kind not in _SCHEDULES:
+        draft.ask(_SCHEDULE, f"{name} is {kind!r}: a spec has constant, linear and cosine")
+        source.lose(name, "a spec has the schedules constant, linear and cosine")
+        return
+    if kind == "constant":
+        # The rate stays: a spec without a schedule.
+        for unused in (tool.own("warmup_steps"), "warmup_ratio"):
+            source.ignore(unused, "a constant rate has no warm-up")
+        return
+    steps = _train_steps(source, draft, tool)
+    warmup = _warmup(source, draft, tool, steps)
+    if kind in ("cosine", "linear") and steps is None:
+        draft.ask(
+            ("training", "train_steps"), f"the {kind} schedule ends with the last step, which depends on the data"
+        )
+    draft.set((*_SCHEDULE, "type"), _SCHEDULES[kind], said=True)
+    if warmup is not None:
+        draft.set((*_SCHEDULE, "warmup_steps"), max(2, warmup), said=True)
+
+
+def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
+    answered = draft.answers.get(("training", "train_steps"))
+    given = _number(source, tool.own("max_steps"))
+    found = answered if isinstance(answered, int) else given
+    return int(found) if found is not None and found > 0 else None
+
+
+def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int | None:
+    """Steps of the warm-up; None when they are asked for, or when the user says them."""
+    path = (*_SCHEDULE, "warmup_steps")
+    count, ratio = _number(source, tool.own("warmup_steps")), _number(source, "warmup_ratio")
+    if count is not None and 0 < count < 1:
+        count, ratio = None, count  # transformers 5 takes a fraction as the ratio
+    for name in (tool.own("warmup_steps"), "warmup_ratio"):
+        if source.has(name) and name not in source.reasons:
+            source.used.setdefault(name, set()).add(path)
+    if path in draft.answers:
+        return None
+    if count:
+        return int(count)
+    if not ratio and "warmup_ratio" in tool.defaults and count is None:
+        if steps is not None:
+            return min(int(tool.defaults["warmup_ratio"] * steps), 100)
+        ratio = tool.defaults["warmup_ratio"]
+    if not ratio:
+        return 0
+    if steps is None:
+        draft.ask(path, f"it is {ratio:g} of all steps, whose number depends on the data")
+        return None
+    return math.ceil(ratio * steps)
+
+
+def _number(source: Source, name: str) -> float | None:
+    value = source.given.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _axes(tool: Tool, source: Source, draft: Draft) -> None:
+    for axis, names in tool.parallel.items():
+        for name in names:
+            if source.given.get(name) is not None:
+                draft.carry(source, name, ("parallelism", axis), int)
+
+
+def _joined(tool: Tool, draft: Draft, inner: Draft) -> None:
+    """Adds what the DeepSpeed configuration says. Where the trainer says something else, it would not start.
+
+    Raises:
+        RefusedError: the two disagree.
+    """
+    for path in inner.said:
+        if path in draft.said and draft.values[path] != inner.values[path]:
+            raise RefusedError(
+                f"{tool.name} says {'.'.join(path)} {draft.values[path]!r} and its DeepSpeed configuration "
+                f"{inner.values[path]!r}: transformers refuses to start with such a file"
+            )
+        draft.set(path, inner.values[path], said=True)
+    for path, question in inner.questions.items():
+        if not any(known[: len(path)] == path for known in draft.values):
+            draft.questions.setdefault(path, question)
+
+
+__all__ = ["PREFIX", "reader"]

@@ -1,0 +1,343 @@
+"""Files for accelerate, transformers, SkyPilot and Kubeflow, and files of trainers: read by their own code, and back.
+
+accelerate and transformers judge what is written for them with the classes that they load it into. What axolotl and
+LLaMA-Factory call their options was read in their sources; 336 example files of their repositories were imported with
+every option named (2026-11).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import parcompile
+from parcompile.backends.importer import RefusedError
+from parcompile.backends.importers import importer
+from parcompile.backends.reading import Outcome
+from parcompile.backends.registry import losses, render
+from parcompile.backends.trainers.tool import DEFAULTS
+from parcompile.foreign import recognised
+from parcompile.importing import Imported, import_tree
+from parcompile.text import read_file
+
+MODEL = {("model",): {"preset": "llama-3-8b"}}
+CLUSTER = {("cluster", "gpus_per_node"): 8}
+
+
+def plan_of(parallelism: dict[str, Any] | None = None, **sections: Any) -> parcompile.Plan:
+    return parcompile.compile(
+        {
+            "version": 1,
+            "model": {"preset": "llama-3-8b"},
+            "cluster": {"nodes": 2, "gpus_per_node": 8, "accelerator": "h200"},
+            "parallelism": parallelism or {},
+            "training": {"sequence_length": 4096, "global_batch_size": 16, "activation_checkpointing": "full"},
+            **sections,
+        }
+    )
+
+
+def imported(file: Path, answers: dict[tuple[str, ...], Any] | None = None) -> Imported:
+    found, recognition = recognised(read_file(file))
+    reader = importer(recognition.kind)
+    assert found.document is not None
+    return import_tree(reader.tree(found.document), reader, answers or {}, file.parent)
+
+
+def outcome(result: Imported) -> dict[str, Outcome]:
+    return {one.option: one.outcome for one in result.accounts}
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "zero"),
+    [({}, 1), ({}, 3), ({"cp": 4, "cp_implementation": "ulysses", "cp_layout": "contiguous"}, 1)],
+    ids=["zero-1", "zero-3", "ulysses"],
+)
+def test_accelerate_loads_the_deepspeed_yaml_and_the_import_gives_the_plan_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: dict[str, Any], zero: int
+) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    plan = plan_of(parallelism, zero={"stage": zero})
+    files = render(plan, ("accelerate-deepspeed",))
+    file = write(tmp_path / "accelerate_deepspeed.yaml", files["accelerate_deepspeed.yaml"])
+    write(tmp_path / "ds_config.json", files["ds_config.json"])
+    loaded = config_args.load_config_from_file(str(file))
+    assert (loaded.num_processes, loaded.num_machines, loaded.distributed_type.value) == (16, 2, "DEEPSPEED")
+    monkeypatch.chdir(tmp_path)
+    plugin = pytest.importorskip("accelerate.utils").DeepSpeedPlugin(
+        hf_ds_config=loaded.deepspeed_config["deepspeed_config_file"],
+        zero3_init_flag=loaded.deepspeed_config["zero3_init_flag"],
+    )
+    assert plugin.zero_stage == zero
+    assert plugin.deepspeed_config["train_batch_size"] == 16
+    result = imported(file, {**MODEL, ("training", "sequence_length"): 4096, ("training", "optimizer", "lr"): 3e-4})
+    assert result.spec["cluster"] == {"nodes": 2, "gpus_per_node": 8}
+    assert result.spec.get("parallelism", {}).get("cp", 1) == parallelism.get("cp", 1)
+    assert outcome(result)["deepspeed_config.deepspeed_config_file"] is Outcome.LOST
+
+
+def test_accelerate_launch_understands_every_key_of_the_sequence_parallel_section() -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    plan = plan_of({"cp": 4, "cp_implementation": "ulysses"})
+    tree = yaml.safe_load(render(plan, ("accelerate-deepspeed",))["accelerate_deepspeed.yaml"])
+    known = {option for action in launch.launch_command_parser()._actions for option in action.option_strings}
+    assert {f"--{key}" for key in tree["parallelism_config"]} <= known
+
+
+@pytest.mark.parametrize("parallelism", [{"tp": 2, "cp": 2}, {"tp": 4}, {"cp": 2, "cp_implementation": "all_gather"}])
+def test_accelerate_builds_the_parallelism_config_and_its_import_gives_the_axes_back(
+    tmp_path: Path, parallelism: dict[str, Any]
+) -> None:
+    configs = pytest.importorskip("accelerate.parallelism_config")
+    plan = plan_of(parallelism)
+    text = render(plan, ("accelerate",))["parallelism_config.json"]
+    config = configs.ParallelismConfig(**json.loads(text))
+    assert config.total_size == 16
+    assert (config.tp_size, config.cp_size) == (plan.spec.parallelism.tp, plan.spec.parallelism.cp)
+    result = imported(write(tmp_path / "parallelism_config.json", text))
+    found = result.spec["parallelism"]
+    assert [found.get(axis, 1) for axis in ("tp", "cp", "dp")] == [config.tp_size, config.cp_size, config.dp_shard_size]
+    assert set(outcome(result).values()) <= {Outcome.CARRIED, Outcome.NO_EFFECT}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "sizes"),
+    [({"tp": 4}, (4, 1, 1, 4)), ({"tp": 2, "pp": 8, "dp": 1}, (2, 8, 1, 1))],
+)
+def test_transformers_builds_the_distributed_config_and_its_import_gives_the_axes_back(
+    tmp_path: Path, parallelism: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    configs = pytest.importorskip("transformers.distributed.configuration_utils")
+    text = render(plan_of(parallelism, zero={"stage": 1}), ("transformers",))["distributed_config.json"]
+    assert json.loads(text).keys() <= {field.name for field in fields(configs.DistributedConfig)}
+    config = configs.DistributedConfig.from_dict(json.loads(text))
+    assert (config.tp_size, config.pp_size, config.ep_size, config.fsdp_size) == sizes
+    result = imported(write(tmp_path / "distributed_config.json", text))
+    found = result.spec["parallelism"]
+    assert [found.get(axis, 1) for axis in ("tp", "pp", "ep", "dp")] == list(sizes)
+    assert Outcome.LOST not in outcome(result).values()
+
+
+def test_experts_are_written_for_transformers_where_it_takes_the_layout() -> None:
+    configs = pytest.importorskip("transformers.distributed.configuration_utils")
+    model = {"model": {"preset": "mixtral-8x7b"}}
+    text = render(plan_of({"tp": 2, "ep": 4}, **model), ("transformers",))["distributed_config.json"]
+    assert configs.DistributedConfig.from_dict(json.loads(text)).efsdp_size == 4
+    uneven = plan_of({"tp": 8, "ep": 2}, **model)
+    assert any(one.fatal and one.what == "ep 2" for one in losses(uneven, ("transformers",))["transformers"])
+    with pytest.raises(ValueError, match="multiple"):
+        configs.DistributedConfig(tp_size=8, fsdp_size=2, ep_size=2)
+
+
+@pytest.mark.parametrize(
+    ("target", "parallelism", "why"),
+    [
+        ("transformers", {"cp": 2}, "DistributedConfig has no cp"),
+        ("transformers", {"pp": 2}, "refuses FSDP together with pipeline parallelism"),
+        ("accelerate-deepspeed", {"tp": 2}, "accelerate has no tp under DeepSpeed"),
+        ("accelerate-deepspeed", {"cp": 2}, "splits sequences by Ulysses alone"),
+    ],
+)
+def test_a_layout_that_a_tool_has_not_gets_no_file(target: str, parallelism: dict[str, Any], why: str) -> None:
+    files = render(plan_of(parallelism), (target,))
+    report = json.loads(files["target_report.json"])["targets"][target]
+    assert not report["expressible"]
+    assert any(why in one["why"] for one in report["losses"])
+
+
+def test_the_defaults_of_the_trainer_are_those_of_transformers() -> None:
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    known = {field.name: field.default for field in fields(arguments)}
+    found = {name: getattr(value, "value", value) for name, value in known.items() if name in DEFAULTS}
+    assert found == dict(DEFAULTS)
+
+
+AXOLOTL = """\
+base_model: meta-llama/Meta-Llama-3-8B
+datasets:
+  - {path: tatsu-lab/alpaca, type: alpaca}
+sequence_len: 8192
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 2e-5
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+warmup_ratio: 0.1
+max_steps: 500
+weight_decay: 0.01
+bf16: true
+tf32: true
+gradient_checkpointing: true
+context_parallel_size: 2
+tensor_parallel_size: 2
+ring_attn_func: batch_ring
+adapter:
+no_such_key: 7
+deepspeed: zero.json
+"""
+ZERO = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 0.5,
+}
+
+
+def test_an_axolotl_file_is_imported_with_its_deepspeed_configuration(tmp_path: Path) -> None:
+    write(tmp_path / "zero.json", json.dumps(ZERO))
+    result = imported(write(tmp_path / "run.yaml", AXOLOTL), CLUSTER)
+    training = result.spec["training"]
+    assert result.spec["model"] == {"preset": "llama-3-8b"}
+    axes = {"tp": 2, "cp": 2, "cp_layout": "contiguous", "cp_implementation": "ring"}
+    assert result.spec["parallelism"] == axes
+    assert result.spec["zero"] == {"stage": 2}
+    assert training["lr_scheduler"] == {"type": "cosine", "warmup_steps": 50}
+    assert training["optimizer"] == {"type": "adamw", "lr": 2e-5, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    assert (training["train_steps"], training["micro_batch_size"], training["sequence_length"]) == (500, 2, 8192)
+    assert (training["gradient_clipping"], training["activation_checkpointing"]) == (0.5, "full")
+    said = outcome(result)
+    assert said.keys() == {
+        *(key for key in yaml.safe_load(AXOLOTL) if key != "deepspeed"),
+        *("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.reduce_bucket_size"),
+        *("deepspeed.bf16.enabled", "deepspeed.train_micro_batch_size_per_gpu", "deepspeed.gradient_clipping"),
+    }
+    assert {name for name, one in said.items() if one is Outcome.LOST} == {"datasets", "tf32", "no_such_key"}
+    assert result.complete
+
+
+def test_a_trainer_and_its_deepspeed_configuration_may_not_disagree(tmp_path: Path) -> None:
+    write(tmp_path / "zero.json", json.dumps({**ZERO, "train_micro_batch_size_per_gpu": 8}))
+    with pytest.raises(RefusedError, match=r"micro_batch_size 2 and its DeepSpeed configuration 8"):
+        imported(write(tmp_path / "run.yaml", AXOLOTL), CLUSTER)
+    (tmp_path / "zero.json").unlink()
+    with pytest.raises(RefusedError, match=r"zero\.json, which is not there"):
+        imported(tmp_path / "run.yaml", CLUSTER)
+
+
+LLAMA_FACTORY = """\
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+finetuning_type: full
+template: qwen3
+dataset: identity
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+lr_scheduler_type: cosine
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+bf16: true
+"""
+
+
+def test_what_a_llama_factory_file_leaves_to_the_data_is_asked_for(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.yaml", LLAMA_FACTORY)
+    result = imported(file, CLUSTER)
+    assert [".".join(one.path) for one in result.questions] == [
+        "training.lr_scheduler.warmup_steps",
+        "training.train_steps",
+    ]
+    done = imported(file, {**CLUSTER, ("training", "train_steps"): 1000})
+    assert done.spec["training"]["lr_scheduler"] == {"type": "cosine", "warmup_steps": 100}
+    assert done.spec["training"]["sequence_length"] == 2048  # LLaMA-Factory's default
+    assert done.spec["training"]["activation_checkpointing"] == "full"  # it recomputes unless it is told not to
+    assert outcome(done).keys() == yaml.safe_load(LLAMA_FACTORY).keys()
+    assert {name for name, one in outcome(done).items() if one is Outcome.LOST} == {
+        *("template", "dataset", "num_train_epochs"),
+    }
+
+
+def test_arguments_of_the_trainer_ask_for_an_optimizer_that_a_spec_has_not(tmp_path: Path) -> None:
+    tree = {"output_dir": "out", "per_device_train_batch_size": 4, "optim": "paged_adamw_8bit", "max_steps": 10}
+    result = imported(write(tmp_path / "arguments.json", json.dumps(tree)), {**MODEL, **CLUSTER})
+    assert [".".join(one.path) for one in result.questions] == ["training.optimizer.type", "training.sequence_length"]
+    assert outcome(result)["optim"] is Outcome.LOST
+
+
+ACCELERATE_FSDP = """\
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+use_cpu: false
+machine_rank: 0
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_offload_params: true}
+parallelism_config: {parallelism_config_tp_size: 4, parallelism_config_dp_shard_size: 4}
+"""
+ACCELERATE_MEGATRON = """\
+distributed_type: MEGATRON_LM
+mixed_precision: 'no'
+num_processes: 8
+megatron_lm_config:
+  megatron_lm_tp_degree: 2
+  megatron_lm_pp_degree: 2
+  megatron_lm_num_micro_batches: 4
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_use_distributed_optimizer: true
+  megatron_lm_recompute_activations: true
+  megatron_lm_gradient_clipping: 1.0
+"""
+
+
+def test_sections_of_an_accelerate_file_become_axes_and_stages(tmp_path: Path) -> None:
+    fsdp = imported(write(tmp_path / "fsdp.yaml", ACCELERATE_FSDP), MODEL)
+    assert (fsdp.spec["cluster"], fsdp.spec["parallelism"]) == ({"nodes": 2, "gpus_per_node": 8}, {"tp": 4, "dp": 4})
+    assert (fsdp.spec["zero"], fsdp.spec["training"]["precision"]) == ({"stage": 2}, "bf16")
+    assert {name for name, one in outcome(fsdp).items() if one is Outcome.LOST} == {
+        *("machine_rank", "fsdp_config.fsdp_offload_params"),
+    }
+    megatron = imported(write(tmp_path / "megatron.yaml", ACCELERATE_MEGATRON), MODEL)
+    assert megatron.spec["parallelism"] == {"tp": 2, "pp": 2, "sequence_parallel": True}
+    assert megatron.spec["training"]["activation_checkpointing"] == "selective"
+    assert Outcome.LOST not in outcome(megatron).values()
+
+
+def test_the_skypilot_task_starts_every_rank_of_the_plan(tmp_path: Path) -> None:
+    tree = yaml.safe_load(render(plan_of(), ("skypilot",))["launch/skypilot.yaml"])
+    assert (tree["resources"], tree["num_nodes"]) == ({"accelerators": "H200:8"}, 2)
+    # A stand-in for torchrun says what it is called with on the second of two nodes.
+    write(tmp_path / "torchrun", '#!/bin/sh\necho "$@"\n').chmod(0o755)
+    environment = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    done = subprocess.run(
+        ["bash", "-c", tree["run"]],
+        env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    options = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr 10.0.0.1 --master-port 29500"
+    assert done.stdout == f"{options} train.py --plan plan\n"
+
+
+def test_kubeflows_deepspeed_runtime_starts_every_rank_by_mpirun(tmp_path: Path) -> None:
+    tree = yaml.safe_load(render(plan_of(), ("kubernetes",))["launch/trainjob-deepspeed.yaml"])
+    assert tree["spec"]["runtimeRef"] == {"name": "deepspeed-distributed"}
+    assert tree["spec"]["trainer"]["numProcPerNode"] == 8
+    hosts = write(tmp_path / "hostfile", "job-node-0-0.job slots=8\njob-node-0-1.job slots=8\n")
+    # A stand-in for mpirun runs one rank as OpenMPI would, after it has said its options.
+    script = '#!/bin/bash\necho "${@:1:4} $MASTER_ADDR"\nexport OMPI_COMM_WORLD_RANK=9 OMPI_COMM_WORLD_SIZE=16 '
+    script += 'OMPI_COMM_WORLD_LOCAL_RANK=1\nexec "${@: -3}"\n'
+    write(tmp_path / "mpirun", script).chmod(0o755)
+    write(tmp_path / "python", '#!/bin/sh\necho "$RANK $WORLD_SIZE $LOCAL_RANK $@"\n').chmod(0o755)
+    done = subprocess.run(
+        tree["spec"]["trainer"]["command"],
+        env={"OMPI_MCA_orte_default_hostfile": str(hosts), "PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "-np 16 --map-by ppr:8:node job-node-0-0.job",
+        "9 16 1 train.py --plan /plan",
+    ]
