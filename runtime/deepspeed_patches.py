@@ -19,6 +19,12 @@ Changed:
   (runtime/bf16_optimizer.py): ZeRO computes one norm for each group of parameters over tp and pp, of which a stage
   without experts has fewer; the bf16 optimizer leaves experts out of the sum over tp. `norm_at_once`
 - `deepspeed.initialize`, while Hugging Face's Trainer runs: accelerate passes no mpu. `initialize_with`
+- `_do_optimizer_sanity_check` and `_configure_fp16_optimizer` of `DeepSpeedEngine` (runtime/engine.py) while an engine
+  of ZeRO stage 0 is made: its optimizer is one of ours, on the base class `ZeROOptimizer` (runtime/base_optimizer.py),
+  with loss scalers of DeepSpeed; then `clip_fp32_gradients` and `zero_grad` of the engine, which know nothing of it.
+  The engine sums what `get_grads_for_reduction` gives. `with_optimizer`, `engine.unsharded`
+- `state_dict` of that optimizer while the engine saves, which would put it into the file of weights.
+  `use_checkpoint_engine`
 - `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
   weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
   `count_in_norm`
@@ -69,7 +75,7 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -133,6 +139,12 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "allreduce", True) is False
 
 
+def expert_group_name(parameter: nn.Parameter) -> str | None:
+    """The name of the groups of an expert; None: the parameter is none."""
+    name: str | None = getattr(parameter, "group_name", None) if is_expert(parameter) else None
+    return name
+
+
 EXPERT_KEYS = ("moe", "name")
 """What groups of parameters have when they are of experts."""
 
@@ -169,6 +181,8 @@ def norm_at_once(optimizer: Any) -> None:
     if hasattr(optimizer, "get_grads_for_norm"):
         _norm_of_bf16(optimizer)
         return
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return  # that of stage 0 is
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     def norm(norm_type: int = 2) -> Any:
@@ -183,29 +197,64 @@ def norm_at_once(optimizer: Any) -> None:
 
 def _norm_of_bf16(optimizer: Any) -> None:
     """A rank of tp and pp counts the experts of all its ep ranks, and everything else once."""
-    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 
     of_norm, first = optimizer.get_grads_for_norm, bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
 
-    def gradients(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return of_norm(for_clipping=True)
-        square, of_experts = torch.zeros(2, device=flat_weights(optimizer)[0].device).unbind()
-        groups: set[str] = set()
+    def pairs() -> Iterator[tuple[nn.Parameter, Tensor]]:
         for group, sums, present in zip(
             optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
         ):
             for parameter, gradient, is_there in zip(group, sums, present, strict=True):
-                groups |= {parameter.group_name} if is_expert(parameter) else set()
-                counts = first or is_model_parallel_parameter(parameter)
-                if counts and is_there and not getattr(parameter, "ds_pipe_replicated", False):
-                    total = of_experts if is_expert(parameter) else square
-                    total += gradient.float().square().sum()
-        for name in groups:
-            dist.all_reduce(of_experts, group=_expert_tables()[0][name])
-        return [(square + of_experts).sqrt()], {}
+                yield parameter, gradient if is_there else torch.zeros_like(gradient)
+
+    def gradients(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return of_norm(for_clipping=True)
+        return [squared_norm(pairs(), flat_weights(optimizer)[0].device, first=first).sqrt()], {}
 
     optimizer.get_grads_for_norm = gradients
+
+
+def squared_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]], device: torch.device, *, first: bool) -> Tensor:
+    """This rank's part, over tp and pp, of the square of the gradient norm; of experts, that of all its ep ranks.
+
+    Args:
+        gradients: of parameters, summed over the ranks that share them.
+        device: of the result, a scalar.
+        first: whether this is the first rank of tp, on which parameters count that all of them hold.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    square, of_experts = torch.zeros(2, device=device).unbind()
+    groups: set[str] = set()
+    for parameter, gradient in gradients:
+        name = expert_group_name(parameter)
+        groups |= set() if name is None else {name}
+        if (first or is_model_parallel_parameter(parameter)) and not getattr(parameter, "ds_pipe_replicated", False):
+            total = square if name is None else of_experts
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    for name in sorted(groups):
+        dist.all_reduce(of_experts, group=_expert_tables()[0][name])
+    return square + of_experts
+
+
+@contextlib.contextmanager
+def with_optimizer(make: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Within it engines of ZeRO stage 0 have the optimizer that `make` gives for an engine and what updates weights."""
+    from deepspeed.runtime.constants import FP16
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def configure(engine: Any, optimizer: Any, _: object) -> Any:
+        made = make(engine, optimizer)
+        engine.clip_fp32_gradients, engine.zero_grad = lambda: None, made.zero_grad
+        return made
+
+    with (
+        mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", lambda *_: FP16),
+        mock.patch.object(DeepSpeedEngine, "_configure_fp16_optimizer", configure),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -233,19 +282,23 @@ def initialize_with(
 @contextlib.contextmanager
 def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]:
     """Within it, an engine writes and opens files of checkpoints through this checkpoint engine alone."""
-    with (
-        mock.patch.object(engine, "has_moe_layers", False),
-        mock.patch.object(engine, "checkpoint_engine", checkpoint_engine),
-        mock.patch.object(engine, "_copy_recovery_script", lambda _: None),
-    ):
+    with contextlib.ExitStack() as entered:
+        if not engine.zero_optimization():
+            entered.enter_context(mock.patch.object(engine.optimizer, "state_dict", lambda: None))
+        entered.enter_context(mock.patch.object(engine, "has_moe_layers", False))
+        entered.enter_context(mock.patch.object(engine, "checkpoint_engine", checkpoint_engine))
+        entered.enter_context(mock.patch.object(engine, "_copy_recovery_script", lambda _: None))
         yield
 
 
 def count_in_norm(optimizer: Any, counted: Callable[[nn.Parameter, Tensor], Tensor]) -> bool:
     """Lets each gradient of this rank's shard pass `counted`, with its parameter, on its way into the gradient norm.
 
-    Returns whether the optimizer computes its norm so that this can be done: ZeRO's for stages 1 and 2 does.
+    Returns whether the optimizer computes its norm so that this can be done: those of ZeRO stages 0 to 2 do.
     """
+    if hasattr(optimizer, "counted"):
+        optimizer.counted = counted
+        return True
     norm = getattr(optimizer, "get_grad_norm_direct", None)
     if norm is None:
         return False
@@ -297,23 +350,23 @@ def count_on_another_stage(parameter: nn.Parameter) -> None:
 
 
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
-    """The parameters of each group of a ZeRO or bf16 optimizer, those of other ranks' shards included."""
-    return [list(group) for group in _first_of(optimizer, "bit16_groups", "bf16_groups")]
+    """The parameters of each group of an optimizer, those of other ranks' shards included."""
+    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "bf16_groups")]
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 shard of each group."""
-    return list(_first_of(optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition"))
+    return list(_first_of(optimizer, "masters", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"))
 
 
 def flat_weights(optimizer: Any) -> list[Tensor]:
     """The flat tensor of each group in which its parameters lie."""
-    return list(_first_of(optimizer, "bit16_groups_flat", "bf16_groups_flat"))
+    return list(_first_of(optimizer, "weights", "bit16_groups_flat", "bf16_groups_flat"))
 
 
-def _first_of(optimizer: Any, zero: str, bf16: str) -> Any:
-    """What ZeRO's optimizer has under the first name, and the bf16 optimizer under the second."""
-    return getattr(optimizer, zero) if hasattr(optimizer, zero) else getattr(optimizer, bf16)
+def _first_of(optimizer: Any, *names: str) -> Any:
+    """What the optimizer of stage 0 has under the first name, ZeRO's under the second, the bf16 one under the third."""
+    return next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
 
 
 class PlaceInShard(NamedTuple):
@@ -323,8 +376,19 @@ class PlaceInShard(NamedTuple):
     of_shard: slice
 
 
+_WHOLE = "parcompile_offset"
+
+
+def lies_whole(parameter: nn.Parameter, offset: int) -> None:
+    """Says that all of a parameter lies in this rank's only shard, from the element `offset` on."""
+    setattr(parameter, _WHOLE, offset)
+
+
 def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
     """Where a parameter lies in this rank's shard; None: not at all."""
+    offset: int | None = getattr(parameter, _WHOLE, None)
+    if offset is not None:
+        return PlaceInShard(slice(0, parameter.numel()), slice(offset, offset + parameter.numel()))
     mapping: Any = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None

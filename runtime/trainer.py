@@ -22,10 +22,9 @@ from parcompile.plan import Plan
 from .checkpoint import load, save
 from .data import PlanLoader
 from .deepspeed_patches import initialize_with
-from .engine import prepare, seed_ranks, take_over
+from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.evaluation import evaluate
 from .errors import RunError
-from .expert_parallel import for_deepspeed
 from .groups import Mesh, join
 from .groups.mpu import Mpu
 
@@ -125,7 +124,7 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
             resume = _Resume(self, self._folder if resume_from_checkpoint is True else Path(resume_from_checkpoint))
             self.add_callback(resume)
         try:
-            given = functools.partial(for_deepspeed, self.mesh)
+            given = functools.partial(options_for_deepspeed, self.mesh)
             with initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given):
                 return super().train(**others)
         finally:

@@ -57,7 +57,7 @@ def held_memory(work: Workload, stage: Stage, bucket: int) -> StaticMemory:
     groups = work.sharded(stage)
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
-    gradients, bucket_bytes = numel * sum_width, bucket * width
+    gradients, bucket_bytes = numel * sum_width, bucket * width if has_bucket(work) else 0
     if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):
         gradients, bucket_bytes = padded * sum_width + numel * width, 0
     if work.zero_stage >= 2:
@@ -68,7 +68,7 @@ def held_memory(work: Workload, stage: Stage, bucket: int) -> StaticMemory:
         shard_numel=shard,
         weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
         gradient_bytes=gradients,
-        master_bytes=shard * MASTER_BYTES,
+        master_bytes=0 if is_own_master(work) else shard * MASTER_BYTES,
         optimizer_bytes=shard * ADAM_STATE_BYTES,
         bucket_bytes=bucket_bytes,
     )
@@ -81,6 +81,16 @@ def keeps_both_gradients(framework: str, weight_width: int, sum_width: int, zero
     keeps both between micro-batches, and has no reduce bucket.
     """
     return framework == "deepspeed" and zero_stage == 1 and weight_width < sum_width
+
+
+def is_own_master(work: Workload) -> bool:
+    """Whether the optimizer updates the weights themselves: in fp32 without ZeRO."""
+    return work.zero_stage == 0 and work.element_bytes == MASTER_BYTES
+
+
+def has_bucket(work: Workload) -> bool:
+    """Whether gradients are copied to be reduced; at ZeRO stage 0 they lie in one tensor, and are reduced in place."""
+    return work.zero_stage > 0
 
 
 def bucket_numel(work: Workload) -> int:

@@ -9,7 +9,7 @@ from parcompile.layout.stages import Stage
 
 from .activations import eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
-from .memory import LARGEST_BUCKET, held_memory, keeps_both_gradients
+from .memory import LARGEST_BUCKET, has_bucket, held_memory, is_own_master, keeps_both_gradients
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -52,7 +52,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     stages = work.stages
     numels = [work.stage_parameters(stage) for stage in stages]
     both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
-    bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and not both else 0
+    bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and has_bucket(work) and not both else 0
     form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
     dense, sparse = (
         form(
@@ -211,5 +211,8 @@ def _optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: floa
     adam = MASTER_BYTES * shard * (2 if work.machine.name == "cpu" else 1)
     if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
         return adam
+    if not work.zero_stage:
+        # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
+        return adam if is_own_master(work) else MASTER_BYTES * shard + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
     return MASTER_BYTES * shard + adam - gradients - bucket

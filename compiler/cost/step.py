@@ -263,7 +263,8 @@ def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) ->
     stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
     seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
     overlapping = FRAMEWORKS[work.framework].overlaps_gradients
-    if work.zero_stage == 0 or overlapping:
+    # DeepSpeed's engine reduces when the last backward pass is over (runtime/engine.py, `allreduce_gradients`).
+    if (work.zero_stage == 0 and work.framework != "deepspeed") or overlapping:
         # Reduced during the last backward pass, which is two thirds of a micro-batch; gathered in the first forward.
         share = 2 / 3 if work.zero_stage == 0 else 1.0
         most = 1.0 if overlapping else values["overlap"]

@@ -208,9 +208,9 @@ class Workload:
         return expert_numel(parameter_table(self.shape), stage, self.tp, self.ep)
 
     def sharded(self, stage: Stage) -> ShardedGroups:
-        """How ZeRO flattens, pads and cuts the parameters of a rank of a stage."""
+        """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded."""
         if not self.zero_stage:
-            return sharded_groups(self.stage_parameters(stage), 1)
+            return ShardedGroups(self.stage_parameters(stage), self.stage_parameters(stage))
         numels = self.stage_parameters(stage), self.shards, self.dealt_parameters(stage), self.expert_shards
         return sharded_groups(*numels)
 

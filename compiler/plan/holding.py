@@ -90,8 +90,14 @@ class ExpertPlace(NamedTuple):
 
 
 def expert_places(plan: Plan) -> list[ExpertPlace]:
-    """Of each of the dp · cp shards, in their order: where its rank stands in the groups that share experts."""
+    """Of each shard of optimizer states, in their order: where its rank stands in the groups that share experts.
+
+    There are dp · cp shards. At ZeRO stage 0 there is one for each ep rank, of which the first has all other states
+    too.
+    """
     groups = plan.groups
+    if not plan.spec.zero_stage:
+        return [ExpertPlace(ep_rank, 0) for ep_rank in range(groups.ep)]
     if groups.ep == 1:
         return [ExpertPlace(0, shard) for shard in range(plan.spec.parallelism.zero_shards)]
 

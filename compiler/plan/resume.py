@@ -70,7 +70,7 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         "order of ep and dp": "-".join(axis for axis in parallelism.order if axis in (Axis.EP, Axis.DP))
         if 1 < parallelism.ep < parallelism.zero_shards
         else None,
-        "optimizer shards (dp · cp)": parallelism.zero_shards,
+        "optimizer shards (dp · cp)": plan.spec.optimizer_shards,
         "zero stage": plan.spec.zero_stage,
         "precision": training.precision.value,
         "gradient accumulation": training.gradient_accumulation_dtype.value,
@@ -124,7 +124,7 @@ def by_deepspeed(before: Plan, after: Plan) -> Resumption:
     reasons = []
     if old.tp != new.tp:
         reasons.append(f"tp {old.tp} → {new.tp}: DeepSpeed's files are one per tp rank")
-    if old.zero_shards != new.zero_shards:
+    if old.zero_shards != new.zero_shards and after.spec.zero_stage:
         reasons.append(
             f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and "
             "DeepSpeed refuses another number"
@@ -148,6 +148,8 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"pp {old.pp} → {new.pp}: DeepSpeed's files are one for each stage, and its converter joins tp ranks only"
     elif before.spec.virtual_stages != after.spec.virtual_stages:
         yield "the pipeline stages hold other layers: DeepSpeed's files are one for each stage"
+    if not after.spec.zero_stage and old.tp != new.tp:
+        yield f"tp {old.tp} → {new.tp} at zero.stage 0: DeepSpeed's converter reads files of ZeRO's optimizers"
     if max(old.ep, new.ep) > 1:
         yield f"ep {old.ep} → {new.ep}: DeepSpeed keeps experts in files of its own MoE layers, which these are not"
     first, second = before.spec.training, after.spec.training

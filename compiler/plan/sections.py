@@ -200,7 +200,7 @@ def _schedule_row(schedule: Schedule, rank: int) -> dict[str, Any]:
 
 
 def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, Any]:
-    shards = spec.parallelism.zero_shards
+    shards = spec.optimizer_shards
     work = workload_of(spec)
     numel, groups = work.stage_parameters(stage), work.sharded(stage)
     padded = groups.padded_numel
@@ -219,7 +219,7 @@ def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, A
 
 
 def _ownership(spec: Spec, stage: Stage) -> dict[str, Any]:
-    shards, state = spec.parallelism.zero_shards, MASTER_BYTES + ADAM_STATE_BYTES
+    shards, state = spec.optimizer_shards, MASTER_BYTES + ADAM_STATE_BYTES
     sizes = _piece_sizes(spec, stage)
     count = len(sizes.layers)
 
@@ -263,12 +263,13 @@ def _piece_sizes(spec: Spec, stage: Stage) -> Sizes:
 
 def optimizer_shards(spec: Spec) -> dict[str, Any]:
     """How ZeRO cuts the optimizer state of a rank of the largest stage."""
-    shards = spec.parallelism.zero_shards
+    shards = spec.optimizer_shards
     memory = static_memory(workload_of(spec))
-    dealt = "; experts that are dealt over ep are padded and cut by themselves, over expert-dp"
+    rule = "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly"
+    if spec.parallelism.ep > 1:
+        rule += "; experts that are dealt over ep are padded and cut by themselves, over expert-dp"
     return {
-        "rule": "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly"
-        + (dealt if spec.parallelism.ep > 1 else ""),
+        "rule": rule if spec.zero_stage else "none: every rank holds all of it",
         "shards": shards,
         "numel": memory.numel,
         "padded_numel": memory.padded_numel,

@@ -62,25 +62,25 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "X003",
-    "the runtime runs ZeRO stages 1 and 2",
-    """The runtime shards the optimizer state over dp · cp, and at stage 2 the gradients too. At stage 3 DeepSpeed would
-    gather each weight around the forward of the module that owns it. Layers of the runtime compute with weights of
-    other modules (the tied head and the loss, fused projections, chunks of a pipeline), and checkpoints are cut by the
-    plan's slices, which stage 3 does not keep. Such a plan is emitted for other launchers. To shrink weights instead,
-    raise tp or pp; to shrink activations, recompute or raise cp. At stage 0 every rank would hold all of the optimizer
-    state: stage 1 gives the same numbers.""",
+    "the runtime runs ZeRO stages 0, 1 and 2",
+    """The runtime keeps the optimizer state whole on every rank (stage 0) or shards it over dp · cp (stage 1), and at
+    stage 2 the gradients too. At stage 3 DeepSpeed would gather each weight around the forward of the module that owns
+    it. Layers of the runtime compute with weights of other modules (the tied head and the loss, fused projections,
+    chunks of a pipeline), and checkpoints are cut by the plan's slices, which stage 3 does not keep. Such a plan is
+    emitted for other launchers. To shrink weights instead, raise tp or pp; to shrink activations, recompute or raise
+    cp.""",
     wrong={"zero": {"stage": 3}},
     right={"zero": {"stage": 2}},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
-def runtime_needs_zero_1_or_2(spec: Resolution) -> Iterator[Finding]:
-    """Fires for other stages."""
-    if spec.zero_stage not in (1, 2):
+def runtime_needs_whole_weights(spec: Resolution) -> Iterator[Finding]:
+    """Fires for stage 3."""
+    if spec.zero_stage > 2:
         yield Finding(
-            f"zero.stage {spec.zero_stage}: parcompile.runtime runs stages 1 and 2 only",
+            f"zero.stage {spec.zero_stage}: parcompile.runtime runs stages 0, 1 and 2 only",
             ("zero", "stage"),
-            help="use stage 1 or 2" + (", and raise tp or pp to shrink weights" if spec.zero_stage > 2 else ""),
+            help="use stage 1 or 2, and raise tp or pp to shrink weights",
         )
 
 

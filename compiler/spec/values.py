@@ -196,6 +196,11 @@ class Spec:
         return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.pipeline_split)
 
     @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer states of a parameter which dp · cp ranks hold; at ZeRO stage 0 none do."""
+        return self.parallelism.zero_shards if self.zero_stage else 1
+
+    @property
     def schedule(self) -> Schedule:
         """The passes of a step through the stages."""
         axes = self.parallelism

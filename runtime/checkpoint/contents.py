@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from parcompile.plan import Plan
+from parcompile.plan.holding import expert_places
 from parcompile.runtime.errors import RunError
 from parcompile.spec import Precision
 
@@ -23,7 +24,7 @@ def tensor_files(plan: Plan) -> set[str]:
     model_parallel_ranks = range(parallelism.tp * parallelism.pp)
     weights = {weights_file(rank) for rank in model_parallel_ranks}
     shards = {
-        shard_file(shard, rank, bf16=bf16) for rank in model_parallel_ranks for shard in range(parallelism.zero_shards)
+        shard_file(shard, rank, bf16=bf16) for rank in model_parallel_ranks for shard in range(len(expert_places(plan)))
     }
     experts = {experts_file(ep_rank, rank) for rank in model_parallel_ranks for ep_rank in range(1, parallelism.ep)}
     return weights | experts | shards

@@ -93,7 +93,7 @@ class SavedRun:
                 match = SHARD_FILE.fullmatch(name)
                 if match and int(match[2]) == self._files_of[place]:
                     found[int(match[1])] = self.note.folder / name
-            count = self.note.plan.spec.parallelism.zero_shards
+            count = len(self._expert_places)
             missing = sorted(set(range(count)) - found.keys())
             if missing:
                 raise RunError(f"{self.note.folder} lacks the optimizer states of {_place(place)}, shard {missing[0]}")

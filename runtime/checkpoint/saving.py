@@ -112,6 +112,7 @@ class Saver:
 
     def _take(self, engine: Any, note: Note, *, in_memory: bool) -> Any:
         """Takes the engine's state as it is now."""
+        from . import whole_states
         from .deepspeed_engine import Writer
 
         folder = unfinished(note.folder)
@@ -123,6 +124,8 @@ class Saver:
             engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
         if (file := expert_weights.file_to_write(engine.mesh)) is not None:
             writer.save(expert_weights.content(engine.module), file)
+        if (file := whole_states.file_to_write(engine.mesh)) is not None:
+            writer.save(whole_states.content(engine), file)
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 

@@ -150,13 +150,17 @@ def _note_on_all_ranks(folder: Path) -> Note:
 
 
 def _load_as_it_is(engine: Any, note: Note) -> None:
+    """A checkpoint of the same layout. DeepSpeed knows no files of optimizer states for ZeRO stage 0."""
     from .deepspeed_engine import Reader
 
-    ep_rank = 0 if engine.mesh.parallel_group(Axis.EP) is None else engine.mesh.index(Axis.EP)
-    with use_checkpoint_engine(engine, Reader(note, ep_rank)):
-        path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
-    if path is None or state.get("step") != note.step:
-        raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
+    if engine.mesh.plan.spec.zero_stage:
+        ep_rank = 0 if engine.mesh.parallel_group(Axis.EP) is None else engine.mesh.index(Axis.EP)
+        with use_checkpoint_engine(engine, Reader(note, ep_rank)):
+            path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
+        if path is None or state.get("step") != note.step:
+            raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
+    else:
+        adapt(engine, SavedRun(note))
     rank = engine.mesh.rank
     if note.plan.world_size == engine.mesh.plan.world_size and random_file(rank) in note.files:
         on_all_ranks(lambda: load_random_state(note.folder, rank))

@@ -1,6 +1,7 @@
 """Writes a checkpoint of any layout from whole tensors: another checkpoint's, or a Hugging Face model's.
 
-The files are those that DeepSpeed's ZeRO-1 optimizer would write, so that the engine loads them as its own.
+The files are those that DeepSpeed's ZeRO-1 optimizer would write, so that the engine loads them as its own. At ZeRO
+stage 0 they are those of ZeRO-1 with one shard, and one more shard for the experts of each further ep rank.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _write_rank(
         weights = {name: one.to(TORCH_DTYPES[precision]) for name, one in experts.items() if one is not None}
         file = experts_file(ep_rank, mp_rank)
         files[file] = write_state(folder / file, {MODULE: weights})
-    for shard in range(parallelism.zero_shards):
+    for shard in range(len(expert_places(plan))):
         name = shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
         content = {"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}
         files[name] = write_state(folder / name, content)
@@ -228,9 +229,7 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
         "zero_stage": ZeroStageEnum(plan.spec.zero_stage),
         "group_paddings": [run.padding for run in runs],
         "param_alignment_paddings": [[0] * len(group.names) for group in groups],
-        "partition_count": [
-            expert_shards if group.of_experts else plan.spec.parallelism.zero_shards for group in groups
-        ],
+        "partition_count": [expert_shards if group.of_experts else plan.spec.optimizer_shards for group in groups],
         "ds_version": deepspeed.__version__,
         "param_slice_mappings": [run.places for run in runs],
     }
@@ -249,11 +248,13 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
     """By DeepSpeed's rule: flattened in order, padded, cut evenly."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    shards, ep_rank = source.plan.spec.parallelism.zero_shards, 0
+    shards, ep_rank = source.plan.spec.optimizer_shards, 0
     if group.of_experts:
         places_of_experts = expert_places(source.plan)
         ep_rank, shard = places_of_experts[shard]
         shards = len({place.expert_dp for place in places_of_experts})
+    elif shard >= shards:  # at stage 0 what all ep ranks hold is in the first file only
+        return _Run({kind: torch.zeros(0) for kind in (MASTER, *_MOMENTS)}, OrderedDict(), 0)
     place = padded_shard(sum(module[name].numel() for name in group.names), shards, shard)
     flat = {kind: torch.zeros(place.numel) for kind in (MASTER, *_MOMENTS)}
     places: OrderedDict[str, Any] = OrderedDict()

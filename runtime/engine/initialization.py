@@ -14,7 +14,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm
+from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
@@ -31,6 +31,7 @@ from parcompile.runtime.tensor_parallel import is_sharded
 
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop
+from .options import options_for_deepspeed
 
 
 def initialize(
@@ -91,7 +92,7 @@ def initialize(
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_parameters(model_parameters, model)
     _check_stages_train(model_parameters, mesh)
-    with for_deepspeed(mesh, model, optimizer=optimizer, model_parameters=model_parameters) as options:
+    with options_for_deepspeed(mesh, model, optimizer=optimizer, model_parameters=model_parameters) as options:
         engine, optimizer, _, lr_scheduler = deepspeed.initialize(
             **options, lr_scheduler=lr_scheduler, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
         )

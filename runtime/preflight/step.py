@@ -25,7 +25,8 @@ from parcompile.runtime.deepspeed_patches import (
     reduce_buckets,
     shape_tensors,
 )
-from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm
+from parcompile.runtime.engine import options_for_deepspeed
+from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.micro_batch import FIRST_SAMPLE
@@ -190,14 +191,18 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     config["gradient_accumulation_steps"] = RUN
     config["train_batch_size"] = RUN * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with for_deepspeed(mesh, model, model_parameters=trained) as options:
+    with options_for_deepspeed(mesh, model, model_parameters=trained) as options:
         engine, optimizer, _, _ = deepspeed.initialize(
             **options, mpu=Mpu(mesh), config=config, dist_init_required=False
         )
     take_over_norm(engine, mesh)
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
-    return engine, _nbytes(flat_weights(optimizer)), _nbytes(master_shards(optimizer))
+    weights = flat_weights(optimizer)
+    # Weights in fp32 are their own master weights at ZeRO stage 0.
+    held = {one.untyped_storage()._cdata for one in weights}
+    masters = [one for one in master_shards(optimizer) if one.untyped_storage()._cdata not in held]
+    return engine, _nbytes(weights), _nbytes(masters)
 
 
 def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:

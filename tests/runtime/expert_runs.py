@@ -99,6 +99,9 @@ def further() -> list[Case]:
         Case("mixtral", {"pp": 2, "cp": 2, "ep": 2}, {"micro_batch_size": 4}, _BALANCED),
         Case("mixtral", {"cp": 2, "ep": 2}, {"micro_batch_size": 4}, _BALANCED),
         Case("mixtral", {"dp": 2, "ep": 2}, {"global_batch_size": 8, "micro_batch_size": 2}),
+        Case("mixtral", {"dp": 4, "ep": 2}, zero=0),
+        Case("deepseek_v3", {"tp": 2, "cp": 2, "dp": 2, "ep": 4}, zero=0),
+        Case("deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}, zero=0),
         Case("mixtral", {"dp": 4, "ep": 2}, zero=2),
         Case("deepseek_v3", {"tp": 2, "cp": 2, "dp": 2, "ep": 4}, zero=2),
     ]

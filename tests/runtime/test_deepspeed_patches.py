@@ -25,6 +25,7 @@ NAMED_BY_LISTS = {
     "checkpoint/deepspeed_engine",
     "checkpoint/universal",
     "checkpoint/writing",
+    "engine/unsharded",
     "preflight/stand_in",
 }
 PRIVATE_NAMES = {

@@ -21,6 +21,7 @@ DEALT = Case("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2})
 OTHERS = {
     "one rank": Case("deepseek_v3", {}),
     "cp2 × dp2 × ep4": Case("deepseek_v3", {"cp": 2, "dp": 2, "ep": 4}),
+    "dp4 × ep2, ZeRO stage 0": Case("deepseek_v3", {"dp": 4, "ep": 2}, zero=0),
     "pp2 × dp2 × ep2": Case("deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}),
 }
 
@@ -59,9 +60,10 @@ def test_files_are_converted_to_dealt_experts_and_back_to_the_bit(
     folder: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     there = convert(folder / "end", OTHERS["cp2 × dp2 × ep4"].plan(), folder / "converted")
-    back = convert(there, DEALT.plan(), folder / "converted back")
+    unsharded = convert(there, OTHERS["dp4 × ep2, ZeRO stage 0"].plan(), folder / "not sharded")
+    back = convert(unsharded, DEALT.plan(), folder / "converted back")
     first, last = SavedRun(read_note(folder / "end")), SavedRun(read_note(back))
-    assert verify(there) == verify(back) == []
+    assert verify(there) == verify(unsharded) == verify(back) == []
     for name in first.parameters:
         for kind in first.kinds:
             one, other = first.whole(name, kind), last.whole(name, kind)

@@ -20,6 +20,7 @@ TOLERANCE = 1e-5
 
 CASES = {
     "dp2 × ep2 (mixtral)": Case("mixtral", {"dp": 2, "ep": 2}),
+    "tp2 × cp2 × ep2, ZeRO stage 0": Case("deepseek_v3", {"tp": 2, "cp": 2, "ep": 2}, zero=0),
     "cp2 × ep2, full recomputation": Case("deepseek_v3", {"cp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
     "tp2 × dp2 × ep2, sequence parallelism": Case(
         "deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}

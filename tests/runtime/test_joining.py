@@ -85,7 +85,7 @@ def test_different_plans_are_named_on_every_rank() -> None:
 def test_a_plan_that_the_runtime_does_not_execute_is_refused_with_its_rule() -> None:
     plan = make_plan(2, {}, extra={"zero": {"stage": 3}})
     for found in run_ranks(2, join_and_report, [plan]):
-        assert "[X003] zero.stage 3: parcompile.runtime runs stages 1 and 2 only" in str(found["error"])
+        assert "[X003] zero.stage 3: parcompile.runtime runs stages 0, 1 and 2 only" in str(found["error"])
 
 
 LATE = """

@@ -65,6 +65,8 @@ LAYOUTS = {
         {},
         {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
     ),
+    "dp2 with ZeRO-0, two micro-batches": (2, {}, {"micro_batch_size": 1}),
+    "tp2 cp2 with ZeRO-0, bf16": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, {"precision": "bf16"}),
     "dp2 with ZeRO-2, two micro-batches": (2, {}, {"micro_batch_size": 1}),
     "dp3 with ZeRO-2, bf16 summed in fp32": (
         3,
@@ -85,7 +87,7 @@ def plan_of(name: str) -> Plan:
     world, parallelism, training = LAYOUTS[name]
     model = {"num_hidden_layers": 5 if "uneven" in name else 4 if name in STAGES else 2}
     model["tie_word_embeddings"] = "tied" in name
-    extra = {"zero": {"stage": 2}} if "ZeRO-2" in name else None
+    extra = {"zero": {"stage": 2 if "ZeRO-2" in name else 0 if "ZeRO-0" in name else 1}}
     return make_plan(world, dict(parallelism), model=model, training=dict(training), extra=extra)
 
 

@@ -147,6 +147,16 @@ def test_sharded_gradients_give_the_numbers_of_one_process(name: str) -> None:
 
 
 @pytest.mark.ranks
+def test_whole_optimizer_states_give_the_numbers_of_one_process() -> None:
+    """ZeRO stage 0, with weights that ranks share in part."""
+    world_size, parallelism, model, training = CASES[SHARDED_GRADIENTS[2]]
+    training = {**training, "micro_batch_size": 2}
+    plan = make_plan(world_size, parallelism, model=model, training=training, extra={"zero": {"stage": 0}})
+    assert not plan.refusals
+    compare(plan, run_ranks(world_size, train_with_engine, plan, True), train_in_one_process(plan, masked=True))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "parallelism"),
     [(2, {"tp": 2, "sequence_parallel": True}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (3, {"dp": 3})],

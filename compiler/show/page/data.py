@@ -56,7 +56,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
             "chunks": parallelism.cp_layout.chunks_per_rank,
         },
         "batch": {"micro": training.micro_batch_size, "steps": training.gradient_accumulation_steps},
-        "shards": parallelism.zero_shards if spec.zero_stage else 1,
+        "shards": spec.optimizer_shards,
         "stateBytes": MASTER_BYTES + ADAM_STATE_BYTES,
         "stages": _stages(plan),
         "tensors": _tensors(plan),
@@ -73,7 +73,7 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
         work = workload_of(spec)
         memory, dealt = static_memory(work, stage), work.dealt_parameters(stage)
         expert_shards = work.expert_shards if spec.zero_stage else 1
-        expert_shard = padded_numel(dealt, expert_shards) // expert_shards
+        expert_shard = padded_numel(dealt, expert_shards) // expert_shards if spec.zero_stage else dealt
         found.append(
             {
                 "layers": [[one.layers.start, one.layers.stop] for one in held],

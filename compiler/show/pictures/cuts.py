@@ -198,7 +198,7 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
 def _optimizer(sketch: Sketch, subject: Subject) -> str:
     """Weights and gradients whole, the optimizer state cut into shards."""
     spec, memory = subject.plan.spec, static_memory(workload_of(subject.plan.spec))
-    shards = spec.parallelism.zero_shards if spec.zero_stage else 1
+    shards = spec.optimizer_shards
     state = memory.master_bytes + memory.optimizer_bytes
     said = (
         f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks: {format_bytes(state)} on each "
