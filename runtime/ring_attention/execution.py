@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from .documents import Documents, documents_of_rows
 from .gather_schedule import GatherSchedule, plan_gather
 from .inputs import check_inputs, check_terms
 from .kernels.blocks import attend
-from .kernels.gradients import Gradients, Queries
+from .kernels.gradients import Gradients, QueriesOfPass
 from .kernels.merge import RunningAttention, unseen_rows_to_infinity
 from .kernels.precision import accumulation_dtype
 from .kernels.selection import select_kernel
@@ -117,7 +117,7 @@ def attention_backward(
     bring_home = None
     ahead = gathered(call, key, value)
     for one in call.passes:
-        queries = Queries(
+        queries = QueriesOfPass(
             one.of_queries(query),
             one.of_queries(grad_out),
             one.of_queries(out),
@@ -157,7 +157,7 @@ def attention_forward(
 
 def _blocks(
     call: AttentionCall, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor, Terms | None]]:
+) -> Iterator[tuple[Sequence[Tile], Tensor, Tensor, Terms | None]]:
     """Tiles, the keys and values that they are of, and these keys' terms, as the keys come."""
     if isinstance(one.schedule, GatherSchedule):
         yield (one.schedule.tiles, *next(ahead), one.gathered_terms())

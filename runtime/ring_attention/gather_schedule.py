@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.layout.sequence import CpLayout, chunk_ids
 
+from .kernels.packs import PackedTiles
 from .kernels.tiles import FULL, Tile
 from .route import Hop, Masking, check_route, dealt_alone, effective_layout, needed_steps, source_tiles
 
@@ -34,7 +35,7 @@ class GatherSchedule:
     own, part i comes with hop i − 1 and belongs to rank `sources[i]`. The gradients of that part go back the same way.
     """
 
-    tiles: tuple[Tile, ...]
+    tiles: Sequence[Tile]
     pieces: tuple[Piece, ...]
     hops: tuple[Hop, ...]
     sources: tuple[int, ...]
@@ -66,7 +67,10 @@ def plan_gather(layout: CpLayout, size: int, rank: int, local_length: int, maski
                     by = places[part, keys.chunk.tokens.start] - keys.chunk.tokens.start
                     tiles.append(Tile(cell.queries, slice(cell.keys.start + by, cell.keys.stop + by), cell.band))
     hops = tuple(Hop((rank + step) % size, (rank - step) % size) for step in steps[1:])
-    return GatherSchedule(_joined(tiles), pieces, hops, tuple(sources))
+    joined: Sequence[Tile] = _joined(tiles)
+    if masking.documents is not None:
+        joined = PackedTiles.of(joined)
+    return GatherSchedule(joined, pieces, hops, tuple(sources))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ import functools
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.layout.context_parallel import ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
 
+from .document_tiles import document_tiles, some_rank_computes
+from .kernels.packs import PackedTiles
 from .kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
 
 _BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
@@ -43,7 +45,7 @@ class RingStep:
     """
 
     source: int
-    tiles: tuple[Tile, ...]
+    tiles: Sequence[Tile]
     keys_hop: Hop | None
     gradients_hop: Hop | None
 
@@ -104,7 +106,7 @@ def plan_route(
     return tuple(
         RingStep(
             ring_source(step, rank, size, inner),
-            tuple(source_tiles(layout, size, rank, ring_source(step, rank, size, inner), local_length, masking)),
+            source_tiles(layout, size, rank, ring_source(step, rank, size, inner), local_length, masking),
             hops[index] if index < last else None,
             hops[index] if index > 0 else None,
         )
@@ -123,14 +125,17 @@ def needed_steps(
     """The steps in which any rank has something to compute, beginning with 0, the rank's own keys."""
 
     def is_needed(step: int) -> bool:
-        pairs = ((rank, ring_source(step, rank, size, inner or size)) for rank in range(size))
+        pairs = [(rank, ring_source(step, rank, size, inner or size)) for rank in range(size)]
+        if masking.documents is not None and masking.window is None and not masking.per_document:
+            sources = [source for _, source in pairs]
+            return some_rank_computes(layout, size, sources, local_length, masking.documents, causal=masking.causal)
         if not masking.refines_blocks:
             return any(
                 ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size].blocks
                 for rank, source in pairs
             )
         return any(
-            next(source_tiles(layout, size, rank, source, local_length, masking), None) is not None
+            next(_tile_by_tile(layout, size, rank, source, local_length, masking), None) is not None
             for rank, source in pairs
         )
 
@@ -139,8 +144,30 @@ def needed_steps(
 
 def source_tiles(
     layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
-) -> Iterator[Tile]:
+) -> Sequence[Tile]:
     """What the schedule and the masks leave to compute for `rank` on the keys of `source`."""
+    if masking.documents is None:
+        return tuple(_tile_by_tile(layout, size, rank, source, local_length, masking))
+    if masking.window is not None:
+        return PackedTiles.of(tuple(_tile_by_tile(layout, size, rank, source, local_length, masking)))
+    if masking.per_document and source != rank:
+        # Of all earlier ranks the same tiles, and of all later ones.
+        source = 0 if source < rank else size - 1
+    return document_tiles(
+        layout,
+        size,
+        rank,
+        source,
+        local_length,
+        masking.documents,
+        causal=masking.causal,
+        per_document=masking.per_document,
+    )
+
+
+def _tile_by_tile(
+    layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
+) -> Iterator[Tile]:
     scheduled = ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size]
     for start, stop in dealt_alone(size, local_length, masking):
         chunk = (stop - start) // layout.chunks_per_rank
@@ -194,7 +221,7 @@ class _Chunk:
 def _masked(queries: _Chunk, keys: _Chunk, masking: Masking) -> Iterator[Tile]:
     """The tiles of one chunk of queries and one of keys: one for each document that both hold."""
     ahead, stride, window = queries.first - keys.first, queries.stride, masking.window
-    for first, stop in _documents_of(queries.first, queries.stop, masking):
+    for first, stop in _documents_of(max(queries.first, keys.first), min(queries.stop, keys.stop), masking):
         query_first, query_stop = queries.within(first, stop)
         key_first, key_stop = keys.within(first, stop)
         if query_first >= query_stop or key_first >= key_stop:
@@ -215,7 +242,10 @@ def _masked(queries: _Chunk, keys: _Chunk, masking: Masking) -> Iterator[Tile]:
 
 
 def _documents_of(begin: int, end: int, masking: Masking) -> Iterator[tuple[int, int]]:
-    """First and last position of the documents that reach into `[begin, end)`."""
+    """First and last position of the documents that reach into `[begin, end)`.
+
+    `end` may lie before `begin`: the document at `begin` then has to reach back to before `end`.
+    """
     if masking.documents is None or masking.per_document:
         yield 0, sys.maxsize
         return

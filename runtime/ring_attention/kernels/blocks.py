@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .cpu_products import kept_memory
 from .gradients import Gradients, Queries
-from .kernel import Kernel
+from .kernel import Kernel, PackingKernel
 from .merge import RunningAttention
+from .packs import Launch, PackedTiles
 from .terms import Terms
 from .tiles import FULL, Tile
 
@@ -35,6 +36,12 @@ def attend(
     """Merge the attention of tiles into `running`."""
     if query.numel() == 0:
         return
+    if terms is None and isinstance(kernel, PackingKernel):
+        for launch in (launches := _launches(tiles, query, key)):
+            running.settle()
+            running.add(slice(None), *kernel.forward_packed(query, key, value, launch=launch, scale=scale))
+        if launches:
+            return
     with kept_memory():
         for tile in tiles:
             rows, keys = tile.queries, tile.keys
@@ -58,6 +65,12 @@ def add_gradients(
     """Add the gradients of tiles to the sums."""
     if queries.query.numel() == 0:
         return
+    if terms is None and isinstance(kernel, PackingKernel):
+        every = slice(None)
+        for launch in (launches := _launches(tiles, queries.query, key)):
+            kernel.backward_packed(queries.part(every, every), key, value, launch=launch, into=into)
+        if launches:
+            return
     parts = (part for tile in tiles for part in _parts(kernel, tile, key.shape[3]))
     with kept_memory():
         for part, heads in itertools.product(parts, _heads_at_once(kernel, queries.query, key)):
@@ -70,6 +83,14 @@ def add_gradients(
                 terms=None if terms is None else terms.part(rows, keys).of_pass(slice(None), heads),
                 into=into.part(heads, rows, keys),
             )
+
+
+def _launches(tiles: Iterable[Tile], query: Tensor, key: Tensor) -> tuple[Launch, ...]:
+    """Those that compute the tiles together; none where there are as few tiles as launches, which skip other rows."""
+    if not isinstance(tiles, PackedTiles) or len(tiles) < 2:
+        return ()
+    launches = tiles.launches(query.shape[2], key.shape[2], query.device)
+    return launches if len(launches) * query.shape[0] < len(tiles) else ()
 
 
 def _heads_at_once(kernel: Kernel, query: Tensor, key: Tensor) -> list[slice]:

@@ -1,8 +1,9 @@
 """FlashAttention-2 on CUDA: torch's own build of it, and the `flash_attn` package where it is installed.
 
-Both know windows, counted from the bottom right corner of a block: query i of R sees key j of C if
-i + C − R − left ≤ j ≤ i + C − R + right. Every trimmed tile can be said like this. Shapes: query [B, H, Q, D], key and
-value [B, K, S, D], log-sum-exp [B, H, Q]; both kernels take [B, Q, H, D], which are views.
+Both know windows, counted from the bottom right corner of a block (`packs.window_of`): every trimmed tile can be said
+like this. Both compute many tiles in one launch, of one row of the batch: the form for packed sequences, of which a
+query without a key gets log-sum-exp +inf. Shapes: query [B, H, Q, D], key and value [B, K, S, D], log-sum-exp
+[B, H, Q]; both kernels take [B, Q, H, D], or [Q, H, D] in the packed form, which are views.
 """
 
 from __future__ import annotations
@@ -10,27 +11,19 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .gradients import Gradients, Queries
+from .packs import Launch, window_of
 from .terms import Terms
 from .tiles import Band
 
 _aten = torch.ops.aten
-
-
-def window_of(band: Band, rows: int, columns: int) -> tuple[int, int]:
-    """`left` and `right` of a band in a block of so many queries and keys; −1 is no bound."""
-    ahead = columns - rows
-    left = -1 if band.lower is None else ahead - band.lower
-    right = -1 if band.upper is None else band.upper - ahead
-    # Below −1 the kernels would take a bound for none: a tile that is not trimmed.
-    assert left >= (-1 if band.lower is None else 0), f"{band} of {rows} × {columns} hides every key of a query"
-    assert right >= (-1 if band.upper is None else 0), f"{band} of {rows} × {columns} hides every key of a query"
-    return left, right
 
 
 class CudaFlashKernel:
@@ -90,6 +83,53 @@ class CudaFlashKernel:
         )
         into.add(*(grad.transpose(1, 2) for grad in grads))
 
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, *, launch: Launch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of many tiles."""
+
+        def forward_row(*row: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse, *_ = _aten._flash_attention_forward(
+                *row,
+                launch.cum_queries,
+                launch.cum_keys,
+                launch.most_queries,
+                launch.most_keys,
+                0.0,
+                launch.window == (-1, 0),
+                False,
+                scale=scale,
+                window_size_left=launch.window[0],
+                window_size_right=launch.window[1],
+            )
+            return out, lse
+
+        return _forward_rows(forward_row, query, key, value)
+
+    def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
+        """Add the gradients of many tiles."""
+        no_seed = torch.empty(2, dtype=torch.int64, device=key.device)
+
+        def backward_row(grad_out: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = _aten._flash_attention_backward(
+                grad_out,
+                *row,
+                launch.cum_queries,
+                launch.cum_keys,
+                launch.most_queries,
+                launch.most_keys,
+                0.0,
+                launch.window == (-1, 0),
+                no_seed,
+                no_seed,
+                scale=read.scale,
+                window_size_left=launch.window[0],
+                window_size_right=launch.window[1],
+            )
+            return found
+
+        _backward_rows(backward_row, read, key, value, into)
+
 
 class FlashAttnKernel:
     """The `flash_attn` package, 2.7 or later: as torch's own, and soft-capping too."""
@@ -132,8 +172,43 @@ class FlashAttnKernel:
         )
         into.add(*(grad.transpose(1, 2) for grad in grads))
 
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, *, launch: Launch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of many tiles."""
+
+        def forward_row(*row: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse, *_ = self._functions._flash_attn_varlen_forward(
+                *row, **_lengths(launch), return_softmax=False, **self._of_window(launch.window, scale)
+            )
+            return out, lse
+
+        return _forward_rows(forward_row, query, key, value)
+
+    def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
+        """Add the gradients of many tiles."""
+
+        def backward_row(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> list[Tensor]:
+            inputs = query, key, value
+            grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
+            self._functions._flash_attn_varlen_backward(
+                grad_out,
+                *inputs,
+                *rest,
+                *grads,
+                **_lengths(launch),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                **self._of_window(launch.window, read.scale),
+            )
+            return grads
+
+        _backward_rows(backward_row, read, key, value, into)
+
     def _arguments(self, band: Band, rows: int, columns: int, scale: float) -> dict[str, Any]:
-        left, right = window_of(band, rows, columns)
+        return self._of_window(window_of(band, rows, columns), scale)
+
+    def _of_window(self, window: tuple[int, int], scale: float) -> dict[str, Any]:
+        left, right = window
         return {
             "dropout_p": 0.0,
             "softmax_scale": scale,
@@ -154,7 +229,41 @@ def installed_flash_attn() -> Any | None:
     # A build for another torch fails in its own ways; torch's kernel is right in any case.
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError):
         return None
-    return functions if {"window_size_left", "window_size_right", "softcap"} <= forward.keys() else None
+    known = {"window_size_left", "window_size_right", "softcap"} <= forward.keys()
+    return functions if known and hasattr(functions, "_flash_attn_varlen_backward") else None
+
+
+def _lengths(launch: Launch) -> dict[str, Any]:
+    """As the package names them."""
+    return {
+        "cu_seqlens_q": launch.cum_queries,
+        "cu_seqlens_k": launch.cum_keys,
+        "max_seqlen_q": launch.most_queries,
+        "max_seqlen_k": launch.most_keys,
+    }
+
+
+def _forward_rows(
+    function: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Row by row of the batch."""
+    rows = [function(*row) for row in zip(*map(_token_major, (query, key, value)), strict=True)]
+    outs, lses = zip(*rows, strict=True)
+    out, lse = (parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts) for parts in (outs, lses))
+    return out.transpose(1, 2), lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def _backward_rows(
+    function: Callable[..., Sequence[Tensor]], read: Queries, key: Tensor, value: Tensor, into: Gradients
+) -> None:
+    """Row by row of the batch."""
+    query, grad_out, out, lse, _ = read
+    tensors = [_token_major(tensor) for tensor in (grad_out, query, key, value, out)]
+    for number, row in enumerate(zip(*tensors, strict=True)):
+        grads = function(*row, lse[number].contiguous())
+        one = slice(number, number + 1)
+        sums = Gradients(into.query[one], into.key[one], into.value[one])
+        sums.add(*(grad.transpose(0, 1) for grad in grads))
 
 
 def _token_major(tensor: Tensor) -> Tensor:

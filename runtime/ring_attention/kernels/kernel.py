@@ -9,11 +9,12 @@ queries).
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from .gradients import Gradients, Queries
+from .packs import Launch
 from .terms import Terms
 from .tiles import Band
 
@@ -38,3 +39,16 @@ class Kernel(Protocol):
         self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None, into: Gradients
     ) -> None:
         """Add the gradients; `out` and `lse` cover all blocks, `lse` +inf in rows that saw no key."""
+
+
+@runtime_checkable
+class PackingKernel(Kernel, Protocol):
+    """A kernel that computes many tiles in one launch."""
+
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, *, launch: Launch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of all queries; of those without a tile 0 and −inf."""
+
+    def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
+        """Add the gradients of all tiles."""

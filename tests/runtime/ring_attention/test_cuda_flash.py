@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels import cuda_flash, selection
+from parcompile.runtime.ring_attention.kernels import cuda_flash, packs, selection
 from parcompile.runtime.ring_attention.kernels.cuda_flash import (
     CudaFlashKernel,
     FlashAttnKernel,
@@ -138,7 +138,11 @@ def _torch_backward(*tensors: Any, scale: float, window_size_left: int, window_s
     return _backward(*inputs, scale, causal, window_size_left, window_size_right, 0.0)
 
 
-PACKAGE = SimpleNamespace(_flash_attn_forward=_package_forward, _flash_attn_backward=_package_backward)
+PACKAGE = SimpleNamespace(
+    _flash_attn_forward=_package_forward,
+    _flash_attn_backward=_package_backward,
+    _flash_attn_varlen_backward=None,
+)
 TORCH = SimpleNamespace(_flash_attention_forward=_torch_forward, _flash_attention_backward=_torch_backward)
 
 
@@ -207,6 +211,6 @@ def test_an_unknown_version_of_flash_attn_is_left_alone(known: bool, monkeypatch
 
 
 def test_a_tile_that_is_not_trimmed_is_refused() -> None:
-    assert cuda_flash.window_of(CAUSAL, 5, 5) == (-1, 0)
+    assert packs.window_of(CAUSAL, 5, 5) == (-1, 0)
     with pytest.raises(AssertionError, match="hides every key"):
-        cuda_flash.window_of(Band(None, -1), 5, 5)
+        packs.window_of(Band(None, -1), 5, 5)
