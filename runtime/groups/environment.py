@@ -44,15 +44,33 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def device_of(environment: Environment) -> torch.device:
-    """The device of this rank: its GPU where DeepSpeed's accelerator is one, else the CPU."""
+    """The device of this rank: its GPU where DeepSpeed's accelerator is one, else the CPU.
+
+    A process that sees one GPU takes that one, whatever its LOCAL_RANK is: so Slurm starts tasks (`--gpus-per-task 1`).
+    DeepSpeed and Hugging Face choose a device by LOCAL_RANK, which is then set to 0.
+
+    Raises:
+        RunError: the process sees no GPU, or fewer than its LOCAL_RANK asks for.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    device = torch.device(accelerator.device_name(environment.local_rank))
-    accelerator.set_device(environment.local_rank)
-    return device
+    visible, index = accelerator.device_count(), environment.local_rank
+    if visible == 1 and index:
+        index = 0
+        os.environ["LOCAL_RANK"] = "0"
+    if index >= visible:
+        raise RunError(
+            f"rank {environment.rank} has LOCAL_RANK {index}, and sees {visible} GPU(s): LOCAL_RANK {index} + 1 = "
+            f"{index + 1} > {visible}. Start as many ranks on a node as it has GPUs, let every process see "
+            "all of them or exactly one of its own (CUDA_VISIBLE_DEVICES), or set "
+            "DS_ACCELERATOR=cpu to train without GPUs"
+        )
+    # Before the first collective: NCCL uses the current device, and a tensor on another would hang or fail there.
+    accelerator.set_device(index)
+    return torch.device(accelerator.device_name(index))
 
 
 def backend_of(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ _mesh: Mesh | None = None
 def join(plan: Plan, *, watched: bool = True) -> Mesh:
     """Connects this process with the others of the plan and creates its groups. Calling it again returns the same mesh.
 
-    Every rank creates all groups in the same order; then the groups it got are compared with the plan.
+    Every rank creates its groups in the order of their names; then those it got are compared with the plan.
 
     Args:
         plan: the same on all ranks.
@@ -98,35 +99,40 @@ def _connect(plan: Plan, environment: Environment, device: torch.device, watched
         start_world(store, environment, device)
 
 
-def create_groups(plan: Plan, rank: int, device: torch.device, *, others: bool = True) -> Mesh:
-    """This rank's place with its groups. Every rank creates all of them, unless `others` says not to."""
-    groups = {}
-    for name in plan.groups.names:
-        group = _create_group(plan, name, rank, others=others)
-        if group is not None:
-            groups[name] = group
-    lanes = []
-    for _ in range(plan.spec.schedule.lanes):
-        lane = _create_group(plan, Axis.PP, rank, others=others)
-        assert lane is not None
-        lanes.append(lane)
-    return Mesh(plan, rank, device, groups, tuple(lanes))
+def create_groups(plan: Plan, rank: int, device: torch.device) -> Mesh:
+    """This rank's place with its groups: it creates these, and no others, in the order in which all ranks do.
+
+    The members of a group meet through the store; nobody else takes part, so that the time does not grow with the
+    number of groups in the world. On GPUs the communicators are made here too, in the same order.
+    """
+    groups = {name: _create_group(plan, name, rank) for name in plan.groups.names}
+    lanes = tuple(_create_group(plan, Axis.PP, rank) for _ in range(plan.spec.schedule.lanes))
+    mine = {name: group for name, group in groups.items() if plan.groups.of_rank(name, rank)}
+    for group in (*mine.values(), *lanes):
+        connect(group, device)
+    return Mesh(plan, rank, device, mine, lanes)
 
 
-def _create_group(plan: Plan, name: str, rank: int, *, others: bool) -> dist.ProcessGroup | None:
-    """This rank's group of that name; None when it is in none."""
-    created: dist.ProcessGroup | None = None
+def _create_group(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
+    """This rank's group of that name; of this rank alone when it is in none.
+
+    torch names such a group by its ranks and by how many groups this process has, so every rank has to have as many.
+    """
+    ranks = list(plan.groups.of_rank(name, rank)) or [rank]
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
-    mine = plan.groups.of_rank(name, rank)
-    if not mine and not others:
-        return None
-    if len(mine) == 1 or not others:
-        # Nobody else takes part: a world of n ranks need not create n groups of one.
-        created = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True)
-        assert created is not None
-        return created
-    for ranks in plan.groups.all(name):
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if rank in ranks:
-            created = group
+    created: dist.ProcessGroup | None = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert created is not None
     return created
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes the communicator of a group, which NCCL otherwise makes at the first message of its ranks.
+
+    All ranks make theirs in one order, so that none waits for another that is in a different group; and what a network
+    refuses is known before the first step. One rank alone needs none.
+    """
+    if device.type in ("cpu", "meta") or dist.get_world_size(group) == 1:
+        return
+    make: Any = getattr(group._get_backend(device), "eager_connect_single_device", None)
+    if make is not None:
+        make(device)

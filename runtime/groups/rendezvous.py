@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 from datetime import timedelta
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness import has_failed
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
 
 from .environment import Environment, backend_of
@@ -41,7 +44,11 @@ def name_of_job() -> str:
 
 
 def start_world(store: Store, environment: Environment, device: torch.device) -> None:
-    """The default process group, of all ranks around the launcher's store."""
+    """The default process group, of all ranks around the launcher's store.
+
+    It is not bound to a device: torch would then make a communicator of the whole world, and split every further group
+    from it, in which all ranks of the world have to take part.
+    """
     collective_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
     dist.init_process_group(
         backend_of(device),
@@ -50,6 +57,15 @@ def start_world(store: Store, environment: Environment, device: torch.device) ->
         world_size=environment.world_size,
         timeout=collective_timeout,
     )
+    if device.type != "cpu":
+        atexit.register(abandon)
+
+
+def abandon() -> None:
+    """Where the job has failed, aborts the communicators: at its end Python would wait for messages that never come."""
+    if has_failed() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            dist.distributed_c10d._abort_process_group()
 
 
 def leave_world() -> None:

@@ -1,7 +1,7 @@
 """Which ranks live, what each is doing, and how a job ends when one fails, is lost, or is asked to stop."""
 
 from .activity import doing, follow, set_stage
-from .job import current, end_watch, watch
+from .job import current, end_watch, has_failed, watch
 from .reporting import report_errors
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
 
@@ -13,6 +13,7 @@ __all__ = [
     "doing",
     "end_watch",
     "follow",
+    "has_failed",
     "report_errors",
     "set_stage",
     "watch",

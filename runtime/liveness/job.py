@@ -35,6 +35,11 @@ def watch(store: Store, rank: int, world_size: int, name: str) -> None:
         sys.excepthook = _report_uncaught
 
 
+def has_failed() -> bool:
+    """Whether the job ends because of a failure of this rank."""
+    return _monitor is not None and _monitor.has_failed
+
+
 def end_watch() -> None:
     """This rank leaves the job as it should."""
     global _monitor

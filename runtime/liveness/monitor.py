@@ -65,6 +65,7 @@ class Monitor:
         self._last: dict[int, tuple[int, str, float]] = {}
         self._beats = 0
         self._is_over, self._may_lose_store, self._was_stopped = threading.Event(), False, False
+        self.has_failed = False
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
         self._thread = threading.Thread(target=self._run, name="parcompile heartbeat", daemon=True)
@@ -101,6 +102,7 @@ class Monitor:
         Another rank may have been first: then this one is silent, since its failure follows from the other's.
         """
         self._is_over.set()
+        self.has_failed = True
         where = f"rank {self.rank} on host {socket.gethostname()}, {self.activity()}"
         try:
             is_first = self._channel.call_off_first(f"{where}: {why}")

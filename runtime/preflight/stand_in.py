@@ -50,7 +50,7 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
             if plan.spec.cluster.accelerator == "cpu":
                 entered.enter_context(gloo.stands_in_for(META))
             entered.enter_context(_products_of_experts())
-            yield create_groups(plan, rank, META, others=False)
+            yield create_groups(plan, rank, META)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
