@@ -16,7 +16,7 @@ from parcompile.schema.draft07 import draft07
 def command(name: str | None, *, older: bool) -> None:
     """Print a JSON Schema, for editors and validators.
 
-    NAME is spec, plan, ds-config, process-groups and so on. Without NAME, list the names.
+    NAME is spec, plan, ds-config, process-groups and so on, or the $id of a schema. Without NAME, list the names.
     """
     if name is None:
         click.echo("\n".join(one.replace("_", "-") for one in schema.names()))

@@ -5,6 +5,17 @@ useful error, the branch that was meant, the key or value that was nearly writte
 """
 
 from .defaults import NoDefaultError, default
-from .validation import UnknownSchemaError, Validation, load, names, text, validate
+from .validation import BASE, UnknownSchemaError, Validation, load, names, registry, text, validate
 
-__all__ = ["NoDefaultError", "UnknownSchemaError", "Validation", "default", "load", "names", "text", "validate"]
+__all__ = [
+    "BASE",
+    "NoDefaultError",
+    "UnknownSchemaError",
+    "Validation",
+    "default",
+    "load",
+    "names",
+    "registry",
+    "text",
+    "validate",
+]

@@ -17,7 +17,7 @@ def draft07(schema: dict[str, Any]) -> dict[str, Any]:
     twin: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
     twin.update(_converted(schema))
     if "$id" in twin:
-        twin["$id"] = f"{twin['$id']}:draft-07"
+        twin["$id"] = twin["$id"].replace(".schema.json", ".draft-07.schema.json")
     return twin
 
 

@@ -18,6 +18,7 @@ from .view import SchemaView
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
+    from referencing import Registry
 
 
 class UnknownSchemaError(ValueError):
@@ -48,13 +49,25 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(entry.name[: -len(suffix)] for entry in folder.iterdir() if entry.name.endswith(suffix)))
 
 
+BASE = "https://parcompile.readthedocs.io/en/stable/schemas/v1/"
+"""What the `$id` of every schema begins with; the name of its file follows."""
+
+
+def registry() -> Registry[Any]:
+    """All schemas by their `$id`, for jsonschema's `registry`: an address resolves without a network."""
+    from referencing import Registry, Resource
+
+    return Registry().with_resources((load(name)["$id"], Resource.from_contents(load(name))) for name in names())
+
+
 def text(name: str) -> str:
-    """The text of a schema; `-` and `_` in names are the same.
+    """The text of a schema, by its name or its `$id`; `-` and `_` in names are the same.
 
     Raises:
         UnknownSchemaError: there is none of that name.
     """
     folder = importlib.resources.files("parcompile.schemas")
+    name = name.removeprefix(BASE).removesuffix(".schema.json")
     for candidate in (name, name.replace("-", "_"), name.replace("_", "-")):
         file = folder / f"{candidate}.schema.json"
         if file.is_file():

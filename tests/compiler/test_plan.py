@@ -93,7 +93,7 @@ def test_the_machine_of_a_plan_has_the_schema_of_its_file() -> None:
 def test_schemas_are_closed_and_described_at_every_level(name) -> None:
     root = json.loads(schema.text(name))
     Draft202012Validator.check_schema(root)
-    assert root["$id"] == f"urn:parcompile:schema:v1:{name}"
+    assert root["$id"] == f"{schema.BASE}{name}.schema.json"
 
     def walk(node: object, path: str) -> None:
         if isinstance(node, dict):

@@ -26,7 +26,7 @@ TARGET = ROOT / "schemas" / "ds_config.schema.json"
 WORDS: dict[str, Any] = json.loads((Path(__file__).parent / "words.json").read_text(encoding="utf-8"))
 HEAD = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "$id": "urn:parcompile:schema:v1:ds_config",
+    "$id": "https://parcompile.readthedocs.io/en/stable/schemas/v1/ds_config.schema.json",
     "title": "DeepSpeed configuration",
     "description": (
         f"Everything that DeepSpeed {newest()} reads from its JSON configuration, closed at every level. Keys marked "
@@ -50,7 +50,7 @@ EDITOR = {
     "title": "Schema",
     "description": "Where an editor finds this schema; DeepSpeed ignores the key.",
     "type": "string",
-    "examples": ["urn:parcompile:schema:v1:ds_config"],
+    "examples": ["https://parcompile.readthedocs.io/en/stable/schemas/v1/ds_config.schema.json"],
 }
 CLASSES = ("Adam", "Lamb", "Lion", "Adagrad", "Muon")
 
