@@ -62,8 +62,9 @@ browser:
 		command -v chromium > /dev/null || echo "no chromium: the report page is tested in CI only"; \
 	fi
 
+# Two workers: one for the tests that start ranks, one at a time (tests/conftest.py), the other for all others.
 test: lint browser
-	$(RANKS) $(BIN)/python -m pytest
+	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The tests build the same site. The variable silences the theme's advertisement of its successor.
 docs: install

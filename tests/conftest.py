@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # CI draws the same examples each time: what it finds, anyone can find again. Elsewhere new ones are drawn.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests that start ranks on one worker of pytest-xdist: two at once would take each other's processors."""
+    for item in items:
+        if item.get_closest_marker("ranks"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
