@@ -137,7 +137,7 @@ def _never_varied(by_family: dict[str, list[dict[str, Any]]]) -> list[str]:
     from drawn_configurations import draw, varied
     from transformers import CONFIG_MAPPING
 
-    from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+    from parcompile.model.catalogue import RUNTIME_FAMILIES
     from parcompile.runtime.model.configuration import read_keys
 
     lacking, pairs, trained = defaultdict(list), 0, 0
@@ -172,7 +172,7 @@ def main() -> int:
     """One of the commands."""
     from drawn_configurations import LAYOUTS
 
-    from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+    from parcompile.model.catalogue import RUNTIME_FAMILIES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -71,7 +71,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if sys.argv[1:] == ["--texts"]:
         sys.exit(prove_texts())
-    sys.exit(prove(sys.argv[1:] or list(RUNTIME_FAMILIES)))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+    from families import VARIANTS
+
+    sys.exit(prove(sys.argv[1:] or [*RUNTIME_FAMILIES, *VARIANTS]))
 
 
 if __name__ == "__main__":

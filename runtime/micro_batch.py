@@ -46,6 +46,8 @@ class MicroBatch:
     """The number of the first row in the data."""
     token_places: Tensor | None = None
     """Of packed documents, the sample and the position in it of each token [1, S, 2]."""
+    positions: Tensor | None = None
+    """Of the tokens of this cp rank, each counted within its document [1 or B, S]."""
     alone: bool = False
     """Each rank has all tokens, in their order; keys may be there from calls before."""
 
@@ -97,6 +99,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs.pop(PACKING, None),
         kwargs.pop(FIRST_SAMPLE, None),
         kwargs.pop(TOKEN_PLACES, None),
+        kwargs.get("position_ids"),
         kwargs.pop(ALONE, False),
     )
     return kwargs

@@ -36,23 +36,17 @@ WRITTEN = {
     "doge": "own_mask",
     "dbrx": "nested_configuration",
     "diffllama": "differential_attention",
-    "falcon": "alibi_or_rotary",
     "gemma3n_text": "varied_layers",
     "gemma4_text": "varied_layers",
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gemma4_unified_text": "varied_layers",
-    "gpt-sw3": "stored_transposed",
-    "gpt2": "stored_transposed",
-    "gpt_bigcode": "learned_positions",
+    "gpt-sw3": "no_table",
     "hrm_text": "recurrent_depth",
     "jetmoe": "attention_of_experts",
     "llama4_text": "chunked_attention",
     "longcat_flash": "two_blocks",
-    "biogpt": "learned_positions",
     "modernbert-decoder": "no_table",
-    "mpt": "alibi",
-    "opt": "learned_positions",
     "recurrent_gemma": "recurrence",
     "reformer": "own_attention",
     "rwkv": "recurrence",
@@ -66,7 +60,6 @@ WORDS = (
     ("lightning_attention", r"LightningAttention"),
     ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
     ("short_convolution", r"causal_conv1d"),
-    ("alibi", r"alibi"),
 )
 
 
@@ -113,7 +106,7 @@ def entries() -> dict[str, dict[str, str]]:
     """Each type with its reason."""
     names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     found = {}
-    for name in sorted((names.keys() - FAMILIES.keys()) | {"gpt2"}):
+    for name in sorted(names.keys() - FAMILIES.keys()):
         model = names[name] if isinstance(names[name], str) else names[name][0]
         try:
             config = CONFIG_MAPPING[name]

@@ -17,9 +17,6 @@ from typing import Any
 from .families import BUILT_IN, FAMILIES
 from .family import Family
 
-PLANNED_ONLY = frozenset({"gpt2"})
-"""Types whose parameters the compiler knows and which the runtime does not inject."""
-
 TEXT_PARTS = frozenset(
     {
         *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
@@ -30,7 +27,7 @@ TEXT_PARTS = frozenset(
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
-RUNTIME_FAMILIES = tuple(family for family in BUILT_IN if family not in PLANNED_ONLY)
+RUNTIME_FAMILIES = tuple(BUILT_IN)
 """Model types that the runtime injects."""
 
 
@@ -86,15 +83,6 @@ REASONS: Mapping[str, Reason] = {
         "encoders",
         "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
     ),
-    "alibi": Reason(
-        "ALiBi biases",
-        "it adds ALiBi biases to its scores in an attention of its own, which does not go through transformers' "
-        "attention interface",
-    ),
-    "alibi_or_rotary": Reason(
-        "attention outside of transformers' interface",
-        "its attention does not go through transformers' attention interface, where the ring takes its place",
-    ),
     "own_attention": Reason(
         "attention outside of transformers' interface",
         "its attention does not go through transformers' attention interface, where the ring takes its place",
@@ -102,16 +90,6 @@ REASONS: Mapping[str, Reason] = {
     "own_mask": Reason(
         "masks that a model learns",
         "it learns which keys a query sees: the ring masks by position, window and document",
-    ),
-    "learned_positions": Reason(
-        "learned positions",
-        "it adds a learned table of positions to its embedding, which is not cut along the sequence here",
-    ),
-    "stored_transposed": Reason(
-        "learned positions and transposed weights",
-        "it adds a learned table of positions to its embedding and stores its weights as [in, out]: neither is cut by "
-        "the runtime",
-        "a plan for other launchers, where the compiler knows its parameters",
     ),
     "recurrent_depth": Reason(
         "layers that run several times",
@@ -159,16 +137,7 @@ _NEAREST = {
     "jamba": "mixtral",
     "olmo_hybrid": "olmo3",
     "dots3_note_text": "dots1",
-    "gpt2": "gpt_neox",
-    "opt": "gpt_neox",
-    "gptj": "gpt_neox",
-    "falcon": "gpt_neox",
-    "bloom": "gpt_neox",
-    "mpt": "gpt_neox",
-    "gpt_bigcode": "starcoder2",
-    "gpt_neo": "gpt_neox",
     "hy_v4": "hy_v3",
-    "biogpt": "gpt_neox",
     "gemma4_unified_text": "gemma3_text",
     "lfm2": "llama",
     "lfm2_moe": "mixtral",
@@ -176,8 +145,8 @@ _NEAREST = {
     "recurrent_gemma": "gemma2",
     "mistral4": "deepseek_v3",
 }
-ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Types of code that comes with the weights, and the type of transformers that has their layers."""
+ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}
+"""Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +175,7 @@ class ModelType:
     @property
     def family(self) -> Family | None:
         """Its row."""
-        return FAMILIES.get(self.name)
+        return FAMILIES.get(ALIKE.get(self.name, self.name))
 
 
 @functools.cache
@@ -226,7 +195,12 @@ def model_types() -> Mapping[str, ModelType]:
     """Every known type by name, in alphabetical order."""
     refused = {name: _refused(name, entry) for name, entry in _stored()["types"].items()}
     works = {name: ModelType(name, works=True, planned=True) for name in RUNTIME_FAMILIES}
-    both = {**refused, **works}
+    alike = {
+        name: ModelType(name, works=True, planned=True, note=refused[name].note)
+        for name, other in ALIKE.items()
+        if name in refused and other in RUNTIME_FAMILIES
+    }
+    both = {**refused, **works, **alike}
     return {name: both[name] for name in sorted(both)}
 
 

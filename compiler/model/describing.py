@@ -25,6 +25,12 @@ def kinds_of(one: ModelType) -> list[str]:
     found = ["mixture of experts" if family.experts else "dense"]
     if family.latent:
         found.append("latent attention")
+    if family.positions:
+        found.append("learned positions")
+    if family.alibi is True:
+        found.append("ALiBi")
+    elif family.alibi:
+        found.append("rotary positions or ALiBi")
     if family.sinks:
         found.append("attention sinks")
     if family.gate:

@@ -101,15 +101,36 @@ class Family:
     """Names below `base.layers.N`, and traits. Without arguments it is Llama."""
 
     base: str = "model"
+    keys: Mapping[str, str | None] = field(default_factory=dict)
+    """What the configuration calls keys that others call as Llama does; None: it has no such key."""
+    layers: str = "layers"
     embedding: str = "embed_tokens"
+    positions: str = ""
+    """A learned table of positions, added to the embedding."""
+    first_position: int = 0
+    """Its row of position 0; the rows before it are nobody's."""
+    fixed_positions: str = ""
+    """A table of positions that is not learned."""
+    embedding_norm: str = ""
+    alibi: Switch = False
+    """Scores fall linearly with the distance of a key, by a slope of each head (arXiv 2108.12409)."""
     final_norm: str = "norm"
+    final_norm_first: bool = False
+    """It is registered before the layers."""
+    head: str = "lm_head"
     order: tuple[str, ...] = ("attention", "mlp", "norms")
-    """The parts of a layer in the order in which they are registered."""
+    """The parts of a layer in the order in which they are registered; any other word is the name of one norm."""
+    transposed: bool = False
+    """Linears are stored as [in, out], as GPT-2's `Conv1D` is."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """One name stands for a fused projection."""
+    qkv_parts: str = "qkv"
+    """What these names, or the parts of the one, are, in their order."""
+    kv_heads: Callable[[Mapping[str, Any], int], int] | None = None
+    """The number of kv heads, from the configuration and the number of query heads; else `num_key_value_heads`."""
     heads_interleaved: bool = False
-    """A fused projection holds query, key and value of one head after the other, not all queries first."""
+    """A fused projection holds queries, key and value of one kv head after the other, not all queries first."""
     sinks: str = ""
     """A learned score of each head beside those of its keys, which takes a share of the softmax and gives nothing."""
     output: str = "o_proj"
@@ -124,6 +145,9 @@ class Family:
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether it has one value for each head; otherwise one for each of its features."""
     mlp: str = "mlp"
+    """Empty: its linears stand in the layer itself."""
+    mlp_ratio: int | None = None
+    """The width of the MLP in hidden sizes, where the configuration does not say."""
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True
     """Two column-parallel projections; fused when `up` has one name."""
@@ -131,6 +155,8 @@ class Family:
     activation: tuple[str, ...] = ()
     """Learned scalars of the activation function."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norms_by: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """Those of a configuration, where they vary."""
     more_norms: tuple[str, bool, tuple[str, ...]] | None = None
     """A key, its value for which there are further norms behind those, and their names."""
     norm: Norm = Norm.WEIGHT
@@ -152,9 +178,13 @@ class Family:
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
     refusals: tuple[Refusal, ...] = ()
+    refused_axes: Mapping[str, str] = field(default_factory=dict)
+    """Axes of the mesh that the runtime does not run the family over, and why."""
 
     def norms_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The norms of a layer."""
+        if self.norms_by is not None:
+            return self.norms_by(config)
         if self.more_norms is None:
             return self.norms
         key, value, names = self.more_norms

@@ -40,15 +40,6 @@ class InjectionError(ModelConfigError):
         self.problems = problems
 
 
-_GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
-
-
 def shape_from_config(config: Config) -> ModelShape:
     """The shape that a Hugging Face configuration describes.
 
@@ -63,25 +54,27 @@ def shape_from_config(config: Config) -> ModelShape:
         sentence, instead = refusal(name, config)
         raise ModelConfigError(sentence, "model_type", instead)
     family = FAMILIES[name]
-    read = _Reader(config, family, _GPT2_NAMES if name == "gpt2" else {})
+    read = _Reader(config, family, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
     mla = _mla(read, family.latent) if family.latent else None
-    one_width_heads = name in {"gpt2", "gpt_neox", "persimmon"}
+    kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
+    norms = family.norms_of(config)
     return ModelShape(
         model_type=name,
         hidden_size=hidden,
         num_hidden_layers=read.size("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=heads if one_width_heads else read.size("num_key_value_heads", heads),
+        num_key_value_heads=kv_heads,
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
         intermediate_size=_width(read, family, name, hidden),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
         tie_word_embeddings=family.is_on("tie_word_embeddings", config),
-        rotary=name != "gpt2",
+        rotary=not (family.positions or family.fixed_positions),
+        alibi=family.is_on(family.alibi, config),
         gated_mlp=family.gated,
         qkv_bias=family.is_on(family.qkv_bias, config),
         attention_output_bias=family.is_on(family.output_bias, config),
@@ -89,8 +82,9 @@ def shape_from_config(config: Config) -> ModelShape:
         head_bias=family.is_on(family.head_bias, config),
         qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
         attention_gate=_gate(read, family, config, hidden, heads),
-        norms_per_layer=len(family.norms_of(config)),
-        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or name == "gpt2",
+        norms_per_layer=len(norms),
+        norm_names=norms,
+        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS,
         sliding_window=_sliding_window(config, family),
         moe=None if family.experts is None else _moe(read, family.experts),
         mla=mla,
@@ -120,19 +114,19 @@ def _user_module_shape(config: Config) -> ModelShape:
 class _Reader:
     """Reads sizes under the family's own names and says which key is wrong."""
 
-    def __init__(self, config: Config, family: Family, names: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, family: Family, names: Mapping[str, str | None]) -> None:
         self._config = config
         self._family = family
         self._names = names
 
     def size(self, name: str, default: int | None = None) -> int:
         """The value of a key; else the family's default, else `default`."""
-        key = self._names.get(name, name)
-        value = self._config.get(key, self._config.get(name))
+        key = self._names.get(name, name) or ""
+        value = self._config.get(key, self._config.get(name) if key else None)
         if value is None:
             found = self._family.defaults.get(name, default)
             if found is None:
-                raise ModelConfigError(f"{key} is missing", key)
+                raise ModelConfigError(f"{key or name} is missing", key or name)
             return int(found)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
@@ -174,7 +168,7 @@ class _Reader:
 def _width(read: _Reader, family: Family, name: str, hidden: int) -> int:
     """The width of the dense MLP."""
     if family.experts is None:
-        return read.size("intermediate_size", 4 * hidden if name == "gpt2" else None)
+        return read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
     key, default = family.experts.dense_width
     # Where no layer is dense, a class may have no such key, or none for it.
     missing = name in {"solar_open", "kolibri1", "cohere2_moe"} and not read.has(key)

@@ -15,7 +15,7 @@ def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
     if shape.user_module is not None:
         return user_module_table(shape, shape.user_module)
-    return _gpt2(shape) if shape.model_type == "gpt2" else _decoder(shape, FAMILIES[shape.model_type])
+    return _decoder(shape, FAMILIES[shape.model_type])
 
 
 @dataclass
@@ -24,6 +24,8 @@ class _Rows:
 
     prefix: str
     layers: range
+    transposed: bool = False
+    """Weights of linears are stored as [in, out]."""
     rows: list[Parameter] = field(default_factory=list)
 
     def add(
@@ -56,7 +58,12 @@ class _Rows:
 
         `inside` a block of experts the first rank adds it: the gradient of the others is zero.
         """
-        self.add(f"{name}.weight", (out_size, in_size), split, layers=layers)
+        stored = split
+        if self.transposed and split is not None:
+            stored = Split(1 - split.dim, split.parts)
+        self.add(
+            f"{name}.weight", (in_size, out_size) if self.transposed else (out_size, in_size), stored, layers=layers
+        )
         if bias:
             cut = split if split is not None and split.dim == 0 else None
             whole = cut is None
@@ -82,26 +89,34 @@ def _kinds(norm: Norm) -> tuple[str, ...]:
 
 def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     h, v, layers = shape.hidden_size, shape.vocab_size, range(shape.num_hidden_layers)
-    rows = _Rows(f"{family.base}.layers.{{layer}}.", layers)
+    rows = _Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
     for part in family.order:
         if part == "attention":
             (_latent_attention if shape.mla else _attention)(rows, shape, family)
         elif part == "mlp":
             _feed_forward(rows, shape, family)
         else:
-            further = family.more_norms[2] if family.more_norms else ()
-            for name in (family.norms + further)[: shape.norms_per_layer]:
+            for name in shape.norm_names if part == "norms" else (part,):
                 rows.norm(name, h, family.norm)
-    embedding = Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))
+    before = [Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))]
+    if family.positions:
+        size = (shape.max_position_embeddings + family.first_position, h)
+        before.append(Parameter(f"{family.base}.{family.positions}.weight", size, sequence_parallel=True))
+    if family.embedding_norm:
+        before += [
+            Parameter(f"{family.base}.{family.embedding_norm}.{kind}", (h,), sequence_parallel=True)
+            for kind in _kinds(family.norm)
+        ]
     after = [
         Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
         for kind in _kinds(family.norm)
     ]
+    first = len(after) if family.final_norm_first else 0
     if not shape.tie_word_embeddings:
-        after.append(Parameter("lm_head.weight", (v, h), vocabulary(v)))
+        after.append(Parameter(f"{family.head}.weight", (v, h), vocabulary(v)))
     if shape.head_bias:
-        after.append(Parameter("lm_head.bias", (v,), vocabulary(v)))
-    return ParameterTable((embedding,), tuple(rows.rows), tuple(after), len(layers))
+        after.append(Parameter(f"{family.head}.bias", (v,), vocabulary(v)))
+    return ParameterTable(tuple(before), tuple(rows.rows), tuple(after), len(layers), first)
 
 
 def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
@@ -116,10 +131,11 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
         rows.add(f"{name}.{family.sinks}", (heads,), column(heads))
     if family.output_first:
         output()
-    parts = [Part(count * width, count) for count in (heads, kv_heads, kv_heads)]
-    if family.heads_interleaved:
-        # Query, key and value follow one another head by head: one part whose units are heads.
-        parts = [Part(3 * heads * width, heads)]
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    parts = [Part(counts[kind] * width, counts[kind]) for kind in family.qkv_parts]
+    if family.heads_interleaved and kv_heads > 1:
+        # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
+        parts = [Part((heads + 2 * kv_heads) * width, kv_heads)]
     if len(family.qkv) == 1:
         size = sum(part.size for part in parts)
         rows.linear(f"{name}.{family.qkv[0]}", size, h, Split(0, tuple(parts)), bias=shape.qkv_bias)
@@ -182,15 +198,16 @@ def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:
 def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
     h, bias = shape.hidden_size, shape.mlp_bias
     inside = family.experts is not None and name != family.mlp
+    prefix = f"{name}." if name else ""
     parts = (Part(f, f),) * (2 if family.gated else 1)
     if len(family.up) == 1:
         rows.linear(
-            f"{name}.{family.up[0]}", len(parts) * f, h, Split(0, parts), bias=bias, layers=layers, inside=inside
+            f"{prefix}{family.up[0]}", len(parts) * f, h, Split(0, parts), bias=bias, layers=layers, inside=inside
         )
     else:
         for projection in family.up:
-            rows.linear(f"{name}.{projection}", f, h, column(f), bias=bias, layers=layers, inside=inside)
-    rows.linear(f"{name}.{family.down}", h, f, row(f), bias=bias, layers=layers, inside=inside)
+            rows.linear(f"{prefix}{projection}", f, h, column(f), bias=bias, layers=layers, inside=inside)
+    rows.linear(f"{prefix}{family.down}", h, f, row(f), bias=bias, layers=layers, inside=inside)
     for scalar in family.activation:
         rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
 
@@ -253,29 +270,3 @@ def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> N
         both = Split(0, (Part(wide, wide),) * 2)
         rows.linear(f"{names.beside}.input_linear", 2 * wide, h, both, layers=layers)
         rows.linear(f"{names.beside}.output_linear", h, wide, row(wide), layers=layers)
-
-
-def _gpt2(shape: ModelShape) -> ParameterTable:
-    h, f, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
-    rows = _Rows("transformer.h.{layer}.", range(shape.num_hidden_layers))
-
-    def conv1d(name: str, in_size: int, out_size: int, split: Split) -> None:
-        # GPT-2 stores [in, out]: its columns are what other models call rows.
-        rows.add(f"{name}.weight", (in_size, out_size), split)
-        cut = Split(0, split.parts) if split.dim == 1 else None
-        rows.add(f"{name}.bias", (out_size,), cut, sequence_parallel=cut is None)
-
-    rows.norm("ln_1", h, Norm.WEIGHT_AND_BIAS)
-    conv1d("attn.c_attn", h, 3 * h, Split(1, (Part(h, heads),) * 3))
-    conv1d("attn.c_proj", h, h, Split(0, (Part(h, heads),)))
-    rows.norm("ln_2", h, Norm.WEIGHT_AND_BIAS)
-    conv1d("mlp.c_fc", h, f, Split(1, (Part(f, f),)))
-    conv1d("mlp.c_proj", f, h, Split(0, (Part(f, f),)))
-    before = (
-        Parameter("transformer.wte.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)),
-        Parameter("transformer.wpe.weight", (shape.max_position_embeddings, h), sequence_parallel=True),
-    )
-    after = [Parameter(f"transformer.ln_f.{kind}", (h,), sequence_parallel=True) for kind in ("weight", "bias")]
-    if not shape.tie_word_embeddings:
-        after.append(Parameter("lm_head.weight", (shape.vocab_size, h), vocabulary(shape.vocab_size)))
-    return ParameterTable(before, tuple(rows.rows), tuple(after), shape.num_hidden_layers)

@@ -58,7 +58,8 @@ class ModelShape:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rotary: bool = True
-    """Rotary positions; otherwise a learned table of `max_position_embeddings` rows."""
+    """Positions without end (rotary, or ALiBi biases); otherwise a table of `max_position_embeddings` rows."""
+    alibi: bool = False
     gated_mlp: bool = True
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -69,6 +70,8 @@ class ModelShape:
     attention_gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
     norms_per_layer: int = 2
+    norm_names: tuple[str, ...] = ()
+    """Of the norms of a layer; empty where the model is no Hugging Face model."""
     norm_bias: bool = False
     sliding_window: int | None = None
     moe: MoeShape | None = None

@@ -68,6 +68,8 @@ class ParameterTable:
     layer: tuple[Parameter, ...]
     after: tuple[Parameter, ...]
     num_layers: int
+    registered_first: int = 0
+    """How many of those after the layers the model registers before them."""
 
     def __iter__(self) -> Iterator[Parameter]:
         """Each row once, layers not repeated."""
@@ -79,11 +81,13 @@ class ParameterTable:
         """Name and parameter of every tensor, in Hugging Face's order."""
         for parameter in self.before:
             yield parameter.name, parameter
+        for parameter in self.after[: self.registered_first]:
+            yield parameter.name, parameter
         for index in range(self.num_layers):
             for parameter in self.layer:
                 if parameter.layers is not None and index in parameter.layers:
                     yield parameter.name.format(layer=index), parameter
-        for parameter in self.after:
+        for parameter in self.after[self.registered_first :]:
             yield parameter.name, parameter
 
     @property

@@ -48,6 +48,7 @@ _KEYS = {
     "gemma": f"{_ROTARY} attention_bias",
     "gemma2": f"{_ROTARY} attention_bias sliding_window",
     "mixtral": f"{_ROTARY} sliding_window num_local_experts num_experts_per_tok",
+    "phimoe": f"{_ROTARY} attention_bias sliding_window num_local_experts num_experts_per_tok",
     "arcee": f"{_ROTARY} attention_bias mlp_bias",
     "starcoder2": f"{_LAYER_NORM} norm_epsilon use_bias residual_dropout embedding_dropout sliding_window",
     "nemotron": f"{_LAYER_NORM} norm_eps partial_rotary_factor attention_bias mlp_bias",
@@ -132,7 +133,7 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
-    if spec.shape.rotary and length > limit:
+    if spec.shape.rotary and not spec.shape.alibi and length > limit:
         # transformers 5 keeps both in rope_parameters.
         rope = spec.model_config.get("rope_parameters") or spec.model_config
         base = rope.get("rope_theta", "of the family")

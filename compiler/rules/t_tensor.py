@@ -24,9 +24,17 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
-    kv_heads = shape.num_key_value_heads
+    kv_heads, groups = shape.num_key_value_heads, _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
-    return tuple(tp for tp in near if kv_heads % tp == 0 or tp % kv_heads == 0)
+    return tuple(tp for tp in near if (kv_heads % tp == 0 or tp % kv_heads == 0) and groups % tp == 0)
+
+
+def _groups(spec: Resolution) -> int:
+    """Into how many pieces a fused projection of queries, keys and values can be cut."""
+    shape = spec.shape
+    family = FAMILIES.get(shape.model_type)
+    interleaved = family is not None and family.heads_interleaved and shape.num_key_value_heads > 1
+    return shape.num_key_value_heads if interleaved else shape.num_attention_heads
 
 
 def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> Finding:
@@ -80,7 +88,8 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
     "T002",
     "kv heads neither divide over tp nor replicate",
     """Key and value heads are divided over tp when num_key_value_heads % tp = 0, and replicated when
-    tp % num_key_value_heads = 0: consecutive ranks then hold the same head.""",
+    tp % num_key_value_heads = 0: consecutive ranks then hold the same head. A fused projection that holds a group of
+    queries with their key and value (Falcon 40B) is cut between groups only.""",
     wrong={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 12}, "cluster": {"gpus_per_node": 12}},
     right={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 8}, "cluster": {"gpus_per_node": 8}},
     sources=("Megatron-Core attention.py; torchtitan#2577",),
@@ -93,6 +102,14 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
             spec,
             f"num_key_value_heads {heads} on tp {tp}: neither {heads} / {tp} nor {tp} / {heads} is whole",
             "choose a tp that divides the kv heads, or a multiple of them",
+            "num_key_value_heads",
+        )
+    elif spec.shape.num_attention_heads % tp == 0 and (groups := _groups(spec)) % tp:
+        yield _indivisible(
+            spec,
+            f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type} holds each key and value between its "
+            f"queries in one projection, and {groups} / {tp} is not whole",
+            "choose a tp that divides the kv heads",
             "num_key_value_heads",
         )
 

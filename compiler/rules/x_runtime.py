@@ -18,6 +18,17 @@ from .places import model_path
 from .registry import Finding, rule
 from .s_module import MODULE
 
+_WINDOWED = {
+    "model_type": "phimoe",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
 
 @rule(
     "X002",
@@ -87,16 +98,16 @@ def runtime_needs_whole_weights(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "X004",
     "the runtime cannot inject this model",
-    """The runtime replaces the linears, the attention and the loss of a model; it knows how for some families. It
-    does not replace an attention whose sliding window stands in transformers' mask alone (qwen2_moe, phimoe) or is
-    missing there (olmoe): which numbers are meant depends on the kernel that transformers chooses.""",
-    wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
-    right={"model": {"preset": "llama-2-7b"}, "training": {"sequence_length": 4096}},
+    """The runtime replaces the linears, the attention and the loss of a model. It does not replace an attention whose
+    sliding window stands in transformers' mask alone (qwen2_moe, phimoe) or is missing there (olmoe): which numbers
+    are meant depends on the kernel that transformers chooses. Some families do not run over every axis.""",
+    wrong={"model": {**_WINDOWED, "sliding_window": 2048}},
+    right={"model": _WINDOWED},
     severity=Severity.WARNING,
     targets=("runtime",),
 )
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
-    """Fires for families that are not injected yet, and for windows that transformers applies in one place only."""
+    """Fires for families of plug-ins, axes that a family does not run over, and windows that stand in one place."""
     family = spec.shape.model_type
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         known = model_type(family)
@@ -110,6 +121,14 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
             help=f"use the plan with another launcher{near}",
         )
         return
+    for axis, why in FAMILIES.get(family, Family()).refused_axes.items():
+        size = spec.axis(Axis(axis))
+        if size > 1:
+            yield Finding(
+                f"{axis} {size} with {family}: {why}",
+                ("parallelism", axis),
+                help=f"set {axis} to 1 and use the other axes",
+            )
     yield from _window_on_one_side(spec)
 
 

@@ -25,6 +25,9 @@ from .rotary import see_last_position
 NAME = "parcompile"
 """The name under which the attention is registered."""
 
+_CASTING, _CASTS_MASKS = "parcompile_casting", frozenset({"mpt"})
+"""The name for models that cast their mask without asking whether there is one, and their types."""
+
 RING = "parcompile_ring"
 """The attribute under which a module keeps its `RingPlace`."""
 
@@ -42,6 +45,7 @@ class RingPlace:
     tp_index: int = 0
     seed: int = 0
     """The plan's, for dropout."""
+    tp: int = 1
 
     @classmethod
     def of(cls, mesh: Mesh) -> RingPlace:
@@ -58,6 +62,7 @@ class RingPlace:
             levels,
             mesh.index("tp"),
             mesh.plan.spec.training.seed,
+            mesh.size("tp"),
         )
 
     @property
@@ -126,11 +131,25 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     AttentionInterface.register(NAME, _attention)
     # The ring knows its own causal mask: no [S, S] mask is ever built.
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    AttentionInterface.register(_CASTING, _attention)
+    AttentionMaskInterface.register(_CASTING, lambda *_, **__: _NoMask())
     for module in model.modules():
         setattr(module, RING, place)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    config: Any = model.config
+    name = _CASTING if config.model_type in _CASTS_MASKS else NAME
+    if model._can_set_attn_implementation():  # type: ignore[operator]
+        model.set_attn_implementation(name)  # type: ignore[operator]
+    else:  # a model whose attention `put_on_interface` has replaced
+        config._attn_implementation_internal = name
     see_last_position(model, place.group)
     follow_calls(model)
+
+
+class _NoMask:
+    """What a model is given that casts its mask: None."""
+
+    def to(self, *_: Any, **__: Any) -> None:
+        """No mask."""
 
 
 def _attention(

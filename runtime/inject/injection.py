@@ -31,12 +31,17 @@ from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .generation import let_generate
 from .heads import localise_heads
+from .interface import put_on_interface
 from .masks import check_masks
 from .norms import SpreadRMSNorm
+from .positions import share_positions
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
 from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
+
+_CONV1D = "Conv1D"
+"""transformers' linear that stores its weight as [in, out]."""
 
 
 def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -67,13 +72,15 @@ class _Injection:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self.mesh, self.spec = model, mesh, mesh.plan.spec
         self.slices = Slices(mesh)
+        self.family = FAMILIES[self.spec.model.shape.model_type]
 
     def run(self) -> None:
         adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
         parallelism = self.spec.parallelism
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-        if self.mesh.device.type != "meta":  # where no rank runs, the compiler's rule X004 has to do
+        replaced = put_on_interface(self.model, self.family)
+        if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
             check_masks(self.model, path, self.spec.training.sequence_length)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
@@ -85,6 +92,8 @@ class _Injection:
             region = Region(group, sequence_parallel=parallelism.sequence_parallel)
             self._experts(region)
             self._layers(region)
+            for table in filter(None, (self.family.positions, self.family.fixed_positions)):
+                share_positions(self.model, self.family.base, table, region)
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
@@ -95,9 +104,8 @@ class _Injection:
             loss = BalancedLoss(loss, self.model, self.mesh)
         self.model.loss_function = loss
         if draws(self.model):
-            base = FAMILIES[self.spec.model.shape.model_type].base
             layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
-            draw_by_place(self.model, self.mesh, [base, *layers])
+            draw_by_place(self.model, self.mesh, [self.family.base, *layers])
         let_generate(self.model, self.mesh)
         if self.mesh.size("pp") > 1:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
@@ -111,6 +119,7 @@ class _Injection:
     def _layers(self, region: Region) -> None:
         """Cuts every parameter that the plan cuts, except experts and vocabulary."""
         blocks: dict[str, list[ColumnParallelLinear]] = {}
+        path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
@@ -121,10 +130,11 @@ class _Injection:
             owner, parent = self.model.get_submodule(owner_name), self.model.get_submodule(parent_name)
             if isinstance(owner, ColumnParallelLinear | RowParallelLinear):
                 continue  # the bias of a linear that its weight has replaced
-            if isinstance(owner, nn.Linear):
+            if isinstance(owner, nn.Linear) or type(owner).__name__ == _CONV1D:
                 layer = self._parallel(owner, piece, region)
                 setattr(parent, child, layer)
-                if isinstance(layer, ColumnParallelLinear):
+                # A linear of the layer itself, which stands in no block, takes its input in alone.
+                if isinstance(layer, ColumnParallelLinear) and parent_name.rpartition(".")[0] != path:
                     blocks.setdefault(parent_name, []).append(layer)
             elif parameter.dim() == 1 and kind == "weight":
                 setattr(parent, child, self._spread_norm(owner, parameter, piece, region.group))
@@ -134,12 +144,14 @@ class _Injection:
         for parent_name, layers in blocks.items():
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
-            if parent_name.endswith(f".{FAMILIES[shape.model_type].attention}"):
+            if parent_name.endswith(f".{self.family.attention}"):
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
 
-    def _parallel(self, linear: nn.Linear, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
-        if piece.dim == 0:
-            layer = ColumnParallelLinear.from_linear(
+    def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
+        transposed = not isinstance(linear, nn.Linear)
+        if piece.dim == int(transposed):
+            take = ColumnParallelLinear.from_conv1d if transposed else ColumnParallelLinear.from_linear
+            layer = take(
                 # Kept whole, as the estimate has it: one all-gather less in backward.
                 linear,
                 ranges=piece.ranges,
@@ -150,9 +162,8 @@ class _Injection:
             for parameter in layer.parameters():
                 mark(parameter, piece)
             return layer
-        return RowParallelLinear.from_linear(
-            linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options
-        )
+        cut = RowParallelLinear.from_conv1d if transposed else RowParallelLinear.from_linear
+        return cut(linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options)
 
     def _spread_norm(
         self, norm: nn.Module, weight: nn.Parameter, piece: Slice, group: dist.ProcessGroup

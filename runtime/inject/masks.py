@@ -132,7 +132,7 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
 
     stood_in = [child for child in base.children() if child is not layers and any(True for _ in child.parameters())]
     for child in stood_in:
-        child.forward = lambda *args, **_: args[0]
+        child.forward = _pass_hidden
     for layer in layers:
         layer.forward = record
     try:
@@ -142,6 +142,11 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
         for module in (*stood_in, *layers):
             vars(module).pop("forward", None)
     return calls
+
+
+def _pass_hidden(first: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Hidden states as they are; nothing in place of the rows that a table has for positions."""
+    return first if first.dim() > 2 else torch.zeros((), device="cpu")
 
 
 def _told(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

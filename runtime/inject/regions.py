@@ -49,7 +49,8 @@ class Region:
         return {
             "group": self.group,
             "sequence_parallel": self.sequence_parallel,
-            "sequence_dim": SEQUENCE_DIM,
+            # Counted from the end: some layers flatten rows and sequence, [B s, H], before their MLP.
+            "sequence_dim": SEQUENCE_DIM - 3,
         }
 
     def enter(self, hidden: Tensor) -> Tensor:

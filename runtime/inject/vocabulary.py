@@ -49,19 +49,21 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
 
 
 def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
-    """Gemma 3's embedding multiplies what it looks up."""
+    """Some embeddings, Gemma 3's or BioGPT's, multiply what they look up."""
     if type(old) is nn.Embedding:
         return
     factor = getattr(old, "embed_scale", None)
-    if not isinstance(factor, Tensor):
+    if not isinstance(factor, Tensor | float):
         raise RunError(
             f"the embedding is a {type(old).__name__}: only nn.Embedding, with a scale or without, is injected",
             everywhere=True,
         )
-    new.register_buffer("embed_scale", factor, persistent=False)
+    if isinstance(factor, Tensor):
+        new.register_buffer("embed_scale", factor, persistent=False)
 
     def scale(module: Any, _: Any, rows: Tensor) -> Tensor:
-        scaled: Tensor = rows * module.embed_scale.to(rows.dtype)
+        by = factor if isinstance(factor, float) else module.embed_scale.to(rows.dtype)
+        scaled: Tensor = rows * by
         return scaled
 
     new.register_forward_hook(scale)

@@ -180,6 +180,12 @@ def _values(config: Any) -> dict[str, Any]:
     if isinstance(rope, Mapping):
         # The older name of rope_type, which stays beside it.
         values["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}
+    if values.get("num_ln_in_parallel_attn", 0) is None and values.get("new_decoder_architecture"):
+        values["num_ln_in_parallel_attn"] = 2  # Falcon's layers write it into their configuration
+    for name in getattr(config, "sub_configs", {}):
+        if isinstance(part := values.get(name), Mapping):
+            # The type of the weights, which every part repeats, is the plan's precision.
+            values[name] = {key: value for key, value in part.items() if key not in ("dtype", "torch_dtype")}
     return values
 
 

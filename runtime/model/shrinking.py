@@ -24,7 +24,7 @@ WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 """Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
 most this many beside what is left over when the real one is divided by it)."""
 
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK = 32, 16
 
 
@@ -60,6 +60,8 @@ def shrunk(plan: Plan) -> Plan:
     # Weights of this size keep the variance of what they multiply: with smaller ones scores are all but equal, and
     # whatever is wrong with positions hardly shows.
     changes["initializer_range"] = 1 / math.sqrt(changes["hidden_size"])
+    names = FAMILIES[shape.model_type].keys
+    changes = {name: value for key, value in changes.items() if (name := names.get(key, key)) is not None}
     # What rope_scaling says stands in rope_parameters too.
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
@@ -148,6 +150,9 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
     for key, value in _by_layer(config, shape.num_hidden_layers):
         found[key] = [value[layer] for layer in layers]
+    if "attention_types" in config.to_dict():
+        # GPT-Neo's list of kinds follows from runs of them.
+        found["attention_types"] = [[[kind], 1] for kind in found.pop("attention_layers")]
     experts = FAMILIES[shape.model_type].experts
     if shape.moe is not None and experts is not None:
         dense = sum(layer < shape.moe.first_moe_layer for layer in layers)

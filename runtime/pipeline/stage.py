@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, layer_numbers
 from parcompile.runtime.errors import RunError
@@ -32,6 +34,14 @@ class Elsewhere(nn.Module):
         return self.name
 
 
+class NoPositions(nn.Module):
+    """Stands for a learned table of positions on stages that another one precedes: nothing is to be added."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Zero."""
+        return torch.zeros(())
+
+
 class Skipped(nn.Identity):
     """Stands for a module behind the layers that another stage holds: base models call it, and nobody looks at it."""
 
@@ -51,7 +61,7 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
     _put(model, path, kept)
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.before}):
         if all(one.name not in held for one in plan.parameters.before if one.name.startswith(f"{name}.")):
-            _put(model, name, Elsewhere(name))
+            _put(model, name, _instead(name, family))
     if held.has_head:
         return
     causal: Any = model
@@ -59,6 +69,13 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.after}):
         inside = name.startswith(f"{family.base}.")
         _put(model, name, Skipped() if inside else Elsewhere(name))
+
+
+def _instead(name: str, family: Family) -> nn.Module:
+    """What stands for a module before the layers on stages that another one precedes."""
+    if name == f"{family.base}.{family.positions}":
+        return NoPositions()
+    return Skipped() if name == f"{family.base}.{family.embedding_norm}" else Elsewhere(name)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

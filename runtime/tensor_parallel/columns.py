@@ -105,7 +105,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.shared_forward is not None:
             return self.shared_forward(self, x, sequence_length)
         if self.group is None and not self.skip_bias_add:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.matrix, self.bias)
         return column_outputs(x, (self,), sequence_length)[0]
 
 
@@ -145,7 +145,7 @@ def column_outputs(
 ) -> tuple[Any, ...]:
     """`column_parallel` for layers that are known to agree; `input_is_ready` overrules theirs."""
     first = layers[0]
-    weights = [copy_to_group(layer.weight, layer.replica_group) for layer in layers]
+    weights = [copy_to_group(layer.matrix, layer.replica_group) for layer in layers]
     biases = [None if layer.bias is None else copy_to_group(layer.bias, layer.replica_group) for layer in layers]
     added = [None if layer.skip_bias_add else bias for layer, bias in zip(layers, biases, strict=True)]
     ready = first.input_is_ready if input_is_ready is None else input_is_ready

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self
 
 from parcompile.runtime.collectives import Group, group_rank, group_size
@@ -36,6 +36,8 @@ class ParallelLinear(nn.Module):
     """What both layers share: a slice of a full [O, I] weight, cut along `split_dim`."""
 
     split_dim: int
+    stored_transposed: bool = False
+    """The weight is stored as [in, out], as GPT-2's `Conv1D` is."""
 
     def __init__(
         self,
@@ -70,6 +72,11 @@ class ParallelLinear(nn.Module):
         self.reset_parameters()
 
     @property
+    def matrix(self) -> Tensor:
+        """The slice as [out, in], whichever way it is stored."""
+        return self.weight.t() if self.stored_transposed else self.weight
+
+    @property
     def local_size(self) -> int:
         """Features of this rank's slice: of the output of a column layer, of the input of a row layer."""
         return sum(self.part_sizes)
@@ -102,6 +109,20 @@ class ParallelLinear(nn.Module):
             layer.bias = slice_parameter(linear.bias, 0, bias_ranges, padded_out_features, device, dtype)
         layer._mark()
         return layer.train(linear.training)
+
+    @classmethod
+    def from_conv1d(cls, conv: nn.Module, **options: Any) -> Self:
+        """Take this rank's part of transformers' `Conv1D`, a linear that stores its weight as [in, out]."""
+        whole: Any = conv
+        in_features, out_features = whole.weight.shape
+        layer = cls(in_features, out_features, whole.bias is not None, device="meta", **options)
+        layer.stored_transposed = True
+        layer.weight = slice_parameter(whole.weight, 1 - layer.split_dim, layer.ranges, None, None, None)
+        if whole.bias is not None:
+            bias_ranges = layer.ranges if layer.split_dim == 0 else ((0, out_features),)
+            layer.bias = slice_parameter(whole.bias, 0, bias_ranges, None, None, None)
+        layer._mark()
+        return layer.train(conv.training)
 
     def reset_parameters(self) -> None:
         """Draw the full layer as `nn.Linear` does, alike on every rank, and keep the slice; meta tensors stay."""

@@ -80,13 +80,13 @@ class RowParallelLinear(ParallelLinear):
             ValueError: The ranks do not divide the sequence, and `pad_sequence` is not set.
         """
         if self.group is None:
-            return (F.linear(x, self.weight), self.bias) if self.skip_bias_add else F.linear(x, self.weight, self.bias)
+            return (F.linear(x, self.matrix), self.bias) if self.skip_bias_add else F.linear(x, self.matrix, self.bias)
         if not self.input_is_parallel:
             x = scatter_to_group(x, -1, self.group)
         if self.sequence_parallel and self.pad_sequence:
             x = pad_to_multiple(x, self.sequence_dim, self.group)
         bias: Tensor | None = self.bias
-        y = row_matmul(x, self.weight, self.group, self.sequence_dim if self.sequence_parallel else None)
+        y = row_matmul(x, self.matrix, self.group, self.sequence_dim if self.sequence_parallel else None)
         if self.sequence_parallel:
             # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
             bias = None if bias is None else copy_to_group(bias, self.group)

@@ -11,8 +11,8 @@ from family_runs import family_plan, train_on, train_plain
 from ranks import RankError, run_ranks
 from training_runs import whole_parameters
 
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 STEPS = 3
 TOLERANCE = 1e-5

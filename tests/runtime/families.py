@@ -40,6 +40,9 @@ _LATENT = {
     "v_head_dim": 8,
 }
 
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
+_OLD = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -190,18 +193,88 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+    "gpt_bigcode": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 5,
+    },
+    "opt": {**_OLD, "ffn_dim": 48, "dropout": 0.0, "pad_token_id": 1, "word_embed_proj_dim": 32},
+    "biogpt": {
+        **_OLD,
+        "intermediate_size": 48,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": 1,
+    },
+    "xglm": {
+        "d_model": 32,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "ffn_dim": 48,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pad_token_id": 1,
+    },
+    "falcon": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "ffn_hidden_size": 48,
+        "max_position_embeddings": 64,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
 }
+
+OWN_KEYS = ("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt")
+"""Families whose configurations have other keys than Llama's."""
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, multi-query": ("falcon", {"new_decoder_architecture": False}),
+    "falcon, ALiBi": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "alibi": True,
+            "parallel_attn": False,
+            "multi_query": False,
+            "num_kv_heads": None,
+            "bias": True,
+        },
+    ),
+    "gpt_bigcode, every head": ("gpt_bigcode", {"multi_query": False}),
+    "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
+    "mpt, 6 heads": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.8}}),
+}
+"""Other layouts of a family's parameters, or another way to attend: `benchmarks/models.py` runs them too."""
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """`config.json` of a tiny model of the family."""
-    common = {"vocab_size": 61} if family == "gpt2" else _COMMON
+    """`config.json` of a tiny model of the family, or of a variant."""
+    if family in VARIANTS:
+        family, varied = VARIANTS[family]
+        changes = {**varied, **changes}
+    # Tests name sizes as Llama does.
+    names = FAMILIES[family].keys
+    changes = {key: value for name, value in changes.items() if (key := names.get(name, name)) is not None}
+    common: dict[str, Any] = {"vocab_size": 61, "initializer_range": 0.2} if family in OWN_KEYS else _COMMON
     return {"model_type": family, **common, **_SPECIAL.get(family, {}), **changes}
 
 
 ONE_LAYOUT = (
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
+    *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),
     *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm", "granite_swa", "granitemoe_swa"),
 )
 """Relatives that the tests run in one layout only."""

@@ -11,7 +11,7 @@ import pytest
 from configuration_runs import TOLERANCE, Outcome, cases, outcomes
 from drawn_configurations import LAYOUTS, Drawn, draw, varied
 
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 
 pytestmark = pytest.mark.ranks
 

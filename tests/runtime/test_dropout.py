@@ -16,8 +16,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from training_runs import make_plan, train_with_engine, whole_parameters
 
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 TOLERANCE = 1e-5
 

@@ -15,7 +15,7 @@ from family_runs import family_plan, train_injected, train_plain
 from ranks import run_ranks
 from training_runs import whole_parameters
 
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 
 pytestmark = pytest.mark.ranks
 

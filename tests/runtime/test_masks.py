@@ -13,10 +13,11 @@ from ranks import run_ranks
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
+from parcompile.runtime.inject.interface import REPLACED
 from parcompile.runtime.inject.masks import check_masks, separates_documents
 from parcompile.runtime.model.building import instantiate, parameters_without_memory
 
-RUN = tuple(family for family in FAMILIES if family != "gpt2")
+RUN = tuple(family for family in FAMILIES if family not in REPLACED)
 WINDOW = {"sliding_window": 5, "max_window_layers": 1}
 LENGTH = 16
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny_config
+from families import FAMILIES, OWN_KEYS, VARIANTS, tiny_config
 
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -35,13 +35,13 @@ def check(config: dict[str, Any]) -> None:
     assert table.numel == sum(torch.Size(shape).numel() for _, shape in expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_a_table_lists_what_the_model_registers(family: str) -> None:
     for tied in (None, True, False):
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", *LATENT)])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*OWN_KEYS, *LATENT)])
 def test_a_table_follows_the_switches_of_the_configuration(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -54,7 +54,7 @@ def test_a_table_follows_the_switches_of_the_configuration(family: str) -> None:
             check(tiny_config(family, **dict.fromkeys(names, False)))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", *LATENT)])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*OWN_KEYS, *LATENT)])
 def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -181,7 +181,7 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("olmoe", {"head_dim": 16}, "num_attention_heads 4 x head_dim 16 = 64 is not hidden_size 32"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0: transformers builds a shared expert of width 0"),
         ("exaone_moe", {"num_shared_experts": 0}, "num_shared_experts is 0: transformers builds a shared expert"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: it makes gpt2 a decoder behind an encoder"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: it makes the model a decoder behind an encoder"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm: a LayerNorm of its own for each head is not described"),
         ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer: layers with different"),
         ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"]}, "layer_types: minimax_m3_spa"),

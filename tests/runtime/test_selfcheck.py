@@ -11,9 +11,9 @@ from families import RELATIVES
 from family_runs import drawn_model, family_plan, of_plan
 from ranks import run_ranks
 
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 
 pytestmark = pytest.mark.ranks
 

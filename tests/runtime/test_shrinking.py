@@ -11,10 +11,10 @@ from families import FAMILIES, tiny_config
 from family_runs import family_plan
 from ranks import run_ranks
 
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.presets import presets
 from parcompile.plan import Plan, compile_plan
 from parcompile.rules import check
-from parcompile.rules.x_runtime import RUNTIME_FAMILIES
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.configuration import planned_config
 from parcompile.runtime.model.shrinking import LENGTH, SWITCH, WINDOW, borders, shrunk
@@ -49,7 +49,9 @@ def published(preset: str, parallelism: dict[str, Any]) -> Plan | None:
     return None if wrong else compile_plan(resolution.spec(), tree, found)
 
 
-KINDS = {one.config["model_type"]: name for name, one in presets().items() if one.config["model_type"] != "gpt2"}
+KINDS = {
+    one.config["model_type"]: name for name, one in presets().items() if name not in ("gpt2", "gpt2-large", "gpt2-xl")
+}
 """A preset of each model type."""
 
 
@@ -85,6 +87,12 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     known = planned_config(family_plan(family, 1, {})).to_dict()
     mixed = lists if known.get("layer_types") and "sliding_attention" in known["layer_types"] else {}
     more = {"no_rope_layers": [1, 1, 1, 0] * 2} if family == "smollm3" else {}
+    if family == "gpt_neo":
+        more = {"attention_types": [[["global", "local"], 4]]}
+    if family == "falcon":
+        more = {"num_kv_heads": 4}
+    if family == "opt":
+        more = {"word_embed_proj_dim": None}
     if "mlp_layer_types" in tiny_config(family):
         more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
     plan = family_plan(family, 8, {"tp": 4, "pp": 2}, **(wide | sizes | special | mixed | more))

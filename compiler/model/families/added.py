@@ -11,10 +11,11 @@ from parcompile.model.family import Family
 from .biased import BIASED
 from .dense import DENSE
 from .experts import EXPERTS
+from .gpt import GPT
 from .latent import LATENT
 from .shared_experts import SHARED_EXPERTS
 
-BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **EXPERTS, **SHARED_EXPERTS, **LATENT}
+BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **GPT, **EXPERTS, **SHARED_EXPERTS, **LATENT}
 """The families of this package."""
 
 

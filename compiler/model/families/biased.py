@@ -19,6 +19,7 @@ BIASED: Mapping[str, Family] = {
     "persimmon": Family(
         final_norm="final_layernorm",
         qkv=("query_key_value",),
+        kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
         qk_norm=QkNorm.HEAD,
@@ -70,6 +71,7 @@ BIASED: Mapping[str, Family] = {
         order=("norms", "attention", "mlp"),
         attention="attention",
         qkv=("query_key_value",),
+        kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
         up=("dense_h_to_4h",),
@@ -94,20 +96,5 @@ BIASED: Mapping[str, Family] = {
                 "a LayerNorm of its own for each head is not described: set it to false",
             ),
         ),
-    ),
-    "gpt2": Family(
-        base="transformer",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        gated=False,
-        refusals=(
-            Refusal(
-                "add_cross_attention",
-                lambda config: bool(config.get("add_cross_attention")),
-                "it makes gpt2 a decoder behind an encoder",
-            ),
-        ),
-        defaults=TIED,
     ),
 }

@@ -1,0 +1,197 @@
+"""Attention that transformers computes by itself, put behind its attention interface, where the ring takes its place.
+
+Shapes: B rows, S tokens, H query and K kv heads of this rank, D features of a head.
+
+Source: the attention modules of transformers 5.23, whose results these give; each takes what its original takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parcompile.model.family import Family
+from parcompile.runtime.errors import RunError
+
+from .alibi import biased, slopes_of
+
+Core = Callable[..., tuple[Tensor, Any]]
+
+
+def put_on_interface(model: Any, family: Family) -> bool:
+    """Lets the attention modules of a model that has its own attention call what is registered for the model.
+
+    Returns whether the model is one of those: its windows are told to the attention then, whatever its mask is.
+
+    Raises:
+        RunError: the model has positions biases and an attention that is not known here.
+    """
+    replace = REPLACED.get(getattr(model.config, "model_type", ""))
+    if replace is None:
+        if family.alibi:
+            raise RunError(f"{type(model).__name__} has ALiBi biases, which are not injected", everywhere=True)
+        return False
+    for name, module in model.named_modules():
+        if name.endswith(f".{family.attention}"):
+            replace(model, module)
+    return True
+
+
+def _attend(model: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Query [B, H, S, D], key and value [B, K, S, D] to [B, S, H, D]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out: Tensor = function(module, query, key, value, None, **options)[0]
+    return out
+
+
+def _core(model: nn.Module, module: Any, *, scaling: float, window: int | None = None) -> None:
+    """Replaces `_attn`, which computes attention and nothing else, of GPT-J and GPT-Neo."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:  # noqa: ARG001
+        dropout = module.attn_dropout.p if module.training else 0.0
+        out = _attend(model, module, query, key, value, scaling=scaling, dropout=dropout, sliding_window=window)
+        return out.transpose(1, 2), None
+
+    module._attn = attend
+
+
+def _gptj(model: nn.Module, module: Any) -> None:
+    _core(model, module, scaling=1.0 / math.sqrt(module.head_dim))
+
+
+def _gpt_neo(model: nn.Module, module: Any) -> None:
+    module.layer_idx = module.layer_id
+    window = module.config.window_size if module.attention_type == "local" else None
+    _core(model, module, scaling=1.0, window=window)
+
+
+def _forward(core: Callable[..., tuple[Tensor, None]]) -> Callable[[nn.Module, Any], None]:
+    """Replaces the forward of an attention module by a function of the model, the module and what it is called with."""
+
+    def replace(model: nn.Module, module: Any) -> None:
+        module.forward = functools.partial(core, model, module)
+
+    return replace
+
+
+def _xglm(
+    model: nn.Module,
+    module: Any,
+    hidden_states: Tensor,
+    past_key_values: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    dropout = module.dropout if module.training else 0.0
+    out = _attend(model, module, query, key, value, scaling=module.scaling, dropout=dropout)
+    return module.out_proj(out.flatten(-2)), None
+
+
+def _bloom(
+    model: Any, module: Any, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **_: Any
+) -> tuple[Tensor, None]:
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    slopes = slopes_of(module, lambda: _bloom_slopes(model, model.config.n_head))
+    query, key = biased(query, key, slopes, module.inv_norm_factor)
+    dropout = module.attention_dropout.p if module.training else 0.0
+    out = module.dense(
+        _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout).flatten(-2)
+    )
+    return residual + nn.functional.dropout(out, module.hidden_dropout, module.training), None
+
+
+def _bloom_slopes(model: Any, heads: int) -> Tensor:
+    biases: Tensor = model.transformer.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)
+    return biases[:, 0, 1] - biases[:, 0, 0]
+
+
+def _mpt(model: Any, module: Any, hidden_states: Tensor, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+
+    def slopes() -> Tensor:
+        biases: Tensor = model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)
+        return biases[:, 0, 1] - biases[:, 0, 0]
+
+    query, key = biased(query, key, slopes_of(module, slopes), module.softmax_scale)
+    dropout = module.attn_dropout_p if module.training else 0.0
+    out = _attend(model, module, query, key, value, scaling=module.softmax_scale, dropout=dropout)
+    return module.out_proj(out.flatten(-2)), None
+
+
+def _falcon(
+    model: Any,
+    module: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    layer_past: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    query, key, value = (part.transpose(1, 2) for part in _falcon_heads(module, module.query_key_value(hidden_states)))
+    if alibi is None:
+        assert position_embeddings is not None
+        rotate = _function_of(module, "apply_rotary_pos_emb")
+        query, key = rotate(query, key, *position_embeddings)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    dropout = 0.0
+    if alibi is not None:
+        # Unlike others, it scales the biases as it scales the scores; only with them it drops any.
+        slopes = slopes_of(module, lambda: _falcon_slopes(module, model.config.num_attention_heads))
+        query, key = biased(query, key, slopes * module.inv_norm_factor, module.inv_norm_factor)
+        dropout = module.attention_dropout.p if module.training else 0.0
+    out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)
+    return module.dense(out.flatten(-2)), None
+
+
+def _falcon_heads(module: Any, fused: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, D], keys and values [B, S, K, D], which its own function repeats for each query."""
+    if not module.new_decoder_architecture:
+        parts: tuple[Tensor, Tensor, Tensor] = module._split_heads(fused)
+        return parts
+    grouped = fused.unflatten(-1, (-1, module.num_heads // module.num_kv_heads + 2, module.head_dim))
+    return grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
+
+
+def _falcon_slopes(module: nn.Module, heads: int) -> Tensor:
+    build = _function_of(module, "build_alibi_tensor")
+    biases: Tensor = build(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)
+    return biases[:, 0, 1] - biases[:, 0, 0]
+
+
+def _function_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A function of the file of transformers that a module is from."""
+    import sys
+
+    found: Callable[..., Any] = getattr(sys.modules[type(module).__module__], name)
+    return found
+
+
+REPLACED: Mapping[str, Callable[[nn.Module, Any], None]] = {
+    "gptj": _gptj,
+    "gpt_neo": _gpt_neo,
+    "xglm": _forward(_xglm),
+    "bloom": _forward(_bloom),
+    "mpt": _forward(_mpt),
+    "falcon": _forward(_falcon),
+}
