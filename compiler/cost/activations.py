@@ -15,6 +15,9 @@ from parcompile.model.shape import ModelShape
 SCORE_BYTES = 5
 """Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
 
+ROW_COPIES = 2.0
+"""Hidden states kept for each expert of a token: of what goes into it and of what comes back."""
+
 
 def score_bytes(shape: ModelShape, *, tp: int, sequence_length: int) -> float:
     """Bytes of one layer's scores for one token, of a rank's heads."""
@@ -39,7 +42,13 @@ class LayerBytes:
 
 
 def layer_bytes(
-    shape: ModelShape, *, tp: int, sequence_parallel: bool, element_bytes: int = 2, moe: bool = False
+    shape: ModelShape,
+    *,
+    tp: int,
+    sequence_parallel: bool,
+    element_bytes: int = 2,
+    moe: bool = False,
+    row_copies: float = ROW_COPIES,
 ) -> LayerBytes:
     """What one layer keeps for each token, with fused attention: scores are never stored (arXiv 2205.14135)."""
     h, width = shape.hidden_size, float(element_bytes)
@@ -56,7 +65,7 @@ def layer_bytes(
         experts = shape.moe
         active = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
         # Routing makes a copy of each token for each of its experts, on the way there and back.
-        mlp = projections * active / tp + 2.0 * experts.num_experts_per_token * h
+        mlp = projections * active / tp + row_copies * experts.num_experts_per_token * h
         mlp += experts.num_experts
     else:
         mlp = projections * shape.intermediate_size / tp
@@ -66,7 +75,13 @@ def layer_bytes(
 
 
 def eager_layer_bytes(
-    shape: ModelShape, *, tp: int, sequence_parallel: bool, element_bytes: int = 2, moe: bool = False
+    shape: ModelShape,
+    *,
+    tp: int,
+    sequence_parallel: bool,
+    element_bytes: int = 2,
+    moe: bool = False,
+    row_copies: float = ROW_COPIES,
 ) -> LayerBytes:
     """What one layer of the runtime keeps for each token: transformers' own modules around the parallel layers.
 
@@ -94,7 +109,8 @@ def eager_layer_bytes(
     if moe and shape.moe is not None:
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
-        mlp = width * (kept * chosen * experts.intermediate_size / tp + 2.0 * chosen * h) + 4.0 * experts.num_experts
+        mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
+        mlp += 4.0 * experts.num_experts
         mlp += width * kept * experts.shared_intermediate_size / tp
     else:
         mlp = width * kept * shape.intermediate_size / tp

@@ -12,6 +12,7 @@ tokens, L the layers of the stage.
 | kv-replica | – | all-reduce of the gradients of replicated kv heads |
 | cp | what each implementation exchanges in a layer: `context` | |
 | ep | all-to-all of the rows of tokens on their way to their experts, of as many back, and of how many they are | two |
+| tp, with ep | all-gather of the rows that came over ep, reduce-scatter of their results, each as an all-to-all | two |
 | dp-cp | – | once a step: all-reduce of gradients, all-gather of weights |
 | expert-dp | – | the same, of experts that are dealt over ep |
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parcompile.layout.experts import COUNT_BYTES, balanced_rows
+from parcompile.layout.experts import COUNT_BYTES, balanced_rows, shared_tokens
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EXPERT_DP, KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
@@ -98,16 +99,29 @@ def collectives(work: Workload, stage: Stage) -> Collectives:
 
 
 def _experts(work: Workload, stage: Stage) -> Collectives:
-    """Tensor-parallel ranks send all tokens each, for their slices of the experts."""
+    """Tensor-parallel ranks send a share of the tokens each, and gather the rows that come for their slices."""
     moe = work.shape.moe
     passes = routed_layers(work.shape, stage) * work.micro_batches
     if moe is None or not passes:
         return {}
-    rows = (work.ep - 1) * balanced_rows(work.local_tokens * moe.num_experts_per_token, work.ep)
-    counts = COUNT_BYTES * moe.num_experts * (work.ep - 1) / work.ep
+    rows = sent_rows(work, moe.num_experts_per_token)
+    row_bytes = work.shape.hidden_size * work.element_bytes
+    counts = COUNT_BYTES * moe.num_experts * work.tp * (work.ep - 1) / work.ep
     again = 2 if work.recompute == "full" else 1
-    size = passes * ((2 * again + 2) * rows * work.shape.hidden_size * work.element_bytes + again * counts)
-    return {(Axis.EP, "all-to-all"): Sent(passes * (3 * again + 2), size)}
+    there_and_back = 2 * again + 2
+    travelling = (work.ep - 1) * balanced_rows(rows, work.ep) * row_bytes
+    size = passes * (there_and_back * travelling + again * counts)
+    found = {(Axis.EP.value, "all-to-all"): Sent(passes * (there_and_back + again), size)}
+    if work.tp > 1:
+        gathered = passes * there_and_back * (work.tp - 1) * rows * row_bytes
+        found[Axis.TP, "all-to-all"] = Sent(passes * there_and_back, gathered)
+    return found
+
+
+def sent_rows(work: Workload, choices: int) -> int:
+    """Rows that the rank with most tokens sends in a layer of experts; each token has so many choices."""
+    start, stop = shared_tokens(work.local_tokens, work.tp, 0)
+    return (stop - start) * choices
 
 
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:

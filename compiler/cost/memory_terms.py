@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 
-from .activations import eager_layer_bytes, layer_bytes, score_bytes
+from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, is_own_master, keeps_both_gradients
 from .stage_exchanges import buffer_bytes
@@ -61,6 +61,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             sequence_parallel=work.sequence_parallel,
             element_bytes=work.element_bytes,
             moe=routed,
+            row_copies=_row_copies(work),
         )
         for routed in (False, work.shape.moe is not None)
     )
@@ -123,6 +124,11 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     return found
 
 
+def _row_copies(work: Workload) -> float:
+    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
+    return ROW_COPIES if work.ep == 1 else 1 + 1 / work.tp
+
+
 def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
     h, tokens = work.shape.hidden_size, work.local_tokens
@@ -137,7 +143,7 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     if work.ep == 1:
         return of_weight
     # With few experts on a rank the peak is where rows come back: in the type of the weights and, weighted, in fp32.
-    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows * h
+    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows / work.tp * h
 
 
 def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:

@@ -139,14 +139,20 @@ def step_terms(work: Workload) -> StepTerms:
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
-    experts = shape.moe.num_experts_per_token if shape.moe else 0
+    rows = collectives * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
+    tp_bytes = collectives * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
+    tp_calls = collectives * (2 if work.sequence_parallel else 1)
+    if work.ep > 1 and work.tp > 1:
+        # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
+        tp_bytes += (work.tp - 1) * rows
+        tp_calls += collectives
     return StepTerms(
         work=work,
         matmul=flops / work.tp / peak,
         attention=attention / work.tp / peak,
         elementwise=3 * tokens * passed / machine.memory_bytes_per_s,
-        tp_bytes=collectives * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes,
-        ep_bytes=collectives * experts * activation * (work.ep - 1) / work.ep,
+        tp_bytes=tp_bytes,
+        ep_bytes=rows * (work.ep - 1) / work.ep,
         head_matmul=6 * logits * shape.hidden_size / peak,
         head_elementwise=SOFTMAX_BYTES * logits / machine.memory_bytes_per_s,
         stage_layers=tuple(len(stage.layers) for stage in stages),
@@ -159,7 +165,7 @@ def step_terms(work: Workload) -> StepTerms:
         sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),
         node_bytes_per_s=machine.node_link.bytes_per_s,
         network_bytes_per_s=machine.network_link.bytes_per_s,
-        tp_calls=collectives * (2 if work.sequence_parallel else 1),
+        tp_calls=tp_calls,
         node_latency_seconds=machine.node_link.latency_seconds,
         network_latency_seconds=machine.network_link.latency_seconds,
     )

@@ -29,6 +29,15 @@ def balanced_rows(rows: int, ep: int) -> int:
     return rows // ep
 
 
+def shared_tokens(tokens: int, tp: int, rank: int) -> tuple[int, int]:
+    """The tokens `[start, stop)` that a tensor-parallel rank sends to their experts: equal runs, the last ones shorter.
+
+    The first rank has most: ⌈tokens / tp⌉.
+    """
+    share = -(-tokens // tp)
+    return min(rank * share, tokens), min((rank + 1) * share, tokens)
+
+
 def keeps_places(dense: Grid, expert: Grid) -> bool:
     """Whether every rank has the same tp and pp coordinate in both grids: it then holds experts of its own stage."""
     return all(dense.size((axis,)) == 1 or dense.stride(axis) == expert.stride(axis) for axis in (Axis.TP, Axis.PP))

@@ -1,6 +1,10 @@
-"""The all-to-all of expert parallelism: rows of hidden states go to the ranks of their experts, and come back.
+"""The exchanges of expert parallelism: rows of hidden states go to the ranks of their experts, and come back.
 
-Shapes: R rows that a rank sends in all, Q rows that it gets, H hidden size.
+Over ep each row goes to one rank. Over the ranks that hold slices of the same experts each row goes to all, and what
+they compute of it is added up where it came from (arXiv 2504.14960, section 3.2): an all-gather and a reduce-scatter of
+parts of unequal lengths, which backends have as an all-to-all only.
+
+Shapes: R rows that a rank sends in all, Q rows that it gets, N rows that all ranks of a group have, H hidden size.
 """
 
 from __future__ import annotations
@@ -32,3 +36,22 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return exchange(gradients[0], *ctx.back), None, None, None
+
+
+def gather_rows(rows_QH: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """[N, H]: the rows of all ranks, of which rank i has `counts[i]`. Its backward adds up what the ranks contribute.
+
+    None as the group leaves the rows as they are; it does so in `sum_rows` too.
+    """
+    if group is None:
+        return rows_QH
+    return exchange(rows_QH.repeat(len(counts), 1), [len(rows_QH)] * len(counts), counts, group)
+
+
+def sum_rows(parts_NH: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """[Q, H]: of this rank's own rows the sum of what all ranks have for them; the transpose of `gather_rows`."""
+    if group is None:
+        return parts_NH
+    own = counts[dist.get_rank(group)]
+    received = exchange(parts_NH, counts, [own] * len(counts), group)
+    return received.view(len(counts), own, parts_NH.shape[-1]).sum(0)

@@ -1,10 +1,14 @@
 """The routed experts of a layer on the ranks of ep: each has an equal run of them, whole or cut over tp.
 
 Around the experts of transformers, which compute the rows of the local ones: rows go to the ranks of their experts and
-come back, and are weighted by the router's scores where they came from. Tensor-parallel ranks of one index exchange
-among themselves; each sends all tokens, for its slice of the experts.
+come back, and are weighted by the router's scores where they came from.
 
-Shapes: T tokens, k experts of a token, R = T · k rows, Q rows that come to this rank, H hidden size.
+Tensor-parallel ranks have the same tokens, and each sends an equal share of them. Ranks that hold slices of the same
+experts put the rows that come to them together, and add up what they compute of each. The results of a rank's share are
+its part of a sum over tp, which the block of experts ends with: it is zero for all other tokens.
+
+Shapes: A tokens of all tp ranks, T of this rank's share, k experts of a token, R = T · k rows, Q rows that come to this
+rank, N to all that hold slices of the same experts, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from parcompile.layout.grid import Axis
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.transport import group_rank, group_size
 
-from .exchange import exchange
+from .exchange import exchange, gather_rows, sum_rows
 from .marking import mark_dealt
-from .routing import in_order_of_choices, route, rows_of
+from .routing import Sharing, in_order_of_choices, route, rows_of
 
 
 def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
@@ -52,35 +57,56 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
             setattr(module, kind, nn.Parameter(local, requires_grad=parameter.requires_grad))
             mark_dealt(getattr(module, kind), dist.get_world_size(group))
         if pieces:
-            Dispatched(module, group)
+            tp = mesh.parallel_group(Axis.TP)
+            Dispatched(module, group, tp, tp if any(piece.is_cut for piece in pieces.values()) else None)
 
 
 class Dispatched:
-    """Takes the place of the `forward` of a module of experts."""
+    """Takes the place of the `forward` of a module of experts.
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    Args:
+        module: the experts of transformers, with the weights of this rank.
+        group: the ranks over which they are dealt.
+        tp: the tensor-parallel ranks, which have the same tokens; None: there are no others.
+        holders: those of them that hold slices of the same experts; None: no others do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        tp: dist.ProcessGroup | None = None,
+        holders: dist.ProcessGroup | None = None,
+    ) -> None:
         experts: Any = module
         self._module, self._group, self._experts = module, group, int(experts.num_experts)
+        self._holders = holders
+        self._sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
         self._compute: Callable[..., Tensor] = experts.forward
         experts.num_experts = self._experts // dist.get_world_size(group)
         experts.forward = self
 
-    def __call__(self, hidden_TH: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
         """As the experts of transformers: of each token the sum of what its experts give, by their weights."""
-        routing = route(chosen_Tk, self._experts, self._group)
-        rows_QH = exchange(rows_of(hidden_TH, routing), routing.send, routing.receive, self._group)
-        done_QH = self._local(rows_QH, routing.expert_of_row)
+        routing = route(chosen_Ak, self._experts, self._group, self._sharing)
+        start, stop = routing.tokens
+        rows_RH = rows_of(hidden_AH[start:stop], routing)
+        rows_QH = exchange(rows_RH, routing.send, routing.receive, self._group)
+        rows_NH = gather_rows(rows_QH, routing.gathered, self._holders)
+        done_NH = self._local(rows_NH, routing.expert_of_row)
+        done_QH = sum_rows(done_NH, routing.gathered, self._holders)
         back_RH = exchange(done_QH, routing.receive, routing.send, self._group)
-        each_TkH = in_order_of_choices(back_RH, routing).view(*chosen_Tk.shape, -1)
-        return (each_TkH * weights_Tk.unsqueeze(-1)).sum(1).to(hidden_TH.dtype)
+        each_TkH = in_order_of_choices(back_RH, routing)
+        done_TH = (each_TkH * weights_Ak[start:stop].unsqueeze(-1)).sum(1).to(hidden_AH.dtype)
+        return F.pad(done_TH, (0, 0, start, len(hidden_AH) - stop))
 
-    def _local(self, rows_QH: Tensor, expert_of_row: Tensor) -> Tensor:
-        count = len(rows_QH)
+    def _local(self, rows_NH: Tensor, expert_of_row: Tensor) -> Tensor:
+        count = len(rows_NH)
         if not count:
             # A row of zeros for the first expert, whose result is dropped: weights then have gradients, of zeros, in
             # the order that the ranks with the same experts, which may have got rows, reduce theirs in.
-            rows_QH = F.pad(rows_QH, (0, 0, 0, 1))
+            rows_NH = F.pad(rows_NH, (0, 0, 0, 1))
             expert_of_row = expert_of_row.new_zeros(1)
-        ones = torch.ones(len(rows_QH), 1, dtype=rows_QH.dtype, device=rows_QH.device)
-        done_QH = self._compute(rows_QH, expert_of_row.unsqueeze(1), ones)
-        return done_QH if count else done_QH[:0]
+        ones = torch.ones(len(rows_NH), 1, dtype=rows_NH.dtype, device=rows_NH.device)
+        done_NH = self._compute(rows_NH, expert_of_row.unsqueeze(1), ones)
+        return done_NH if count else done_NH[:0]

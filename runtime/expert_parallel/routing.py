@@ -2,7 +2,11 @@
 
 Dropless: every choice becomes a row, however many fall on one expert. Rows are sorted by expert, and so by rank.
 
-Shapes: T tokens of this rank, k experts of a token, R = T · k rows, Q rows that come, H hidden size.
+Tensor-parallel ranks know the choices of all tokens of their data. Each sends those of its own share of the tokens, and
+where it holds slices of experts that others hold further slices of, it gets the rows of all of these.
+
+Shapes: A tokens of all tp ranks, T of this rank's share, k experts of a token, R = T · k rows that it sends, Q rows
+that come to it, N rows that come to all that hold slices of the same experts, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,86 +18,133 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.experts import balanced_rows
+from parcompile.layout.experts import balanced_rows, shared_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who sends which tokens. Without tensor parallelism each rank sends all that it has."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    slices: int = 1
+    """Consecutive tp ranks that hold slices of the same experts."""
+
+    def tokens(self, count: int, *, tp_rank: int) -> tuple[int, int]:
+        """The tokens `[start, stop)` of `count` that a tp rank sends."""
+        return shared_tokens(count, self.tp, tp_rank)
+
+    @property
+    def holders(self) -> range:
+        """The tp ranks that hold slices of this rank's experts, this one among them."""
+        first = self.tp_rank // self.slices * self.slices
+        return range(first, first + self.slices)
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """The way of one layer's rows."""
 
+    tokens: tuple[int, int]
+    """This rank's share `[start, stop)` of them."""
+    choices: int
+    """Experts of a token."""
     order: Tensor
     """[R], from the place of a row among those that are sent to its place among the choices [T, k], flat."""
     places: Tensor
     """[R], the other way round."""
     send: list[int]
-    """Rows for each rank."""
+    """Rows for each rank of ep."""
     receive: list[int]
-    """Rows from each rank."""
+    """Rows from each rank of ep."""
+    gathered: list[int]
+    """Q of each rank that holds slices of the same experts, in their order."""
     expert_of_row: Tensor
-    """[Q], which of this rank's experts each row that comes is for."""
+    """[N], which of this rank's experts each row is for."""
 
 
-def route(chosen_Tk: Tensor, experts: int, group: dist.ProcessGroup) -> Routing:
-    """Exchanges with the other ranks how many rows go to each expert. The host waits for these numbers, once.
+def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sharing) -> Routing:
+    """Exchanges with the other ranks how many rows go to each expert.
+
+    The host waits for these numbers, once: an all-to-all of unequal parts wants its sizes there, on CUDA too. Nothing
+    else here stalls the device.
 
     Args:
-        chosen_Tk: the experts of each token, of all `experts`.
+        chosen_Ak: the experts of each of the A tokens of all tp ranks together, of all `experts`.
         experts: how many there are over all ranks.
-        group: the ranks that share them.
+        group: the ranks over which they are dealt.
+        sharing: which of the tokens this rank sends.
     """
     ranks, local = dist.get_world_size(group), experts // dist.get_world_size(group)
-    chosen_R = chosen_Tk.reshape(-1)
-    counts = torch.zeros(experts, dtype=torch.long, device=chosen_R.device)
-    counts = counts.scatter_add(0, chosen_R, torch.ones_like(chosen_R)).view(ranks, local)
-    coming = torch.empty_like(counts)
-    work = dist.all_to_all_single(coming, counts, group=group, async_op=True)
+    # Without values, as preflight has it, every rank stands for the one with most tokens.
+    tp_rank = 0 if chosen_Ak.is_meta else sharing.tp_rank
+    start, stop = sharing.tokens(len(chosen_Ak), tp_rank=tp_rank)
+    chosen_R = chosen_Ak[start:stop].reshape(-1)
+    counts = _counts(chosen_Ak, experts, sharing)  # [holders, experts]
+    # To each rank the numbers of its experts, by holder.
+    leaving = counts.view(-1, ranks, local).transpose(0, 1).contiguous()
+    coming = torch.empty_like(leaving)
+    work = dist.all_to_all_single(coming, leaving, group=group, async_op=True)
     # Sorted while the numbers travel.
     order = chosen_R.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     work.wait()
-    send, receive = _sizes(counts, coming, len(chosen_R), dist.get_rank(group))
-    ids = torch.arange(local, device=coming.device).repeat(ranks)
-    rows = sum(receive)
-    of_rows = ids.new_empty(rows) if coming.is_meta else ids.repeat_interleave(coming.flatten(), output_size=rows)
-    return Routing(order, places, send, receive, of_rows)
+    own = sharing.tp_rank - sharing.holders.start
+    send, receive, gathered = _sizes(leaving, coming, len(chosen_R), dist.get_rank(group), own)
+    ids = torch.arange(local, device=coming.device).repeat(sharing.slices * ranks)
+    rows, by_holder = sum(gathered), coming.transpose(0, 1).flatten()
+    of_rows = ids.new_empty(rows) if coming.is_meta else ids.repeat_interleave(by_holder, output_size=rows)
+    return Routing((start, stop), chosen_Ak.shape[1], order, places, send, receive, gathered, of_rows)
 
 
-def _sizes(counts: Tensor, coming: Tensor, rows: int, rank: int) -> tuple[list[int], list[int]]:
-    ranks = len(counts)
-    if counts.is_meta:
+def _counts(chosen_Ak: Tensor, experts: int, sharing: Sharing) -> Tensor:
+    """[holders, experts]: how many rows each of those that hold slices of the same experts sends to each expert."""
+    found = torch.zeros(sharing.slices, experts, dtype=torch.long, device=chosen_Ak.device)
+    for number, holder in enumerate(sharing.holders):
+        start, stop = sharing.tokens(len(chosen_Ak), tp_rank=holder)
+        chosen = chosen_Ak[start:stop].reshape(-1)
+        found[number].scatter_add_(0, chosen, torch.ones_like(chosen))
+    return found
+
+
+def _sizes(leaving: Tensor, coming: Tensor, rows: int, rank: int, own: int) -> tuple[list[int], list[int], list[int]]:
+    ranks, holders = leaving.shape[:2]
+    if leaving.is_meta:
         # Without values, as the estimate has it: every expert is chosen equally often.
         others = balanced_rows(rows, ranks)
         sizes = [others] * ranks
         sizes[rank] = rows - (ranks - 1) * others
-        return sizes, sizes
-    send, receive = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-    return send, receive
+        return sizes, sizes, [rows] * holders
+    # One transfer to the host.
+    sizes = torch.cat([leaving[:, own].sum(1), coming[:, own].sum(1), coming.sum((0, 2))]).tolist()
+    return sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
 
 
 def rows_of(tokens_TH: Tensor, routing: Routing) -> Tensor:
     """[R, H]: each token once for each of its experts, in the order in which they are sent."""
-    return cast(Tensor, cast(Any, _Rows).apply(tokens_TH, routing.order, routing.places))
+    return cast(Tensor, cast(Any, _Rows).apply(tokens_TH, routing.order, routing.places, routing.choices))
 
 
 def in_order_of_choices(rows_RH: Tensor, routing: Routing) -> Tensor:
-    """What came back [R, H], in the order of the choices [T, k]."""
-    return cast(Tensor, cast(Any, _Permuted).apply(rows_RH, routing.places, routing.order))
+    """What came back [R, H], in the order of the choices [T, k], as [T, k, H]."""
+    found = cast(Tensor, cast(Any, _Permuted).apply(rows_RH, routing.places, routing.order))
+    return found.view(-1, routing.choices, rows_RH.shape[-1])
 
 
 class _Rows(torch.autograd.Function):
     """Backward adds up the rows of a token in the order of its choices, whatever the order of arrival."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        ctx.tokens = tokens_TH.shape[0]
-        return tokens_TH.index_select(0, order // (len(order) // ctx.tokens))
+    def forward(ctx: Any, tokens_TH: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.choices = choices
+        return tokens_TH.index_select(0, order // choices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _, places = ctx.saved_tensors
+        (places,) = ctx.saved_tensors
         gradient = gradients[0].index_select(0, places)
-        return gradient.view(ctx.tokens, -1, gradient.shape[-1]).sum(1), None, None
+        return gradient.view(-1, ctx.choices, gradient.shape[-1]).sum(1), None, None, None
 
 
 class _Permuted(torch.autograd.Function):

@@ -67,6 +67,19 @@ def test_expert_traffic_counts_each_expert_of_a_token_in_both_directions() -> No
     assert found["ep"].messages == 32 * 8 * 5
 
 
+def test_tensor_parallel_ranks_share_the_tokens_that_travel_to_experts() -> None:
+    one = replace(work("mixtral-8x7b"), ep=8)
+    alone, shared = ({group.group: group for group in estimate(replace(one, tp=tp)).traffic} for tp in (1, 2))
+    rows, counts = 2 * (1024 * 4096 * 2), 8 * 8 * 7 / 8
+    assert alone["ep"].wire_bytes == 32 * 8 * (4 * rows * 7 / 8 + counts)
+    # Half of the rows; the numbers are those of both ranks that hold slices of an expert.
+    assert shared["ep"].wire_bytes == 32 * 8 * (4 * rows / 2 * 7 / 8 + 2 * counts)
+    # These two put the rows that come for their slices together, and add up the results of each.
+    without = {group.group: group for group in estimate(replace(one, tp=2, ep=1)).traffic}
+    assert shared["tp"].messages == without["tp"].messages + 32 * 8 * 4
+    assert shared["tp"].wire_bytes == without["tp"].wire_bytes + 32 * 8 * 4 * rows / 2
+
+
 def test_moe_computes_only_the_experts_of_a_token() -> None:
     one = work("mixtral-8x7b")
     dense = replace(one, shape=replace(one.shape, moe=None, intermediate_size=8 * 14336))

@@ -376,6 +376,21 @@ def test_preflight_of_dealt_experts_counts_what_live_ranks_send(zero: int) -> No
         assert (sent["ep"].messages, sent["ep"].wire_bytes) == (rows.messages, pytest.approx(rows.wire_bytes))
 
 
+def test_preflight_of_experts_that_tensor_parallelism_cuts_counts_what_live_ranks_send() -> None:
+    """All rows come to the first rank of ep: those with its experts gather twice as many, and the others nothing."""
+    plan = Case("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2}).plan()
+    report = preflight(plan, range(4))
+    assert not {subject: text for subject, text in faults(report).items() if subject not in OF_TINY_MODELS}
+    live = [by_group(counts) for counts in run_ranks(4, live_counts, plan, one_sided)]
+    planned = [by_group(report.counts[rank]) for rank in range(4)]
+    for sent, counted in zip(live, planned, strict=True):
+        assert sent["ep"] == counted["ep"]
+        assert counted["tp"] == planned[0]["tp"]
+    # What is empty counts as control, where no rows come.
+    assert max(sent["tp"].messages for sent in live) == planned[0]["tp"].messages
+    assert sum(sent["tp"].wire_bytes for sent in live) == sum(counted["tp"].wire_bytes for counted in planned)
+
+
 OF_TINY_MODELS = {"activations of a micro-batch", "peak of the step"}
 """What estimates leave out is not small beside layers of 32 features."""
 
