@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import writable
+from parcompile.diagnostics.reporters.style import Style, hanging, writable
 from parcompile.machines.accelerator import Accelerator, accelerators
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
@@ -69,7 +69,10 @@ def _figures(one: Accelerator) -> str:
         (what, format_bandwidth(link.bytes_per_s), f"{link.title}; {link.source}")
         for what, link in (("in a node", one.node_link), ("between nodes", one.network_link))
     ]
-    return "\n".join(columns(rows))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    width = Style.of(sys.stdout).width
+    labels = [f"{what.ljust(widths[0])}  {value.ljust(widths[1])}  " for what, value, _ in rows]
+    return "\n".join(hanging(label, row[2], width).rstrip() for label, row in zip(labels, rows, strict=True))
 
 
 def _tree(one: Accelerator) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 
 import click
@@ -10,6 +11,7 @@ import click
 from parcompile.advisories import Advisory, advisories
 from parcompile.advisories.advisory import DEEPSPEED, MEGATRON
 from parcompile.backends.deepspeed.versions import UnknownVersionError, order
+from parcompile.diagnostics.reporters.style import Style
 
 
 @click.command("advisories")
@@ -43,5 +45,5 @@ def _entry(one: Advisory) -> str:
     body = [one.effect, *([f"Only when {one.when}."] if one.when else []), f"To avoid it: {one.avoid}."]
     lines = [f"{one.id}  {one.title}", f"      {name}, {one.versions}"]
     for text in body:
-        lines += textwrap.wrap(text, 114, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(text, Style.of(sys.stdout).width, initial_indent="      ", subsequent_indent="      ")
     return "\n".join([*lines, *(f"      {source}" for source in one.sources)])

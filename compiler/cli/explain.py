@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import textwrap
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
@@ -16,21 +20,39 @@ _WIDTH = 80
 
 @click.command("explain")
 @click.argument("codes", nargs=-1, metavar="CODE...")
-def command(codes: tuple[str, ...]) -> None:
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(codes: tuple[str, ...], form: str) -> None:
     """Explain a code, with an example of wrong and right.
 
     Without a CODE, list all codes.
     """
     known = pages()
+    if form == "json":
+        _echo(json.dumps([_tree(_known(known, code)) for code in codes or known], indent=2, ensure_ascii=False))
+        return
     if not codes:
         _echo(_contents(list(known.values())))
         return
     for number, code in enumerate(codes):
-        page = known.get(code.upper())
-        if page is None:
-            near = closest(code.upper(), list(known))
-            raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
-        _echo(("\n" if number else "") + _page(page))
+        _echo(("\n" if number else "") + _page(_known(known, code)))
+
+
+def _known(known: Mapping[str, Page], code: str) -> Page:
+    """The page of a code.
+
+    Raises:
+        UsageError: there is none.
+    """
+    page = known.get(code.upper())
+    if page is None:
+        near = closest(code.upper(), list(known))
+        raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
+    return page
+
+
+def _tree(page: Page) -> dict[str, Any]:
+    tree = dataclasses.asdict(page)
+    return {**tree, "severity": page.severity.value}
 
 
 def _page(page: Page) -> str:

@@ -19,16 +19,11 @@ from .plans import read_plan
 
 @click.command("groups")
 @click.argument("plan")
-@click.option("--rank", type=int, required=True, help="The rank whose groups to show.")
+@click.option("--rank", type=int, default=0, show_default=True, help="The rank whose groups to show.")
 @click.option("--axis", "names", multiple=True, help="Only the group of this axis or name (tp, dp-cp, embedding, …).")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json", "csv"]),
-    help="Default: a table in a terminal, JSON in a pipe or file.",
-)
+@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @click.option("--table", "form", flag_value="table", help="Short for --format table.")
-def command(plan: str, rank: int, names: tuple[str, ...], form: str | None) -> None:
+def command(plan: str, rank: int, names: tuple[str, ...], form: str) -> None:
     """Show the process groups of a rank and their nodes.
 
     PLAN is a spec, a plan.json, or the folder that holds one. Groups are computed: the answer takes as long for a
@@ -40,7 +35,6 @@ def command(plan: str, rank: int, names: tuple[str, ...], form: str | None) -> N
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     style = Style.of(sys.stdout)
-    form = form or ("table" if sys.stdout.isatty() else "json")
     if form == "csv":
         text = _csv(found, loaded.spec.cluster.gpus_per_node)
     else:

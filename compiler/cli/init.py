@@ -28,7 +28,8 @@ class Chosen:
 
 
 @click.command("init")
-@click.option("--model", help="A preset, by its short or Hugging Face name.")
+@click.argument("name", required=False, metavar="[PRESET]")
+@click.option("--model", help="The same as PRESET: a preset, by its short or Hugging Face name.")
 @click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
@@ -37,6 +38,7 @@ class Chosen:
 @no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
 def command(
+    name: str | None,
     model: str | None,
     hf_config: Path | None,
     nodes: int,
@@ -49,13 +51,19 @@ def command(
 ) -> None:
     """Write a first spec for a model and a cluster.
 
-    Chooses the smallest pp, then the smallest tp, whose estimated peak of memory fits with 90 % and which every rule
-    allows, with full recomputation where that is faster, and says why. If none fits, it says what would. In a terminal,
-    without --model and --hf-config, it asks for the values.
+    PRESET is a model, as in `parcompile init llama-3-70b`; `parcompile init` in a terminal lists them. The path of a
+    config.json, or of its folder, is taken as --hf-config. The command chooses the smallest pp, then the smallest tp,
+    whose estimated peak of memory fits with 90 % and which every rule allows, with full recomputation where that is
+    faster, and says why. If none fits, it says what would. In a terminal, without a model, it asks for the values.
     """
+    if name is not None:
+        if model is not None or hf_config is not None:
+            raise click.UsageError(f"{name} and {'--model' if model else '--hf-config'} both name a model: give one")
+        is_path = find_preset(name) is None and Path(name).exists()
+        model, hf_config = (None, Path(name)) if is_path else (name, None)
     if model is None and hf_config is None:
         if not sys.stdin.isatty():
-            raise click.UsageError("name the model with --model PRESET or --hf-config PATH")
+            raise click.UsageError("name the model, as in parcompile init llama-3-8b, or with --hf-config PATH")
         model, hf_config = _asked_model()
         nodes = click.prompt("Machines", default=nodes, type=click.IntRange(1, 65536), err=True)
         gpus_per_node = click.prompt("Ranks on each", default=gpus_per_node, type=click.IntRange(1, 256), err=True)

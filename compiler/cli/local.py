@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from parcompile.backends.writing import to_text
+
 from .numbers import positive_number
 from .plans import read_plan
 
@@ -11,8 +13,9 @@ from .plans import read_plan
 @click.command("local")
 @click.argument("plan")
 @click.option("--timeout", type=positive_number, default=300.0, show_default=True, help="Seconds for the ranks.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.pass_context
-def command(context: click.Context, plan: str, timeout: float) -> None:
+def command(context: click.Context, plan: str, timeout: float, form: str) -> None:
     """Run one step of a small plan with all its ranks here.
 
     PLAN is a spec, a plan.json, or the folder that holds one. Shows which slice of which weight each rank holds, and
@@ -31,6 +34,6 @@ def command(context: click.Context, plan: str, timeout: float) -> None:
         found = run_and_compare(loaded, timeout)
     except (RunError, RankError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(found.text())
+    click.echo(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.equal:
         context.exit(1)

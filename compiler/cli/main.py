@@ -18,10 +18,10 @@ from parcompile.version import __version__
 _COMMANDS = (
     "accelerators",
     "advisories",
-    "compile",
     "calibrate",
     "check",
     "checkpoint",
+    "compile",
     "diff",
     "estimate",
     "explain",

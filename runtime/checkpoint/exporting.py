@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from parcompile.plan import Plan
+from parcompile.progress import tracked
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder, saved_config
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
@@ -48,7 +49,7 @@ def export(
     saved = SavedRun(note)
     dtype = TORCH_DTYPES[note.plan.spec.training.precision]
     writer, whole_model = _Writer(output, shard_bytes), None if into is None else _whole_model(into, note.plan)
-    for name in saved.parameters:
+    for name in tracked(saved.parameters, "exporting weights"):
         whole = saved.whole(name)
         assert whole is not None
         stored = name if whole_model is None else whole_model.stored_name(name)

@@ -22,6 +22,7 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, expert_places, model_parallel_places
 from parcompile.plan.resume import file_layout
+from parcompile.progress import tracked
 from parcompile.runtime.deepspeed_patches import expert_settings
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
@@ -131,7 +132,7 @@ def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> 
 def _write_files(source: Source, folder: Path, place: Path, counters: dict[str, Any]) -> Path:
     plan, files = source.plan, {}
     stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
-    for number, rank in enumerate(model_parallel_places(plan)):
+    for number, rank in enumerate(tracked(model_parallel_places(plan), "writing the checkpoint's files")):
         held = stages[rank.pp]
         files.update(_write_rank(source.of_stage(held), held, folder, (number, rank.tp), counters))
     check_listed(plan, files)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
+from parcompile.progress import tracked
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.model.building import instantiate, parameters_without_memory, persistent_of
 from parcompile.runtime.model.configuration import check_folder
@@ -95,7 +96,8 @@ def random_model(plan: Plan) -> nn.Module:
 def _fill(model: nn.Module, mesh: Mesh, data_of: Callable[[str, Slice, torch.Size], Tensor]) -> None:
     """Gives memory to the parameters of an injected model, one after the other."""
     slices, filled = Slices(mesh), {}
-    for name, empty in list(model.named_parameters(remove_duplicate=False)):
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, empty in tracked(parameters, "loading weights"):
         if not empty.is_meta:
             continue
         if empty not in filled:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import EXPERT_DP
+from parcompile.progress import progress
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
@@ -123,7 +124,7 @@ class SelfCheck:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         batch = {"input_ids": ids, "position_ids": positions, "use_cache": False, **further}
-        with _recording(model, outputs):
+        with progress("comparing the injected model with the original"), _recording(model, outputs):
             if "shift_labels" in further and self._mesh.size("pp") > 1:
                 forward_and_backward(model, self._mesh, batch)
             else:

@@ -23,6 +23,7 @@ from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
+from parcompile.progress import progress
 from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
@@ -86,6 +87,24 @@ class LocalRun:
         """For people."""
         return "\n\n".join((_ranks_text(self.plan), slice_table(self.plan), self._weights_text(), self._step_text()))
 
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        loss, norm = self.differences
+        return {
+            "name": self.plan.spec.name,
+            "plan_hash": self.plan.plan_hash,
+            "world_size": self.plan.world_size,
+            "equal": self.equal,
+            "tolerance": self.tolerance,
+            "loss": {"ranks": self.ranks.loss, "one_process": self.one_process.loss, "difference": loss},
+            "gradient_norm": {
+                "ranks": self.ranks.gradient_norm,
+                "one_process": self.one_process.gradient_norm,
+                "difference": norm,
+            },
+            "wrong_slices": list(self.wrong_slices),
+        }
+
     def _weights_text(self) -> str:
         if not self.wrong_slices:
             return "weights: every rank holds these slices of the whole model's weights, bit for bit"
@@ -115,7 +134,8 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         RankError: A rank failed, or `timeout` seconds passed.
     """
     _refuse(plan)
-    answers = run_local(plan.world_size, _step_of_rank, plan, timeout=timeout)
+    with progress(f"running a step on {plan.world_size} ranks"):
+        answers = run_local(plan.world_size, _step_of_rank, plan, timeout=timeout)
     model = build_model(plan)
     wrong = [
         f"rank {rank}: {name} {shape}"
@@ -123,7 +143,9 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         for name, shape in _differing(plan, rank, answer["held"], model)
     ]
     ranks = StepResult(answers[0]["loss"], answers[0]["gradient_norm"])
-    return LocalRun(plan, ranks, _step_of_one_process(plan, model), tuple(wrong))
+    with progress("running the same step in one process"):
+        alone = _step_of_one_process(plan, model)
+    return LocalRun(plan, ranks, alone, tuple(wrong))
 
 
 def slice_table(plan: Plan) -> str:

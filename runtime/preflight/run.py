@@ -12,6 +12,7 @@ import torch
 
 import parcompile
 from parcompile.plan import Plan
+from parcompile.progress import tracked
 from parcompile.runtime import errors
 from parcompile.runtime.errors import RunError
 
@@ -70,7 +71,11 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
             raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
     stepping = looked_at if ranks is not None else distinct_ranks(plan)
     sent: dict[int, Counts] = {}
-    findings = [finding for rank in looked_at for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)]
+    findings = [
+        finding
+        for rank in tracked(looked_at, "building and running ranks")
+        for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)
+    ]
     count = plan.spec.training.gradient_accumulation_steps
     notes = [
         f"built: every layer of a rank's stage; run: {RUN} micro-batches, which stand for the step's {count}, "

@@ -144,6 +144,9 @@ def test_a_model_that_fits_nowhere_is_said(run: Any) -> None:
 
 def test_an_unknown_model_is_named_with_the_nearest(run: Any) -> None:
     assert "did you mean llama-3-8b?" in run("init", "--model", "lama-3-8b")[2]
+    assert "did you mean llama-3-8b?" in run("init", "lama-3-8b")[2]
+    assert run("init", "llama-3-8b") == run("init", "--model", "llama-3-8b")
+    assert "give one" in run("init", "llama-3-8b", "--model", "llama-3-8b")[2]
 
 
 def test_a_neox_file_is_checked_for_its_keys_and_for_deepspeeds(run: Any) -> None:

@@ -105,7 +105,7 @@ class TestCommand:
         return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
     def test_it_prints_the_coordinates_and_groups_of_a_rank(self, plan) -> None:
-        found = json.loads(self.run(plan, "--rank", 9).output)
+        found = json.loads(self.run(plan, "--rank", 9, "--format", "json").output)
         assert found["rank"] == 9
         assert found["coordinates"] == {"tp": 1, "cp": 1, "dp": 0, "pp": 0}
         assert found["groups"]["tp"] == {"ranks": [8, 9, 10, 11, 12, 13, 14, 15], "nodes": [1]}
@@ -113,6 +113,9 @@ class TestCommand:
         assert found["groups"]["dp-cp"] == {"ranks": [1, 9], "nodes": [0, 1]}
         assert found["groups"]["kv-replica"] == {"ranks": [8, 9], "nodes": [1]}
         assert set(found["groups"]) == {"tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "kv-replica"}
+
+    def test_without_options_it_is_a_table_of_rank_0(self, plan) -> None:
+        assert self.run(plan).output.startswith("rank 0: tp 0, cp 0, dp 0, pp 0\ngroup")
 
     def test_it_takes_a_spec_too_and_a_plan_of_any_name(self, plan) -> None:
         (plan / "spec.json").write_text(json.dumps(spec_tree(2, 8, parallelism={"tp": 8, "cp": 2})), encoding="utf-8")
@@ -122,8 +125,12 @@ class TestCommand:
         assert self.run(plan / "spec.json", "--rank", 9).output == found
 
     def test_it_shows_one_group_when_asked(self, plan) -> None:
-        assert list(json.loads(self.run(plan, "--rank", 3, "--axis", "tp").output)["groups"]) == ["tp"]
-        both = json.loads(self.run(plan, "--rank", 3, "--axis", "cp-dp", "--axis", "embedding").output)["groups"]
+        assert list(json.loads(self.run(plan, "--rank", 3, "--axis", "tp", "--format", "json").output)["groups"]) == [
+            "tp"
+        ]
+        both = json.loads(
+            self.run(plan, "--rank", 3, "--axis", "cp-dp", "--axis", "embedding", "--format", "json").output
+        )["groups"]
         assert both == {
             "dp-cp": {"ranks": [3, 11], "nodes": [0, 1]},
             "embedding": {"ranks": [3], "nodes": [0]},
