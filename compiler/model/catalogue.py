@@ -31,6 +31,30 @@ RUNTIME_FAMILIES = tuple(BUILT_IN)
 """Model types that the runtime injects."""
 
 
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+"""What transformers calls the scores that a router adds for its choice, and does not learn."""
+
+CORRECTED = frozenset(
+    (
+        "afmoe",
+        "axk1",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hy_v3",
+        "kolibri1",
+        "laguna",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "solar_open",
+    )
+)
+"""Model types whose routers have such scores."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a type is refused."""

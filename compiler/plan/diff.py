@@ -142,6 +142,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             **schedule,
             "gradient_clipping": training.gradient_clipping,
             "loss_scale": training.loss_scale,
+            "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
             "train_steps": training.train_steps,
             "seed": training.seed,
             **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.grid import Axis
+from parcompile.model.catalogue import CORRECTED
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -13,6 +14,7 @@ from .places import also, layout_change, model_path
 from .registry import Finding, rule
 
 _EP = ("parallelism", "ep")
+_RATE = ("training", "moe_router_bias_update_rate")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTRAL = {
     "model_type": "mixtral",
@@ -90,6 +92,32 @@ def enough_experts(spec: Resolution) -> Iterator[Finding]:
         help=f"write {moe.num_experts} or less",
         fixes=fixes,
         related=also(spec, *(("model", name) for name in _EXPERTS if name != path[-1])),
+    )
+
+
+@rule(
+    "M004",
+    "the routers have no correction bias",
+    """moe_router_bias_update_rate moves the scores that a router adds for its choice of experts and does not learn
+    (e_score_correction_bias of deepseek_v3 and its like). The model has to have them; other mixtures of experts are
+    balanced by a loss (output_router_logits).""",
+    wrong={"model": {**MIXTRAL}, "training": {"moe_router_bias_update_rate": 0.001}},
+    right={"model": {**_LATENT}, "training": {"moe_router_bias_update_rate": 0.001}},
+    sources=("arXiv 2408.15664", "Megatron-Core transformer_config.py"),
+)
+def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
+    """Fires where a rate is given and the model has no such bias."""
+    if not spec.given(*_RATE) or spec.shape.model_type in CORRECTED:
+        return
+    yield Finding(
+        f"moe_router_bias_update_rate {spec.get(*_RATE)}, but the routers of {spec.shape.model_type} have no "
+        "correction bias"
+        if spec.shape.has_moe
+        else f"moe_router_bias_update_rate {spec.get(*_RATE)}, but {spec.shape.model_type} has no experts",
+        _RATE,
+        help="remove it" + (", or set output_router_logits in the model" if spec.shape.has_moe else ""),
+        fixes=(Fix("remove moe_router_bias_update_rate", Safety.SAFE, (Edit(_RATE, remove=True),)),),
+        related=also(spec, model_path(spec, "model_type")),
     )
 
 

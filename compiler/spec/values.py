@@ -142,6 +142,7 @@ class Training:
     loss_scale: float
     train_steps: int | None
     seed: int
+    moe_router_bias_update_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from parcompile.runtime.tensor_parallel import is_sharded
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop
 from .options import options_for_deepspeed
+from .router_bias import attach_biases, keep_biases
 
 
 def initialize(
@@ -121,6 +122,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     model.train()
     seed_ranks(mesh)
     _make_replicated_parameters_equal(model, mesh)
+    keep_biases(model, mesh)
     if check is not None:
         check.compare(without_peft(model))
     if self_check is not False and rules is None and (check is None or not check.crosses_all):
@@ -148,6 +150,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     take_over_norm(engine, mesh)
     count_once(engine)
     engine.mesh = mesh
+    attach_biases(engine)
     _leave_loss_on_its_way(engine)
     follow(engine)
     attach_loop(engine, mesh)

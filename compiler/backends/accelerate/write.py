@@ -92,6 +92,8 @@ def losses(plan: Plan) -> list[Loss]:
                 "less memory, more communication; the numbers of a step are the same up to the order of sums",
             )
         )
+    if (rate := spec.training.moe_router_bias_update_rate) is not None:
+        found.append(Loss(f"moe_router_bias_update_rate {rate}", "Trainer moves no bias of routers", "biases stay"))
     if spec.training.activation_checkpointing == "selective":
         found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
     if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:

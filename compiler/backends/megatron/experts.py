@@ -31,8 +31,8 @@ GROUP_TOPK = 2
 """Experts of a group whose scores are added to choose groups, in DeepSeek-V3's router of transformers."""
 
 
-def write(found: Architecture, shape: ModelShape) -> Arguments:
-    """The options of experts and router; none for a dense model.
+def write(found: Architecture, shape: ModelShape, rate: float | None) -> Arguments:
+    """The options of experts and router, whose bias moves at a rate; none for a dense model.
 
     Raises:
         InexpressibleError: Megatron-LM has no option for something.
@@ -54,10 +54,10 @@ def write(found: Architecture, shape: ModelShape) -> Arguments:
     if moe.first_moe_layer:
         dense, others = moe.first_moe_layer, shape.num_hidden_layers - moe.first_moe_layer
         options["moe_layer_freq"] = f"([0]*{dense}+[1]*{others})"
-    return options | _write_router(router, moe)
+    return options | _write_router(router, moe, rate)
 
 
-def _write_router(router: Router, moe: MoeShape) -> Arguments:
+def _write_router(router: Router, moe: MoeShape, rate: float | None) -> Arguments:
     options: Arguments = {"moe_router_score_function": router.score}
     if router.score == "softmax" and not router.normalized:
         options["moe_router_pre_softmax"] = True
@@ -76,8 +76,8 @@ def _write_router(router: Router, moe: MoeShape) -> Arguments:
                 f"experts of each, transformers by {GROUP_TOPK}",
             )
     if router.correction_bias:
-        # transformers keeps the bias as it was loaded.
-        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+        # Without a rate the bias stays as it was loaded.
+        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": rate or 0.0}
     return options
 
 

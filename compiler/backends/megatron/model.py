@@ -93,7 +93,7 @@ def _write(spec: Spec) -> Arguments:
         "vocab_size": shape.vocab_size,
         **activation.write(found),
         **positions.write(found),
-        **experts.write(found, shape),
+        **experts.write(found, shape, spec.training.moe_router_bias_update_rate),
         **_write_heads(spec),
         "init_method_std": found.initializer_range,
         "attention_dropout": found.attention_dropout,
@@ -215,6 +215,10 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
     if None in (hidden, heads, layers, groups, ffn):
         return  # asked for already
     router, moe = experts.read(source, ffn=ffn, layers=layers)
+    if router is not None and router.correction_bias:
+        rate = ("training", "moe_router_bias_update_rate")
+        if value(rate[-1]):
+            draft.set(rate, float(value(rate[-1])), said=source.has(rate[-1]))
     width = hidden // heads if width is None else width
     wanted = Architecture(
         **switches,

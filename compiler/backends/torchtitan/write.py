@@ -189,6 +189,10 @@ def losses(plan: Plan) -> list[Loss]:
                 "less memory, more communication; the numbers of a step are the same up to the order of sums",
             )
         )
+    if (rate := training.moe_router_bias_update_rate) is not None:
+        found.append(
+            Loss(f"moe_router_bias_update_rate {rate}", "it is load_balance_coeff of a model's own arguments", "set it")
+        )
     if training.activation_checkpointing == "selective":
         found.append(
             Loss("activation_checkpointing selective", "torchtitan chooses the operations by itself", "its SelectiveAC")

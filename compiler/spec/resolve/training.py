@@ -112,6 +112,12 @@ class TrainingValues(ParallelismValues):
             min_lr=float(self.get("training", "lr_scheduler", "min_lr")),
         )
 
+    @property
+    def moe_router_bias_update_rate(self) -> float | None:
+        """How far a step moves the correction bias of a router; None: not at all."""
+        path = ("training", "moe_router_bias_update_rate")
+        return float(self.get(*path)) if self.given(*path) else None
+
     def _betas(self) -> tuple[float, float]:
         first, second = self.get("training", "optimizer", "betas")
         return float(first), float(second)
@@ -141,4 +147,5 @@ class TrainingValues(ParallelismValues):
             loss_scale=float(self.get("training", "loss_scale")),
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
+            moe_router_bias_update_rate=self.moe_router_bias_update_rate,
         )

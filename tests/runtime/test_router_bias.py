@@ -1,0 +1,108 @@
+"""Contract: routers' correction biases move as in one process, whatever the layout, and are saved with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_runs import Case
+from families import tiny_config
+from ranks import run_ranks
+from safetensors.torch import load_file
+from training_runs import initial_model, plain_optimizer, samples
+
+from parcompile.model.catalogue import CORRECTED, CORRECTION_BIASES, RUNTIME_FAMILIES
+from parcompile.model.families import FAMILIES
+from parcompile.plan import Plan
+
+RATE, STEPS = 0.05, 3
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith("e_score_correction_bias")
+
+
+def train(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
+    """The biases of this rank's layers after some steps, and those of an exported checkpoint."""
+    from parcompile.runtime import initialize
+    from parcompile.runtime.checkpoint import export, load, save
+
+    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    batches = iter(loader)
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    biases = {name: one.clone() for name, one in engine.module.named_buffers() if is_bias(name)}
+    save(engine, folder, STEPS)
+    engine.train_batch(batches)
+    load(engine, folder)
+    again = {name: one for name, one in engine.module.named_buffers() if is_bias(name)}
+    if rank == 0:
+        export(folder, Path(folder) / "hf")
+    same = all(torch.equal(one, again[name]) for name, one in biases.items())
+    return {"losses": losses, "biases": biases, "same": same}
+
+
+def of_one_process(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and biases with transformers and torch alone; the rule is written out expert by expert."""
+    training, model = plan.spec.training, initial_model(plan)
+    optimizer, data, losses = plain_optimizer(model, plan), samples(plan), []
+    chosen: dict[str, list[int]] = {}
+
+    def look(name: str) -> Any:
+        return lambda _, __, output: chosen.setdefault(name, []).extend(output[-1].flatten().tolist())
+
+    for name, module in model.named_modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.register_forward_hook(look(f"{name}.e_score_correction_bias"))
+    buffers = dict(model.named_buffers())
+    for step in range(STEPS):
+        chosen.clear()
+        batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
+        ids = torch.stack([sample["input_ids"] for sample in batch])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for name, choices in chosen.items():
+            experts = len(buffers[name])
+            for expert in range(experts):
+                excess = choices.count(expert) - len(choices) / experts
+                buffers[name][expert] -= RATE * ((excess > 0) - (excess < 0))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: buffers[name] for name in chosen}
+
+
+@pytest.mark.ranks
+def test_biases_are_those_of_one_process_and_are_saved_and_exported(tmp_path: Path) -> None:
+    layout = {"tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True}
+    training = {"moe_router_bias_update_rate": RATE, "activation_checkpointing": "full"}
+    plan = Case("deepseek_v3", layout, training).plan()
+    losses, expected = of_one_process(plan)
+    found = run_ranks(4, train, plan, str(tmp_path))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert expected.keys() == found[0]["biases"].keys()
+    for one in found:
+        assert one["same"]
+        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+        for name, bias in expected.items():
+            assert bias.any()
+            # Sums of the same few numbers in fp32, in the same order.
+            assert torch.allclose(one["biases"][name], bias, atol=1e-6), name
+            assert torch.equal(exported[name], one["biases"][name]), name
+
+
+def test_the_families_with_a_bias_are_known() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = set()
+    for name in RUNTIME_FAMILIES:
+        if FAMILIES[name].experts is not None and name != "aria_text":
+            values = dict(tiny_config(name))
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+            found |= {name} if any(one.rpartition(".")[2] in CORRECTION_BIASES for one in names) else set()
+    assert found == CORRECTED
