@@ -333,7 +333,7 @@ def reduce_at_end(engine: Any) -> Iterator[None]:
 
 def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """Where the gradients of micro-batches add up; zeros are put there if there were none."""
-    found: Tensor | None = getattr(parameter, "_hp_grad", None)
+    found: Tensor | None = getattr(parameter, _SUM, getattr(parameter, "_hp_grad", None))
     if found is not None:
         return found
     name = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
@@ -341,6 +341,20 @@ def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     if found is None:
         found = torch.zeros_like(parameter)
         setattr(parameter, name, found)
+    return found
+
+
+_SUM = "parcompile_sum"
+
+
+def sum_in(parameter: nn.Parameter, place: Tensor) -> None:
+    """Says where the gradients of micro-batches add up, in another type than the parameter's."""
+    setattr(parameter, _SUM, place)
+
+
+def summed_gradient(parameter: nn.Parameter) -> Tensor:
+    """That place."""
+    found: Tensor = getattr(parameter, _SUM)
     return found
 
 
@@ -398,7 +412,9 @@ def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
 
 def kept_gradients(engine: Any) -> list[Tensor]:
     """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
-    kept = [getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum")]
+    kept = [
+        getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum", _SUM)
+    ]
     kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
     for name in ("all_grad_tensors", "averaged_gradients"):
         for sums in getattr(engine.optimizer, name, {}).values():

@@ -9,7 +9,7 @@ from parcompile.layout.stages import Stage
 
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
-from .memory import LARGEST_BUCKET, has_bucket, held_memory, is_own_master, keeps_both_gradients
+from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -219,6 +219,6 @@ def _optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: floa
         return adam
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
-        return adam if is_own_master(work) else MASTER_BYTES * shard + adam
+        return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
     return MASTER_BYTES * shard + adam - gradients - bucket

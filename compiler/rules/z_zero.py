@@ -172,24 +172,25 @@ def zero_has_something_to_shard(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "Z005",
-    "ZeRO stage 0 sums gradients in the type of the weights",
+    "DeepSpeed's own stage 0 sums gradients in the type of the weights",
     """Without ZeRO DeepSpeed adds the gradients of micro-batches up where autograd leaves them, in the type of the
-    weights, and has no optimizer for another type of sums: it stops with an error. From stage 1 on it has one.""",
+    weights, and has no optimizer for another type of sums: it stops with an error. The runtime brings an optimizer that
+    sums in fp32. Whoever takes ds_config.json to DeepSpeed alone needs stage 1, or sums in the type of the weights.""",
     wrong={"zero": {"stage": 0}, "training": {"gradient_accumulation_dtype": "fp32"}},
     right={"zero": {"stage": 1}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    severity=Severity.INFO,
     sources=("DeepSpeed 0.19.8 runtime/engine.py, _do_optimizer_sanity_check",),
     targets=("deepspeed",),
 )
 def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Finding]:
-    """Fires at stage 0 for sums in another type than the weights."""
+    """Says so at stage 0 with sums in another type than the weights."""
     weights, sums = spec.precision.value, spec.gradient_accumulation_dtype.value
     if spec.zero_stage == 0 and weights != sums:
         yield Finding(
-            f"zero.stage 0 with weights in {weights} and sums of gradients in {sums}: DeepSpeed has no optimizer for "
-            "that",
+            f"zero.stage 0 with weights in {weights} and sums of gradients in {sums}: parcompile.runtime does so, "
+            "DeepSpeed alone refuses it",
             ("training", "gradient_accumulation_dtype"),
-            help="use stage 1, or leave gradient_accumulation_dtype out",
-            fixes=_lower(),
+            help="nothing to do, or use stage 1",
             related=also(spec, _STAGE),
         )
 

@@ -11,7 +11,8 @@ DeepSpeed 0.19.8 has three optimizers for stage 0, and none gives the numbers of
 
 This one takes their place, inside DeepSpeed's engine. It is named and saved like ZeRO's with one shard: parameters are
 views of one flat tensor for each group, and so are their gradients, which the engine sums over dp · cp in place. 16-bit
-weights have fp32 master weights; fp32 weights are their own.
+weights have fp32 master weights; fp32 weights are their own. Sums of 16-bit gradients in fp32, for which DeepSpeed has
+no optimizer at stage 0, are possible.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches import expert_group_name, lies_whole, squared_norm
+from parcompile.runtime.deepspeed_patches import (
+    expert_group_name,
+    lies_whole,
+    squared_norm,
+    sum_in,
+    summed_gradient,
+)
 from parcompile.runtime.groups import Mesh
 
 
@@ -45,7 +52,7 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         super().__init__()
         self.optimizer, self._mesh, self._names = optimizer, mesh, engine.param_names
-        dtype, _ = engine.get_data_types()
+        dtype, sums = engine.get_data_types()
         self.loss_scaler = CreateLossScaler(
             dtype, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
         )
@@ -68,7 +75,12 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self.trained.append(trained)
             self.weights.append(weights.detach())
             self.masters.append(master)
-            self._gradients.append(torch.zeros_like(weights.detach()))
+            self._gradients.append(torch.zeros_like(weights.detach(), dtype=sums))
+        self._adds_up = sums is not dtype
+        for parameter, view in self._views():
+            if self._adds_up:
+                sum_in(parameter, view)
+                parameter.register_post_accumulate_grad_hook(_add_up)  # type: ignore[no-untyped-call]
         self.zero_grad()
 
     def _views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -84,11 +96,11 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
         for gradients in self._gradients:
             gradients.zero_()
         for parameter, view in self._views():
-            parameter.grad = view
+            parameter.grad = None if self._adds_up else view
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """What the engine sums over dp · cp, and what over the ranks that share experts, by the name of their group."""
-        for parameter, view in self._views():
+        for parameter, view in () if self._adds_up else self._views():
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
@@ -181,6 +193,13 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
             TypeError: always.
         """
         raise TypeError("load a checkpoint of ZeRO stage 0 with parcompile.runtime.checkpoint.load")
+
+
+def _add_up(parameter: nn.Parameter) -> None:
+    """Adds the gradient of a micro-batch to the sum, which has another type."""
+    assert parameter.grad is not None
+    summed_gradient(parameter).add_(parameter.grad)
+    parameter.grad = None
 
 
 def _flattened(parameters: list[nn.Parameter]) -> Tensor:

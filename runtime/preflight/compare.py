@@ -145,9 +145,7 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         f"{format_bytes(of_one)} ({error:+.1%})",
         detail,
     )
-    whole = footprint(work).stages[index]
-    peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
-    found = taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
+    peak, found = peak_bytes(mesh, step)
     error = peak / found - 1
     why = [
         f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; "
@@ -161,6 +159,14 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         f"{format_bytes(found)} ({error:+.1%})",
         why if abs(error) > ACTIVATION_TOLERANCE else [],
     )
+
+
+def peak_bytes(mesh: Mesh, step: StepMeasurement) -> tuple[float, int]:
+    """The peak of a step on this rank as it is estimated, and as it was counted; without buffers of the pipeline."""
+    work, index, taken = workload_of(mesh.plan.spec), _stage_index(mesh), step.taken
+    whole = footprint(work).stages[index]
+    peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
+    return peak, taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
 
 
 def _beginning(schedule: Schedule) -> Schedule:

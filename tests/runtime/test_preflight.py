@@ -65,7 +65,11 @@ LAYOUTS = {
         {},
         {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
     ),
-    "dp2 with ZeRO-0, two micro-batches": (2, {}, {"micro_batch_size": 1}),
+    "dp2 with ZeRO-0, bf16 summed in fp32": (
+        2,
+        {},
+        {"precision": "bf16", "gradient_accumulation_dtype": "fp32", "micro_batch_size": 1},
+    ),
     "tp2 cp2 with ZeRO-0, bf16": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, {"precision": "bf16"}),
     "dp2 with ZeRO-2, two micro-batches": (2, {}, {"micro_batch_size": 1}),
     "dp3 with ZeRO-2, bf16 summed in fp32": (

@@ -1,0 +1,180 @@
+"""The peak that preflight counts beside the one that is estimated, for drawn plans, as a table.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/preflight_peaks.py [--seed 1] [--count 20] [--first 0]
+
+Draws models, axes, ZeRO stages, precisions, recomputation and sizes of micro-batches; builds and runs without memory
+a rank of each stage that is like none before it, and shows the one of them that is furthest off. The exit code is 1
+when a peak is further than 3 % from what was counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from parcompile.plan import Plan
+from parcompile.plan.compile import compile_plan
+from parcompile.rules import check
+from parcompile.runtime.preflight.compare import peak_bytes
+from parcompile.runtime.preflight.run import distinct_ranks
+from parcompile.runtime.preflight.sharded import build_sharded
+from parcompile.runtime.preflight.stand_in import stand_in
+from parcompile.runtime.preflight.step import StepMeasurement, run_step
+from parcompile.runtime.preflight.tracker import MetaTracker
+from parcompile.spec.resolve import Resolution
+from parcompile.units import format_bytes
+
+TOLERANCE = 0.03
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+EXPERTS: dict[str, Any] = {**LLAMA, "intermediate_size": 4096, "vocab_size": 32000, "num_key_value_heads": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "model_type": "qwen2", "hidden_size": 4096, "vocab_size": 32000},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128},
+    "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 8},
+    "qwen3_moe": {
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+    },
+    "deepseek_v3": {
+        **EXPERTS,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1024,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+
+
+class Drawn(NamedTuple):
+    """A plan, and what was drawn for it."""
+
+    text: str
+    plan: Plan
+
+
+def drawn(seed: int, count: int) -> Iterator[Drawn]:
+    """So many plans without an error that the runtime executes."""
+    dice = random.Random(seed)
+    while count:
+        one = _draw(dice)
+        if one is not None:
+            count -= 1
+            yield one
+
+
+def _draw(dice: random.Random) -> Drawn | None:
+    name = dice.choice(list(MODELS))
+    axes = {axis: dice.choice((1, 1, 2, 4) if axis != "pp" else (1, 1, 2)) for axis in ("tp", "cp", "pp", "dp")}
+    if name in ("mixtral", "qwen3_moe", "deepseek_v3"):
+        axes["ep"] = dice.choice((1, 2, 4))
+    parallelism: dict[str, Any] = {axis: size for axis, size in axes.items() if size > 1}
+    parallelism |= {"sequence_parallel": True} if axes["tp"] > 1 and dice.random() < 0.5 else {}
+    ranks = axes["tp"] * axes["cp"] * axes["pp"] * axes["dp"]
+    precision, recompute = dice.choice(("bf16", "bf16", "fp32")), dice.choice(("none", "none", "full"))
+    stage, micro = dice.choice((0, 1, 1, 2)), dice.choice((1, 2))
+    batch = micro * axes["dp"] * dice.choice((1, 2, 4))
+    length = dice.choice((2048, 4096, 8192))
+    training: dict[str, Any] = {
+        "sequence_length": length,
+        "micro_batch_size": micro,
+        "global_batch_size": batch,
+        "precision": precision,
+        "activation_checkpointing": recompute,
+    }
+    if precision == "bf16" and dice.random() < 0.3:
+        training["gradient_accumulation_dtype"] = "fp32"
+    tree = {
+        "version": 1,
+        "name": name,
+        "model": MODELS[name],
+        "cluster": {"gpus_per_node": ranks, "accelerator": "h200"},
+        "parallelism": parallelism,
+        "training": training,
+        "zero": {"stage": stage},
+    }
+    resolution = Resolution(tree)
+    found = check(resolution)
+    if any(one.is_error for one in found):
+        return None
+    plan = compile_plan(resolution.spec(), tree, found)
+    if plan.refusals:
+        return None
+    said = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one rank"
+    said += ", sequence parallel" if "sequence_parallel" in parallelism else ""
+    sums = ", sums in fp32" if "gradient_accumulation_dtype" in training else ""
+    text = (
+        f"{name} | {said} | {stage} | {precision}{sums} | {recompute} | "
+        f"{micro} × {length}, {plan.spec.training.gradient_accumulation_steps} steps"
+    )
+    return Drawn(text, plan)
+
+
+def measured(plan: Plan, rank: int) -> tuple[float, int, StepMeasurement]:
+    """The peak of a rank as it is estimated and as it was counted, in bytes."""
+    with stand_in(plan, rank) as mesh:
+        tracker = MetaTracker(mesh)
+        with tracker:
+            model, _ = build_sharded(mesh, tracker)
+            step = run_step(model, mesh, tracker)
+        peaks = peak_bytes(mesh, step)
+        del model
+    gc.collect()
+    return *peaks, step
+
+
+def _one_of_each_stage(plan: Plan) -> list[int]:
+    """The first rank of each stage, and of stages that are alike the first."""
+    stages, grid = plan.spec.parallelism.pp, plan.groups.grid
+    firsts = {grid.rank({"pp": stage}) for stage in range(stages)}
+    return [rank for rank in distinct_ranks(plan) if rank in firsts]
+
+
+def main() -> int:
+    """One row for each plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    print("| model | layout | ZeRO | precision | recomputed | batch | estimated | counted | off |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    errors = []
+    for number, (text, plan) in enumerate(drawn(options.seed, options.count)):
+        if number < options.first:
+            continue
+        peaks = [measured(plan, rank)[:2] for rank in _one_of_each_stage(plan)]
+        estimated, counted = max(peaks, key=lambda pair: abs(pair[0] / pair[1] - 1))
+        errors.append(abs(estimated / counted - 1))
+        off = f"{estimated / counted - 1:+.1%}"
+        print(f"| {text} | {format_bytes(estimated)} | {format_bytes(counted)} | {off} |", flush=True)
+    wrong = sum(error > TOLERANCE for error in errors)
+    mean, largest = sum(errors) / len(errors), max(errors)
+    print(f"\nmean {mean:.1%}, largest {largest:.1%}; {wrong} of {len(errors)} further than {TOLERANCE:.0%}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
