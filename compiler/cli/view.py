@@ -39,6 +39,7 @@ FORMATS = ("text", "html", "svg", "png", "md")
     type=click.Path(dir_okay=False, path_type=Path),
     help="What `parcompile search SPEC --format json` printed: the page then says what was rejected and why.",
 )
+@click.option("--beside", "other", metavar="PLAN", help="A second plan to show beside the first one on the HTML page.")
 @click.option("--width", type=click.IntRange(280, 4000), default=WIDE, show_default=True, help="Pixels of a picture.")
 def command(
     plan: str,
@@ -48,6 +49,7 @@ def command(
     axis: str | None,
     rank: int | None,
     searched: Path | None,
+    other: str | None,
     width: int,
 ) -> None:
     """Show a plan in the terminal, as pictures or as a page.
@@ -61,12 +63,15 @@ def command(
         raise click.UsageError("--axis and --rank need a picture: add --picture grid")
     if searched and form != "html":
         raise click.UsageError("--search needs the HTML page: add -o report.html")
+    if other and form != "html":
+        raise click.UsageError("--beside needs the HTML page: add -o report.html")
     compiled, diagnostics = read_plan(plan)
     subject = _subject(compiled)
+    second = _subject(read_plan(other)[0]) if other else None
     try:
         content: str | bytes
         if form == "html":
-            content = page(subject, diagnostics, read_search(searched) if searched else None)
+            content = page(subject, diagnostics, read_search(searched) if searched else None, second)
         else:
             content = _content(subject, name, form, width=width, axis=axis, rank=rank)
     except (ValueError, PngError) as error:

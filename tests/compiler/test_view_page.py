@@ -14,6 +14,7 @@ import pytest
 from browser import Browser, Page, find_browser
 from layout_cases import compile_tree, spec_tree
 
+from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.sequence import token_ranges
 from parcompile.plan import Plan, load_plan
@@ -28,6 +29,10 @@ LARGE = "llama-3.1-405b-128k-16384-gpus"
 SMALL = "llama-3-8b-64k-32-gpus"
 GRID = "document.getElementById('grid')"
 ROWS = "[...document.querySelectorAll('#values-table tbody tr')]"
+GO = (
+    "((hash) => new Promise((done) => { addEventListener('hashchange', done, { once: true }); location.hash = hash; }))"
+)
+"""Goes to a part of the page's address."""
 PICTURES = "[...document.querySelectorAll('.picture')].filter((one) => one.offsetParent)"
 
 
@@ -314,3 +319,64 @@ def test_what_a_search_rejected_is_shown_and_the_plan_is_marked() -> None:
         "2 fit, 1 do not",
     ):
         assert part in text
+
+
+def test_the_address_holds_the_picked_rank_and_the_axis(opened: Any) -> None:
+    shown = opened(SMALL)
+    assert shown.value("location.hash") == ""
+    choose = "{ const axis = document.getElementById('axis'); axis.value = 'AXIS'; "
+    choose += "axis.dispatchEvent(new Event('change')); }"
+    first, *_, last = shown.value("[...document.getElementById('axis').options].map((one) => one.value)")
+    shown.value("window.parcompile.pick(5)")
+    assert shown.value("location.hash") == "#rank=5"
+    shown.value(choose.replace("AXIS", last))
+    shown.value("window.parcompile.pick(9)")
+    assert shown.value("location.hash") == f"#rank=9&axis={last}"
+    # Whoever follows the link sees the same.
+    shown.value(choose.replace("AXIS", first))
+    shown.value(f"{GO}('#rank=9&axis={last}')")
+    assert shown.value("[window.parcompile.state.rank, window.parcompile.state.axis]") == [9, last]
+    assert shown.value("document.getElementById('panel').textContent").startswith("Rank 9")
+
+
+def test_a_wrong_address_picks_nothing(opened: Any) -> None:
+    shown = opened(SMALL)
+    for wrong in ("#rank=99999", "#rank=-1", "#rank=x&axis=zz", "#memory"):
+        shown.value(f"{GO}('{wrong}')")
+        assert shown.value("window.parcompile.state.rank") is None
+
+
+def test_ranks_can_be_coloured_by_their_experts(opened: Any, plans: dict[str, Plan]) -> None:
+    name = "mixtral-8x7b-64-gpus"
+    groups, ep = plans[name].groups, plans[name].spec.parallelism.ep
+    assert ep > 1
+    shown = opened(name)
+    assert "ep" in shown.value("[...document.getElementById('axis').options].map((one) => one.value)")
+    axis = shown.value("JSON.parse(document.getElementById('plan').textContent).axes.ep")
+    found = [(rank // axis["stride"]) % axis["size"] for rank in range(plans[name].world_size)]
+    assert found == [groups.expert_grid.coordinates(rank)["ep"] for rank in range(plans[name].world_size)]
+
+
+def test_two_plans_stand_beside_each_other(tmp_path: Path, browser: Browser, plans: dict[str, Plan]) -> None:
+    first, second = plans[SMALL], plans["qwen3-8b-16-gpus"]
+    file = tmp_path / "both.html"
+    file.write_text(page(Subject.of(first), other=Subject.of(second)), encoding="utf-8")
+    for width in (1280, 400):
+        shown = Page(browser, file, width=width)
+        text = shown.value("document.getElementById('beside').textContent")
+        assert first.spec.name in text
+        assert second.spec.name in text
+        assert f"{first.world_size:,}{second.world_size:,}" in text
+        assert shown.value("document.documentElement.scrollWidth") <= width
+        assert shown.value("document.querySelectorAll('#beside figure').length") == 4
+        assert shown.complaints == []
+        shown.close()
+
+
+def test_fixes_and_the_commands_of_the_launch_stand_on_the_page(plans: dict[str, Plan]) -> None:
+    fix = Fix("set tp to 2", Safety.CHANGES_COST, ())
+    one = Diagnostic("T001", Severity.ERROR, "tp is wrong", ("parallelism", "tp"), help="write 2", fixes=(fix,))
+    text = page(Subject.of(plans[SMALL]), [one])
+    assert "Fix: set tp to 2 (changes cost)" in text
+    for command in ("plan/launch/deepspeed.sh", "plan/launch/torchrun.sh", "sbatch plan/launch/slurm.sbatch"):
+        assert f"{command} train.py --plan plan" in text

@@ -40,7 +40,11 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "world": plan.world_size,
         "perNode": cluster.gpus_per_node,
         "nodes": cluster.nodes,
-        "axes": {axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in DENSE_AXES},
+        "axes": {
+            **{axis: {"size": grid.size((axis,)), "stride": grid.stride(axis)} for axis in DENSE_AXES},
+            # Experts are laid over the same ranks on a grid of their own.
+            Axis.EP: {"size": groups.ep, "stride": groups.expert_grid.stride(Axis.EP) if groups.ep > 1 else 1},
+        },
         "groups": [
             {
                 "name": name,
@@ -112,5 +116,7 @@ def _colours(*, dark: bool) -> dict[str, Any]:
     roles = ("surface", "ink", "soft", "track", "line", *DENSE_AXES, Axis.EP)
     return {
         **{role: colour(role, dark=dark) for role in roles},
-        "ramps": {axis: [colour(f"{axis}-{shade}", dark=dark) for shade in range(SHADES)] for axis in DENSE_AXES},
+        "ramps": {
+            axis: [colour(f"{axis}-{shade}", dark=dark) for shade in range(SHADES)] for axis in (*DENSE_AXES, Axis.EP)
+        },
     }

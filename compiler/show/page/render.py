@@ -16,23 +16,30 @@ from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.subject import Subject
 from parcompile.version import __version__
 
+from . import beside
 from .data import page_data
 from .html import joined, script_json, tag
 from .remarks import remarks
 from .search_result import section as search_section
-from .sections import diagnostics, figures, section, summary_line, tiles, values
+from .sections import diagnostics, figures, launching, section, summary_line, tiles, values
 
 SCRIPTS = ("ranks.js", "grid.js", "panel.js", "values.js")
 """Parts of the page's script, in their order."""
 
 
-def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Mapping[str, Any] | None = None) -> str:
+def page(
+    subject: Subject,
+    found: Sequence[Diagnostic] | None = None,
+    search: Mapping[str, Any] | None = None,
+    other: Subject | None = None,
+) -> str:
     """The report as HTML.
 
     Args:
         subject: the plan.
         found: the spec's diagnostics; without, those that the plan's values tell.
         search: what `parcompile search --format json` printed.
+        other: a plan to show beside it.
     """
     plan = subject.plan
     pictures, drawn = figures(subject)
@@ -41,11 +48,20 @@ def page(subject: Subject, found: Sequence[Diagnostic] | None = None, search: Ma
     if search is not None:
         more.append(section("search", "Search", search_section(search, _layout(subject))))
         drawn += [front.draw(search, WIDE)] if search["fitting"] and "pareto_front" in search else []
+    if other is not None:
+        compared, shown = beside.section(subject, other)
+        more.append(section("beside", "Beside another plan", compared))
+        drawn += shown
+    more.append(section("launch", "Launch", launching(subject)))
     more.append(section("values", "Values", values(subject)))
     links = [("ranks", "Ranks"), ("cuts", "Cuts"), ("memory", "Memory"), ("traffic", "Traffic"), ("ring", "Ring")]
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
-    links += [*([("search", "Search")] if search is not None else []), ("values", "Values")]
-    axes = [axis for axis in DENSE_AXES if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
+    links += [
+        *([("search", "Search")] if search is not None else []),
+        *([("beside", "Beside")] if other is not None else []),
+    ]
+    links += [("launch", "Launch"), ("values", "Values")]
+    axes = [axis for axis in (*DENSE_AXES, Axis.EP) if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
     choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
     fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in drawn), strict=True))
     colours = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
 from parcompile.cost.table import fit_text
-from parcompile.diagnostics import Diagnostic, Severity, format_path
+from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures.markdown import TABLES
@@ -18,7 +18,7 @@ from parcompile.show.pictures.subject import Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
-from .html import Html, folded, joined, table, tag
+from .html import Content, Html, folded, joined, table, tag
 
 _PEAK = "Peak memory"
 
@@ -116,6 +116,7 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
         body.append(tag("p", one.message))
         if one.help:
             body.append(tag("p", f"Help: {one.help}", class_="note"))
+        body += [tag("p", f"Fix: {fix.title}{_changes(fix)}", class_="note") for fix in one.fixes]
         if one.code in pages:
             rule = pages[one.code]
             body.append(folded(rule.title, tag("p", rule.explanation)))
@@ -125,6 +126,45 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
     names = {"info": "remark"}
     words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
     return joined([tag("p", f"{words}. {runs}"), tag("ul", *entries, class_="findings")])
+
+
+def _changes(fix: Fix) -> str:
+    return "" if fix.safety is Safety.SAFE else f" ({fix.safety.value})"
+
+
+def launching(subject: Subject) -> Html:
+    """The commands that start the plan, from the folder that holds train.py and the plan as `plan`."""
+    cluster = subject.plan.spec.cluster
+    several = cluster.nodes > 1
+    script = "train.py --plan plan"
+    rows: list[tuple[Content, ...]] = [
+        ("with", "command", "where"),
+        (
+            "DeepSpeed",
+            tag("code", f"plan/launch/deepspeed.sh {script}"),
+            "on the first node; write your host names into plan/launch/hostfile" if several else "on the node",
+        ),
+        (
+            "torchrun",
+            tag(
+                "code",
+                (f"NODE_RANK=… MASTER_ADDR=… plan/launch/torchrun.sh {script}")
+                if several
+                else f"plan/launch/torchrun.sh {script}",
+            ),
+            f"on each of the {cluster.nodes:,} nodes: NODE_RANK counts them, MASTER_ADDR is the address of node 0"
+            if several
+            else "on the node",
+        ),
+        ("Slurm", tag("code", f"sbatch plan/launch/slurm.sbatch {script}"), "on a login node"),
+        (
+            "a check first",
+            tag("code", "plan/launch/torchrun.sh -m parcompile preflight plan --live"),
+            "as the job itself: it compares the ranks, measures the links and runs two steps",
+        ),
+    ]
+    note = "`parcompile SPEC -o plan` writes these files; `--target` adds those of Kubernetes and SkyPilot."
+    return joined([tag("p", note, class_="note"), table(rows, caption="Commands that start the plan")])
 
 
 def values(subject: Subject) -> Html:

@@ -3,6 +3,7 @@ const panel = document.getElementById("panel");
 const empty = [...panel.childNodes];
 const number = document.getElementById("rank");
 const said = document.getElementById("said");
+const axisOf = document.getElementById("axis");
 
 function element(name, text, attributes = {}) {
   const made = document.createElement(name);
@@ -100,8 +101,28 @@ function fill(found) {
   );
 }
 
+// The picked rank and the axis stand in the address, so that a link shows the same.
+function remember() {
+  const parts = [state.rank === null ? "" : `rank=${state.rank}`, axisOf.value === axisOf.options[0].value ? "" : `axis=${axisOf.value}`];
+  const text = parts.filter(Boolean).join("&");
+  if (text || /^#(rank|axis)=/.test(location.hash)) history.replaceState(null, "", `#${text}`);
+}
+
+function recall() {
+  const found = new URLSearchParams(location.hash.slice(1));
+  const axis = found.get("axis");
+  if ([...axisOf.options].some((one) => one.value === axis)) {
+    axisOf.value = axis;
+    state.axis = axis;
+    legend();
+  }
+  const rank = Number(found.get("rank"));
+  if (found.has("rank") && Number.isInteger(rank) && rank >= 0 && rank < plan.world) pick(rank);
+}
+
 function pick(rank) {
   state.rank = rank;
+  remember();
   if (rank === null) state.group = null;
   document.getElementById("legend").hidden = rank !== null;
   number.value = rank === null ? "" : String(rank);
@@ -164,7 +185,7 @@ number.addEventListener("input", () => {
   if (number.value !== "" && Number.isInteger(rank) && rank >= 0 && rank < plan.world) pick(rank);
 });
 document.getElementById("clear").addEventListener("click", () => pick(null));
-document.getElementById("axis").addEventListener("change", (event) => {
+axisOf.addEventListener("change", (event) => {
   state.axis = event.target.value;
   legend();
   pick(null);
@@ -177,5 +198,7 @@ dark.addEventListener("change", redraw);
 print.addEventListener("change", redraw);
 addEventListener("resize", draw);
 redraw();
+recall();
+addEventListener("hashchange", recall);
 performance.mark("drawn");
 window.parcompile = { describe, pick, corner, state };
