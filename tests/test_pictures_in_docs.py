@@ -57,7 +57,7 @@ def test_the_commands_of_the_report_run(tmp_path: Path) -> None:
             tree["parallelism"]["tp"] = 4
         (tmp_path / f"{name}.json").write_text(json.dumps(tree), encoding="utf-8")
     commands = re.findall(r"^\$ parcompile (.*)$", REPORT, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 9
     for line in commands:
         line, _, target = line.partition(" > ")
         done = subprocess.run(
