@@ -44,7 +44,6 @@ WRITTEN = {
     "gpt-sw3": "no_table",
     "hrm_text": "recurrent_depth",
     "jetmoe": "attention_of_experts",
-    "llama4_text": "chunked_attention",
     "longcat_flash": "two_blocks",
     "modernbert-decoder": "no_table",
     "recurrent_gemma": "recurrence",

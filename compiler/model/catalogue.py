@@ -21,6 +21,7 @@ TEXT_PARTS = frozenset(
     {
         *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
+        "llama4",
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "ovis2", "pp_chart2table"),
         *("qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
     }
@@ -90,11 +91,6 @@ REASONS: Mapping[str, Reason] = {
         "sparse attention with an indexer",
         "an indexer chooses the keys that each query sees: the ring masks by position, window and document only",
     ),
-    "chunked_attention": Reason(
-        "chunked attention",
-        "some of its layers attend within chunks of tokens that stand only in transformers' mask: the ring masks by "
-        "position, window and document only",
-    ),
     "varied_layers": Reason(
         "layers of different shapes",
         "head widths and kv heads differ from layer to layer, and some layers use the keys and values of others: the "
@@ -144,7 +140,6 @@ _NEAREST = {
     "qwen3_5_text": "qwen3",
     "qwen3_5_moe_text": "qwen3_moe",
     "qwen4_exp_text": "qwen3_moe",
-    "llama4_text": "llama",
     "gemma4_text": "gemma3_text",
     "gemma3n_text": "gemma3_text",
     "minimax": "minimax_m2",

@@ -14,7 +14,11 @@ AXES = "tp, cp, pp, dp, sequence parallelism"
 
 def axes_of(one: ModelType) -> str:
     """What the runtime runs a type with."""
-    return f"{AXES}, ep" if one.family is not None and one.family.experts else AXES
+    family = one.family
+    if family is None:
+        return AXES
+    axes = [*AXES.split(", "), *(["ep"] if family.experts else [])]
+    return ", ".join(axis for axis in axes if axis not in family.refused_axes)
 
 
 def kinds_of(one: ModelType) -> list[str]:
@@ -31,6 +35,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("ALiBi")
     elif family.alibi:
         found.append("rotary positions or ALiBi")
+    found += [f"no {axis}" for axis in family.refused_axes]
     if family.sinks:
         found.append("attention sinks")
     if family.gate:

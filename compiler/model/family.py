@@ -140,6 +140,8 @@ class Family:
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_holds: Norm = Norm.WEIGHT
+    sub_norms: tuple[str, str] | None = None
+    """Norms of what the attention and the MLP give, over all their features, before their last projections."""
     gate: str = ""
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None

@@ -144,6 +144,8 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
             rows.linear(f"{name}.{projection}", part.size, h, Split(0, (part,)), bias=shape.qkv_bias)
     if not family.output_first:
         output()
+    if family.sub_norms:
+        rows.add(f"{name}.{family.sub_norms[0]}.weight", (heads * width,), column(heads * width, heads))
     if shape.qk_norm:
         for norm, count in zip(family.qk_norm_names, (heads, kv_heads), strict=True):
             _qk_norm(rows, f"{name}.{norm}", count, width, family)
@@ -208,6 +210,8 @@ def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, laye
         for projection in family.up:
             rows.linear(f"{prefix}{projection}", f, h, column(f), bias=bias, layers=layers, inside=inside)
     rows.linear(f"{prefix}{family.down}", h, f, row(f), bias=bias, layers=layers, inside=inside)
+    if family.sub_norms:
+        rows.add(f"{prefix}{family.sub_norms[1]}.weight", (f,), column(f), layers=layers)
     for scalar in family.activation:
         rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
 

@@ -63,7 +63,15 @@ def check_agreement(model: nn.Module, slices: Slices) -> None:
             raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
         dims = parameters[weight].dim()
         wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
+        if _multiplies_from_the_left(name, slices):
+            # "row because not linear": [experts, in, out] is named by how it is stored.
+            wanted = dims - 1 if style in _ROW else dims - 2
         if slices.of(weight).dim != wanted:
             raise RunError(
                 f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True
             )
+
+
+def _multiplies_from_the_left(name: str, slices: Slices) -> bool:
+    """Whether a weight is a stack of experts of a type whose experts are one product."""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and slices.model_type == "llama4_text"

@@ -20,6 +20,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current, follow_calls
 from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
+from .chunks import chunk_of, chunked, take_temperatures, tempered
 from .rotary import see_last_position
 
 NAME = "parcompile"
@@ -75,14 +76,21 @@ class RingPlace:
             found["inner_ranks"] = self.context.inner_ranks
         return found | {"group": self.group}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, chunk: int | None = None, **masks: Any) -> Tensor:
         """Attention over the documents of the micro-batch, with further masks as `ring_attention` takes them."""
         if current().alone:
             return _alone(query, key, value, **masks)
-        packing = current().packing
+        packing, documents = current().packing, current().documents
         if packing is None:
-            out: Tensor = attention(query, key, value, **self.options, documents=current().documents, **masks)
+            if chunk is not None:
+                documents = chunked(documents, query.shape[0], self.sequence_length, chunk)
+            out: Tensor = attention(query, key, value, **self.options, documents=documents, **masks)
             return out
+        if chunk is not None:
+            raise RunError(
+                "chunked attention counts its chunks in the sequence, which packing changes: do not pack by documents",
+                everywhere=True,
+            )
         named = {name: given for name, given in self.options.items() if name != "layout"}
         rank = 0 if self.group is None else dist.get_rank(self.group)
         return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
@@ -142,6 +150,7 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     else:  # a model whose attention `put_on_interface` has replaced
         config._attn_implementation_internal = name
     see_last_position(model, place.group)
+    take_temperatures(model)
     follow_calls(model)
 
 
@@ -183,10 +192,17 @@ def _attention(
         raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)
     length = key.shape[2] if current().alone else place.sequence_length
     covered = not sliding_window or sliding_window >= length
+    chunk = chunk_of(module)
+    if chunk is not None and chunk >= length:
+        chunk = None
+    if chunk is not None and current().alone:
+        raise RunError(f"generate() beyond attention_chunk_size {chunk} tokens is not injected", everywhere=True)
+    query = tempered(module, query, place.layout, place.group)
     out = place.attend(
         query,
         key,
         value,
+        chunk=chunk,
         causal=True,
         scale=scaling,
         window=None if covered else sliding_window,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from parcompile.runtime.drawing import draws
+from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 
@@ -47,6 +48,8 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         parts = output[0] if isinstance(output, tuple) else output
+        if parts.dim() == 2 and region.sequence_parallel:
+            parts = parts.unflatten(0, (current().rows or 1, -1))  # a block that flattened its tokens
         whole = region.leave(parts)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 

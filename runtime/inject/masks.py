@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from parcompile.runtime.errors import RunError
 
+from .chunks import chunk_of
+
 _NAME = "parcompile_masks"
 _KEYS = ("use_bidirectional_attention", "sliding_window", "attention_chunk_size", "layer_types")
 
@@ -117,6 +119,10 @@ def _windows(model: nn.Module, path: str, length: int) -> Iterator[tuple[str, st
     for layer, (args, kwargs) in zip(layers, _calls(model, path), strict=True):
         mask = next((one for one in (*args, *kwargs.values()) if isinstance(one, _Mask)), None)
         told = _told(layer, args, kwargs)
+        chunk = next((size for module in layer.modules() if (size := chunk_of(module)) is not None), None)
+        if chunk is not None and chunk < length:
+            yield _of_mask(mask, told, length), f"chunks of {chunk} tokens"
+            continue
         yield _of_mask(mask, told, length), _words(told if told is not None and told < length else None)
 
 

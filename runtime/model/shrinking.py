@@ -150,6 +150,8 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
     for key, value in _by_layer(config, shape.num_hidden_layers):
         found[key] = [value[layer] for layer in layers]
+    if getattr(config, "moe_layers", None) is not None:
+        found["moe_layers"] = list(range(len(layers)))  # the numbers of layers, of which each has experts
     if "attention_types" in config.to_dict():
         # GPT-Neo's list of kinds follows from runs of them.
         found["attention_types"] = [[[kind], 1] for kind in found.pop("attention_layers")]
@@ -172,7 +174,7 @@ def _by_layer(config: Any, count: int) -> list[tuple[str, list[Any]]]:
         (key, value)
         for key, value in config.to_dict().items()
         if key.endswith(_BY_LAYER) and isinstance(value, list) and len(value) == count
-        if key != "mlp_only_layers"
+        if key not in ("mlp_only_layers", "moe_layers")
     ]
 
 

@@ -65,6 +65,7 @@ class Slices:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self.model_type = mesh.plan.spec.model.shape.model_type
         self._tensors = mesh.plan.tensors()
         self._rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
         self._holding = Holding(mesh.plan, mesh.index("pp"))

@@ -190,6 +190,8 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
     found: dict[str, Any] = {}
     if "no_rope_layers" in names:
         found["no_rope_layers"] = [choose.choice([0, 1]) for _ in range(layers)]
+    if "attention_types" in names:
+        found["attention_types"] = [[["global", "local"], layers // 2]]
     kinds = getattr(config, "layer_types", None)
     key = FAMILIES[family].window_key
     if "sliding_window" in names:
@@ -202,6 +204,8 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
     if kinds is not None:
         mixed = "sliding_window" in names and found.get(key, True) if key else "sliding_window" in names
         words = ["sliding_attention", "full_attention"] if mixed else ["full_attention"]
+        if "attention_chunk_size" in names:
+            words, found["attention_chunk_size"] = ["chunked_attention", "full_attention"], choose.choice([4, 6, 40])
         found["layer_types"] = [choose.choice(words) for _ in range(layers)]
     return found
 

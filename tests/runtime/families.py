@@ -43,6 +43,11 @@ _LATENT = {
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
 _OLD = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -193,6 +198,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size_mlp": 40,
+        "head_dim": 8,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
+    },
+    "cohere_compass_text": {**_MIXED, "logit_scale": 0.5, "rope_parameters": TWO_ROPES},
+    "bitnet": {"hidden_act": "silu"},
     "gpt2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gptj": {**_GPT, "rotary_dim": 4},
@@ -274,6 +290,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
+    *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),
     *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm", "granite_swa", "granitemoe_swa"),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, OWN_KEYS, VARIANTS, tiny_config
+from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -73,6 +73,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"head_dim": width} if family in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe") else {})
     config.update({"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2} if family == "dots1" else {})
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
+    config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None

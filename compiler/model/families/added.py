@@ -13,9 +13,10 @@ from .dense import DENSE
 from .experts import EXPERTS
 from .gpt import GPT
 from .latent import LATENT
+from .llama4 import LLAMA4
 from .shared_experts import SHARED_EXPERTS
 
-BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **GPT, **EXPERTS, **SHARED_EXPERTS, **LATENT}
+BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **GPT, **EXPERTS, **SHARED_EXPERTS, **LATENT, **LLAMA4}
 """The families of this package."""
 
 

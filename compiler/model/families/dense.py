@@ -59,6 +59,8 @@ DENSE: Mapping[str, Family] = {
     "cohere": Family(
         qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm", norms=("input_layernorm",), defaults=defaults_of(**TIED)
     ),
+    "cohere_compass_text": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
+    "bitnet": Family(sub_norms=("attn_sub_norm", "ffn_sub_norm"), hidden_is_heads=True, defaults=defaults_of(5)),
     "cohere2": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
     "glm": Family(up=FUSED_UP, output_bias=False, defaults=defaults_of(2, 128, attention_bias=True)),
     "glm4": Family(
