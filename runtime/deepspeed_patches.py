@@ -29,6 +29,8 @@ Changed:
   weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
   `count_in_norm`
 - The `step` of an engine is wrapped to time optimizer steps. `profiling.recorder`
+- `allreduce_gradients` of an engine, which reduces at the end of a step: partial gradients are summed over tp first.
+  `before_reduction`
 - `global_steps`, `global_samples` and `skipped_steps` of an engine, and its optimizer's `loss_scaler`, are set when
   a checkpoint of another layout is loaded. `checkpoint.adapting`
 - `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
@@ -52,6 +54,8 @@ Read:
   `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
   `reduce_buckets`, `shape_tensors`
 
+- `partition_gradients`, `overlap_comm` and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py): where any is
+  true, hooks take each gradient as it comes. `keeps_gradients`
 - `parameter._hp_grad` (runtime/bf16_optimizer.py) and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py):
   where gradients add up, to which those of another stage are added. `accumulated_gradient`
 
@@ -329,6 +333,28 @@ def reduce_at_end(engine: Any) -> Iterator[None]:
         engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
     engine.micro_steps += engine.gradient_accumulation_steps() - 1
+
+
+def keeps_gradients(engine: Any) -> bool:
+    """Whether the gradients of micro-batches add up in `grad`, untouched until the end of a step: ZeRO-1 by itself."""
+    optimizer = engine.optimizer
+    taken = ("partition_gradients", "overlap_comm", "use_grad_accum_attribute")
+    is_plain = hasattr(optimizer, "single_partition_of_fp32_groups")
+    return (
+        engine.zero_optimization_stage() == 1 and is_plain and not any(getattr(optimizer, one, False) for one in taken)
+    )
+
+
+def before_reduction(engine: Any, function: Callable[[], None]) -> None:
+    """Calls `function` at the end of each step, before the engine reduces gradients over dp and cp."""
+    reduce = engine.allreduce_gradients
+
+    def allreduce_gradients(*args: Any, **options: Any) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            function()
+        reduce(*args, **options)
+
+    engine.allreduce_gradients = allreduce_gradients
 
 
 def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:

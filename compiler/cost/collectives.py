@@ -145,17 +145,23 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
         send(Axis.TP, "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
+    partial = 0.0
     for parameter in parameter_table(work.shape):
         count = held_count(parameter, work, stage)
         layout = tensor_layout(parameter, tp, ep=work.ep, vocab_divisible_by=work.vocab_divisible_by)
         size = layout.local_numel * work.element_bytes
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
-            send(Axis.TP, "all-reduce", count * times, size, tp)
+            if work.sums_partial_gradients_once:
+                partial += count * size
+            else:
+                send(Axis.TP, "all-reduce", count * times, size, tp)
         elif layout.ranges is not None and layout.replicas > 1:
             assert layout.dim is not None
             repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
             share = repeated * size // layout.local_shape[layout.dim]
             send(KV_REPLICA, "all-reduce", count * times, share, layout.replicas)
+    if partial:
+        send(Axis.TP, "all-reduce", 1, partial, tp)
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * layers * times * (3 if work.recompute == "full" else 2)

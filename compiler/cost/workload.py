@@ -91,6 +91,8 @@ class Workload:
     stage_layers: tuple[Stage, ...] | None = None
     balances_experts: bool = False
     framework: str = "deepspeed"
+    keeps_gradients: bool = True
+    """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
     preset: Accelerator | None = None
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True
@@ -154,6 +156,11 @@ class Workload:
     def gradient_reductions(self) -> int:
         """How often a step reduces its gradients (DeepSpeed runtime/engine.py, `allreduce_gradients`)."""
         return self.micro_batches if self.framework == "deepspeed" and self.zero_stage >= 2 else 1
+
+    @property
+    def sums_partial_gradients_once(self) -> bool:
+        """Whether tp ranks sum what each has a part of once in a step; else in the backward of each micro-batch."""
+        return self.zero_stage == 1 and self.keeps_gradients
 
     @property
     def padded_vocabulary(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parcompile.cost.workload import Workload
 
 from .values import Origin, Spec
@@ -31,6 +33,7 @@ def workload_of(spec: Spec) -> Workload:
         sequence_parallel=axes.sequence_parallel,
         recompute=training.activation_checkpointing,
         element_bytes=training.precision.bytes,
+        keeps_gradients=_keeps_gradients(spec),
         gradient_bytes=training.gradient_accumulation_dtype.bytes,
         zero_stage=spec.zero_stage,
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
@@ -41,3 +44,10 @@ def workload_of(spec: Spec) -> Workload:
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
     )
+
+
+def _keeps_gradients(spec: Spec) -> bool:
+    """See `Workload.keeps_gradients`."""
+    training, section = spec.training, spec.deepspeed.get("zero_optimization")
+    overlaps = isinstance(section, Mapping) and section.get("overlap_comm") is True
+    return training.gradient_accumulation_dtype is training.precision and not overlaps

@@ -32,6 +32,7 @@ from parcompile.runtime.tensor_parallel import is_sharded
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop
 from .options import options_for_deepspeed
+from .partial_gradients import sum_once
 from .router_bias import attach_biases, keep_biases
 
 
@@ -149,6 +150,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _check_engine(engine, mesh)
     take_over_norm(engine, mesh)
     count_once(engine)
+    sum_once(engine, mesh)
     engine.mesh = mesh
     attach_biases(engine)
     _leave_loss_on_its_way(engine)

@@ -26,6 +26,7 @@ from parcompile.runtime.deepspeed_patches import (
     shape_tensors,
 )
 from parcompile.runtime.engine import options_for_deepspeed
+from parcompile.runtime.engine.partial_gradients import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
@@ -196,6 +197,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
             **options, mpu=Mpu(mesh), config=config, dist_init_required=False
         )
     take_over_norm(engine, mesh)
+    sum_once(engine, mesh)
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
     weights = flat_weights(optimizer)

@@ -5,14 +5,14 @@ gradient of those tokens; the parts have to be summed over the tensor-parallel r
 do that by themselves; `sum_gradients` does it for any other module.
 
 Summed at once, in backward, gradients are whole wherever anybody looks at them (DeepSpeed takes them as they arrive);
-that is one small all-reduce per parameter. Summed later, all of them travel in one all-reduce per step, as in
-Megatron-LM's `finalize_model_grads`: `sum_partial_gradients`, after backward and before the gradient norm.
+that is one small all-reduce per parameter and backward. Summed later, all of them travel in one all-reduce per step, as
+in Megatron-LM's `finalize_model_grads`: `sum_partial_gradients`, after backward and before the gradient norm.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from parcompile.runtime.collectives import Group, group_size
 
-__all__ = ["sum_gradients", "sum_in_backward", "sum_partial_gradients"]
+__all__ = ["leave_partial", "sum_gradients", "sum_in_backward", "sum_partial_gradients", "sum_together"]
+
+_GROUP, _LATER = "parcompile_partial_over", "parcompile_summed_later"
+"""Attributes of a parameter: the ranks that its gradient is summed over, and whether a step does it at its end."""
 
 
 def sum_gradients(module: nn.Module, group: Group, *, later: bool = False) -> None:
@@ -38,15 +41,29 @@ def sum_gradients(module: nn.Module, group: Group, *, later: bool = False) -> No
 
 
 def sum_in_backward(parameter: nn.Parameter, group: Group) -> None:
-    """Sum the gradient of one parameter over `group` wherever it is computed; a frozen one has none."""
+    """Sum the gradient of one parameter over `group` wherever it is computed; a frozen one has none.
+
+    Whoever sums the gradients of whole steps takes this over: `leave_partial`.
+    """
 
     def summed(gradient: Tensor) -> Tensor:
+        if getattr(parameter, _LATER, False):
+            return gradient
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     if parameter.requires_grad:
         parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+        setattr(parameter, _GROUP, group)
+
+
+def leave_partial(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Of these parameters the ones that `sum_in_backward` has, whose gradients backward leaves partial from now on."""
+    found = [parameter for parameter in parameters if parameter.requires_grad and hasattr(parameter, _GROUP)]
+    for parameter in found:
+        setattr(parameter, _LATER, True)
+    return found
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
@@ -60,6 +77,16 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: Group) -> N
     for parameter in parameters:
         if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
             together[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
+    for grads in together.values():
+        sum_together(grads, group)
+
+
+@torch.no_grad()
+def sum_together(gradients: Sequence[Tensor], group: Group) -> None:
+    """Sum gradients over the ranks in place, with one all-reduce for each type."""
+    together: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        together[gradient.dtype].append(gradient)
     for grads in together.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=group)
