@@ -16,6 +16,7 @@ tokens, L the layers of the stage.
 | dp-cp | – | once a step: all-reduce of gradients, all-gather of weights |
 | expert-dp | – | the same, of experts that are dealt over ep |
 
+What each tp rank has in part is summed once a step where ZeRO-1 keeps gradients, else in every micro-batch.
 DeepSpeed's ZeRO-1 reduces gradients with all-reduce, twice the bytes of a reduce-scatter, in the type of the weights;
 with cp in fp32 (`seq_parallel_communication_data_type`). Full recomputation repeats the forward of tp and ep, not the
 ring's: attention is kept. Rows on their way to experts are counted as if each were chosen equally often. Loss, overflow

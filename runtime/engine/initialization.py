@@ -25,6 +25,7 @@ from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow
 from parcompile.runtime.loss.sequence import SequenceLoss, without_waiting
 from parcompile.runtime.model.building import build_model
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
@@ -119,7 +120,8 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     recompute_as_planned(model, plan)
-    model.to(mesh.device)
+    # DeepSpeed casts the weights to the type of training: cast before they move, they take half as much of the device.
+    _place(model, mesh.device, None if check is not None else TORCH_DTYPES[plan.spec.training.precision])
     model.train()
     seed_ranks(mesh)
     _make_replicated_parameters_equal(model, mesh)
@@ -129,6 +131,14 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if self_check is not False and rules is None and (check is None or not check.crosses_all):
         check_small_copy(mesh)
     return model
+
+
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Moves a model to its device; weights are cast to `dtype` on the way, one after the other. Buffers keep theirs."""
+    for parameter in model.parameters() if dtype is not None else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype).to(device)
+    model.to(device)
 
 
 def seed_ranks(mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ import pytest
 from published_runs import gpt_shape, llama_shape
 
 from parcompile.cost.coefficients import TIME
+from parcompile.cost.collectives import collectives
 from parcompile.cost.flops import matmul_parameters, model_flops_per_token
 from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
@@ -40,8 +41,21 @@ def test_tp_sends_four_ring_all_reduces_in_each_layer_and_two_for_the_ends() -> 
     assert only(work, "tp") == 4 * ((4 * 8 + 2) * 2 * 3 / 4 * activation + 3 * loss)
     recomputed = only(replace(work, recompute="full"), "tp") - only(work, "tp")
     assert recomputed == 4 * 2 * 8 * 2 * 3 / 4 * activation
-    norms, head_again = 4 * (2 * 8 + 1) * 2 * 3 / 4 * 1024 * 2, 4 * 3 / 4 * activation
-    assert only(replace(work, sequence_parallel=True), "tp") == only(work, "tp") + norms + head_again
+    norms, head_again = (2 * 8 + 1) * 2 * 3 / 4 * 1024 * 2, 4 * 3 / 4 * activation
+    split = replace(work, sequence_parallel=True)
+    assert only(split, "tp") == only(work, "tp") + norms + head_again
+    # Where gradients are taken as they come, norms are summed in each of 4 micro-batches.
+    each = only(replace(split, keeps_gradients=False), "tp")
+    assert each == only(replace(split, zero_stage=2), "tp") == only(work, "tp") + 4 * norms + head_again
+
+
+def test_norms_are_summed_in_one_message_of_a_step() -> None:
+    work = replace(WORK, tp=4, dp=4, sequence_parallel=True)
+    stage = work.stages[0]
+    once = collectives(work, stage)["tp", "all-reduce"]
+    each = collectives(replace(work, keeps_gradients=False), stage)["tp", "all-reduce"]
+    assert (once.messages, each.messages) == (1, 4 * (2 * 8 + 1))
+    assert each.wire_bytes == 4 * once.wire_bytes
 
 
 def test_gradients_and_weights_cross_dp_and_cp() -> None:

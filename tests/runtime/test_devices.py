@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import make_plan
 
 from parcompile.runtime import RunError
+from parcompile.runtime.engine.initialization import _place
 from parcompile.runtime.groups import create_groups, joining, rendezvous
 from parcompile.runtime.groups.environment import Environment, device_of
 
@@ -130,3 +131,19 @@ def test_communicators_are_aborted_at_the_end_of_a_failed_rank_only(
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(True))
     rendezvous.abandon()
     assert aborted == [True] * failed
+
+
+def test_weights_are_cast_before_they_move_and_stay_what_they_are() -> None:
+    """DeepSpeed would cast them on the device, where both copies then lie. It sees to buffers itself."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.rand(3, 2))
+    model.tied = model.weight
+    model.counts = torch.nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False)
+    model.register_buffer("frequencies", torch.rand(2))
+    weight, before = model.weight, model.weight.detach().clone()
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    _place(model, torch.device("cpu"), torch.bfloat16)
+    assert model.weight is weight is model.tied
+    assert weight.tensor_model_parallel  # type: ignore[attr-defined]
+    assert torch.equal(weight, before.bfloat16())
+    assert (model.counts.dtype, model.frequencies.dtype) == (torch.long, torch.float32)

@@ -25,7 +25,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.loading import random_model
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import synchronize
-from parcompile.runtime.profiling.recorder import peak_bytes
+from parcompile.runtime.profiling.recorder import forget_peak, peak_bytes
 from parcompile.spec import Precision
 
 from .agreement import Arrived
@@ -66,6 +66,8 @@ def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:
     model = random_model(plan) if build is None else build()
     engine, _, loader, _ = initialize(plan=plan, model=model, training_data=[tokens], measurements=False)
     assert loader is not None
+    # Building the model may have taken more than training does.
+    forget_peak(mesh.device)
     losses, norms, seconds, batches = [], [], [], iter(loader)
     for _ in range(STEPS):
         synchronize(mesh.device)
