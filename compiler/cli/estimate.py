@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ MOST_CELLS = 4096
 @click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
 @click.option("--tokens", type=positive_number, help="Tokens to train on: adds days.")
 @click.option("--price", type=positive_number, help="Price of a GPU hour: adds the cost of --tokens.")
+@click.option(
+    "--expert-imbalance",
+    "imbalance",
+    type=click.FloatRange(min=1.0),
+    help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
+)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
 def command(
@@ -51,6 +58,7 @@ def command(
     sweep: tuple[str, ...],
     tokens: float | None,
     price: float | None,
+    imbalance: float | None,
     coefficients: Path | None,
     plot: Path | None,
 ) -> None:
@@ -61,6 +69,8 @@ def command(
     """
     if more and not sweep:
         raise click.UsageError(f"{more[0]!r} needs --sweep before it")
+    if sweep and imbalance is not None:
+        raise click.UsageError("--expert-imbalance and --sweep cannot be combined")
     if sweep and plot:
         raise click.UsageError("--plot and --sweep cannot be combined: --plot draws one layout")
     fitted = read_set(coefficients) if coefficients else None
@@ -75,7 +85,8 @@ def command(
     assert checked.resolution is not None
     # A plan holds more than the spec that can be made of it, such as a machine that stood in a file.
     decided = load_plan(spec).spec if is_plan(spec) else checked.resolution.spec()
-    result = estimate(workload_of(decided), tokens=tokens, gpu_hour_price=price, fitted=fitted)
+    work = replace(workload_of(decided), expert_imbalance=imbalance)
+    result = estimate(work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
         _plot(plot, compile_plan(decided, checked.resolution.tree, []), result)
     if form == "json":

@@ -100,6 +100,9 @@ class Estimate:
                 "model_flops_utilisation": time.utilisation,
                 "utilisation_convention": CONVENTION,
             },
+            "expert_imbalance": None
+            if self.work.ep == 1
+            else {"factor": self.work.imbalance, "assumed": self.work.expert_imbalance is None},
             "budget": None
             if self.budget is None
             else {

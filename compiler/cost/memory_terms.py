@@ -56,7 +56,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
     dense, sparse = (
         form(
-            work.shape,
+            work.busiest_shape,
             tp=work.tp,
             sequence_parallel=work.sequence_parallel,
             element_bytes=work.element_bytes,
@@ -131,12 +131,12 @@ def _row_copies(work: Workload) -> float:
 
 def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
-    h, tokens = work.shape.hidden_size, work.local_tokens
-    if not routed or work.shape.moe is None:
+    h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
+    if not routed or moe is None:
         width = work.shape.intermediate_size / work.tp
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
-    moe, projections = work.shape.moe, 2 if work.shape.gated_mlp else 1
+    projections = 2 if work.shape.gated_mlp else 1
     width = moe.intermediate_size / work.tp
     experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
@@ -208,17 +208,23 @@ def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, flo
 
 
 def _optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
-    """What DeepSpeed and torch's Adam take while the optimizer steps, less gradients and bucket that were let go of.
+    """What the end of a step takes, when activations are gone: the reduction of gradients, or the optimizer.
 
-    Adam computes its denominator beside the moments (on CPU in two tensors), in fp32. ZeRO stage 1 copies the gradients
+    The optimizer's part is less gradients and bucket that were let go of. Adam computes its denominator beside the
+    moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage 1 copies the gradients
     of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
     """
-    shard = work.sharded(stage).shard_numel
-    adam = MASTER_BYTES * shard * (2 if work.machine.name == "cpu" else 1)
+    groups = work.sharded(stage)
+    shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
+    dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
+    largest = max(dealt, shard - dealt)
+    adam = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
     if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
         return adam
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
-    return MASTER_BYTES * shard + adam - gradients - bucket
+    # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
+    copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
+    return max(copied, MASTER_BYTES * largest + adam - gradients - bucket)

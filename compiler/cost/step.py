@@ -116,7 +116,8 @@ def step_terms(work: Workload) -> StepTerms:
     """
     machine = work.machine
     peak = machine.matmul_flops_per_s(work.element_bytes)
-    shape, tokens, stages = work.shape, work.local_tokens, work.stages
+    # The busiest rank of ep is what the others wait for.
+    shape, tokens, stages = work.busiest_shape, work.local_tokens, work.stages
     framework = FRAMEWORKS[work.framework]
     again = 4 / 3 if work.recompute == "full" else 1.0
     attention_again = 4 / 3 if framework.recomputes_attention(work.recompute) else 1.0

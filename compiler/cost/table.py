@@ -46,6 +46,8 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
         f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
         f"{', sequence parallel' if work.sequence_parallel else ''}",
     )
+    if work.ep > 1:
+        yield "experts", imbalance_text(work)
     yield "parameters", f"{found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank"
     yield "memory", peak_text(memory)
     verdict = fit_text(work, memory)
@@ -61,6 +63,12 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
             "budget",
             f"{found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, {found.budget.days:.2f} days{price}",
         )
+
+
+def imbalance_text(work: Workload) -> str:
+    """How unevenly experts are chosen in memory and time, and whether that was said or assumed."""
+    said = "assumed; `estimate --expert-imbalance` takes another" if work.expert_imbalance is None else "given"
+    return f"the busiest ep rank gets {work.imbalance:g} times the mean of all rows ({said})"
 
 
 def peak_text(memory: Footprint) -> str:

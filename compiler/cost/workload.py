@@ -6,8 +6,9 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
@@ -21,6 +22,9 @@ from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
 from .parameters import expert_numel, rank_parameters
+
+ASSUMED_IMBALANCE = 1.0
+"""Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Workload:
     micro_batch_group: int | None = None
     stage_layers: tuple[Stage, ...] | None = None
     balances_experts: bool = False
+    expert_imbalance: float | None = None
+    """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
     framework: str = "deepspeed"
     keeps_gradients: bool = True
     """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
@@ -106,6 +112,22 @@ class Workload:
             ValueError: there is no such preset.
         """
         return self.preset or find_accelerator(self.accelerator)
+
+    @property
+    def imbalance(self) -> float:
+        """The factor by which the busiest ep rank gets more rows than the mean; 1 where each rank has all experts."""
+        if self.ep == 1:
+            return 1.0
+        return ASSUMED_IMBALANCE if self.expert_imbalance is None else self.expert_imbalance
+
+    @property
+    def busiest_shape(self) -> ModelShape:
+        """The model as the busiest ep rank sees it: its experts compute that many more rows of each token."""
+        moe = self.shape.moe
+        if moe is None or self.imbalance == 1.0:
+            return self.shape
+        rows: Any = moe.num_experts_per_token * self.imbalance
+        return replace(self.shape, moe=replace(moe, num_experts_per_token=rows))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -46,6 +46,26 @@ LLAMA = spec_tree(
 )
 
 
+def test_the_busiest_rank_of_experts_costs_memory_and_time_by_a_stated_factor(run: Run) -> None:
+    layout = {"tp": 2, "ep": 4}
+    write(spec_tree(nodes=4, model={"preset": "mixtral-8x7b"}, parallelism=layout, training=LLAMA["training"]))
+    even, busy = (json.loads(run("estimate", "spec.json", "--format", "json", *more)[1]) for more in ((), UNEVEN))
+    assert (even["expert_imbalance"], busy["expert_imbalance"]) == (
+        {"factor": 1.0, "assumed": True},
+        {"factor": 1.5, "assumed": False},
+    )
+    exchange = [one["time"]["parts_seconds"]["ep, exposed"] for one in (even, busy)]
+    assert exchange[1] == pytest.approx(1.5 * exchange[0])
+    assert busy["time"]["step_seconds"] > 1.1 * even["time"]["step_seconds"]
+    assert busy["memory"]["peak_bytes"] > even["memory"]["peak_bytes"]
+    assert busy["communication"][0]["bytes"] == even["communication"][0]["bytes"]
+    assert "gets 1 times the mean of all rows (assumed" in run("estimate", "spec.json")[1]
+    assert "gets 1.5 times the mean of all rows (given)" in run("estimate", "spec.json", *UNEVEN)[1]
+
+
+UNEVEN = ("--expert-imbalance", "1.5")
+
+
 def test_the_table_names_the_rank_the_largest_part_the_interval_and_the_convention(run: Run) -> None:
     write(LLAMA)
     code, out, _ = run("estimate", "spec.json")

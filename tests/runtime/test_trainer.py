@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expert_runs import Case
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process
 
@@ -74,3 +75,14 @@ def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(other: str, tmp_p
     again = run_ranks(4, train, plan, str(tmp_path), True)
     for kind in ("loss", "grad_norm", "eval_loss"):
         assert again[0][kind] == ranks[0][kind][-1:]
+
+
+def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) -> None:
+    """At ZeRO stage 0, whose optimizer Trainer gets in DeepSpeed's place."""
+    training = {"activation_checkpointing": "full", "eval_micro_batch_size": 2, "eval_global_batch_size": 4}
+    plan = Case("mixtral", {"dp": 2, "ep": 2}, training, zero=0).plan()
+    expected = train_in_one_process(plan, steps=STEPS + 1)
+    for rank in run_ranks(2, train, plan, str(tmp_path), False):
+        assert rank["loss"] == pytest.approx(expected["losses"][:STEPS], rel=1e-5)
+        assert rank["grad_norm"] == pytest.approx(expected["norms"][:STEPS], rel=1e-5)
+        assert rank["eval_loss"] == pytest.approx(expected["losses"][STEPS:], rel=1e-5)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
-from parcompile.cost.table import fit_text
+from parcompile.cost.table import fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
@@ -46,6 +46,8 @@ def tiles(subject: Subject) -> Html:
         ("Throughput", f"{found.time.tokens_per_second_per_gpu:,.0f}", "tokens/s per GPU"),
         ("MFU", f"{found.time.utilisation:.1%}", "of the peak rate in use"),
     ]
+    if found.work.ep > 1:
+        entries.append(("Experts", f"ep {found.work.ep}", imbalance_text(found.work)))
     return tag(
         "dl",
         *(
