@@ -102,8 +102,8 @@ _PAGES = (
     _page(
         "J012",
         "number written wrongly",
-        """JSON numbers have no leading zeros, no underscores, no plus sign and digits on both sides of the point. In
-        YAML a leading zero means base 8 to YAML 1.1 and base 10 to YAML 1.2, so it is refused.""",
+        """A JSON number has no leading zeros, underscores or plus sign, and it has digits on both sides of the point.
+        In YAML a leading zero means base 8 to YAML 1.1 and base 10 to YAML 1.2, so it is refused.""",
         '{"dropout": .1}',
         '{"dropout": 0.1}',
     ),
@@ -125,7 +125,7 @@ _PAGES = (
     _page(
         "J016",
         "bare word",
-        "Text and keys stand in quotes; truth values are true and false, nothing is null.",
+        "Text and keys need quotes. Truth values are true and false, and an absent value is null.",
         '{"sequence_parallel": True}',
         '{"sequence_parallel": true}',
     ),
@@ -194,7 +194,7 @@ _PAGES = (
     _page(
         "K006",
         "text of the wrong form",
-        "The text has not the form that its meaning asks for.",
+        "The text does not have the required form.",
         '{"order": "tp,cp"}',
         '{"order": "tp-cp"}',
     ),
@@ -208,8 +208,8 @@ _PAGES = (
     _page(
         "K008",
         "keys or values that exclude each other",
-        """Two keys stand side by side that are alternatives, or a key stands where it has no place (any more); the help
-        says what replaced it.""",
+        """Two alternative keys are both given, or a key is given where it is not allowed (any more); the help names
+        its replacement.""",
         '{"preset": "llama-3-8b", "hidden_size": 4096}',
         '{"preset": "llama-3-8b"}',
     ),

@@ -145,8 +145,8 @@ def _bubble(spec: Resolution) -> tuple[float, str]:
 @rule(
     "B005",
     "a batch size follows from the others",
-    """What is left out of global_batch_size, micro_batch_size and gradient_accumulation_steps follows from the rest;
-    left out with nothing to follow from, micro-batch and steps are 1.""",
+    """If one of global_batch_size, micro_batch_size and gradient_accumulation_steps is left out, it follows from the
+    others. If nothing determines them, micro_batch_size and gradient_accumulation_steps are 1.""",
     wrong={"training": {"global_batch_size": 64, "micro_batch_size": 1}},
     right={"training": {"global_batch_size": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 8}},
     severity=Severity.INFO,

@@ -97,7 +97,7 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "C006",
-    "usp takes no striped chunks",
+    "usp cannot use the striped layout",
     """Ranks that exchange heads hold the tokens of neighbours together, and around the ring they act as one rank of a
     shorter one. Neighbouring zigzag or contiguous chunks are such a rank's chunks; neighbouring stripes are not a
     stripe of a shorter ring.""",
@@ -157,8 +157,8 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "C008",
     "a setting of context parallelism has no effect",
-    """cp_implementation says how ranks that share a sequence exchange it: with cp 1 nobody does. hierarchical_cp_sizes
-    are those of usp and double_ring.""",
+    """cp_implementation selects how the ranks of one sequence exchange keys and values. With cp 1 there is no
+    exchange. Only usp and double_ring read hierarchical_cp_sizes.""",
     wrong={"parallelism": {"cp": 4, "hierarchical_cp_sizes": [2, 2]}},
     right={"parallelism": {"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
     severity=Severity.INFO,

@@ -68,7 +68,7 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "C003",
     "the context-parallel layout has no effect",
-    """With cp 1 each rank holds whole sequences in their order: there is nothing to deal out.""",
+    """With cp 1 each rank holds whole sequences, so a layout of their chunks has no effect.""",
     wrong={"parallelism": {"cp_layout": "zigzag"}},
     right={"parallelism": {"cp": 2, "cp_layout": "zigzag"}},
     severity=Severity.INFO,

@@ -18,8 +18,8 @@ _STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantize
 @rule(
     "D003",
     "a DeepSpeed key fights the plan",
-    """The plan decides batch sizes, precision, optimizer, clipping and groups; each stands at one place in the spec.
-    Other keys are refused because they replace the plan's groups or make its checkpoints unusable.""",
+    """The plan decides batch sizes, precision, optimizer, clipping and groups: set them in their own sections of the
+    spec. Other keys are refused because they replace the plan's groups or make its checkpoints unusable.""",
     wrong={"deepspeed": {"train_batch_size": 32}},
     right={"training": {"global_batch_size": 32}},
     sources=("DeepSpeed runtime/config.py, utils/groups.py; DeepSpeed#6868",),

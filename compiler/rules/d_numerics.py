@@ -21,10 +21,10 @@ _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 @rule(
     "D005",
     "a DeepSpeed key gives wrong gradients",
-    """The plan's loss is a sum over cp and a mean over dp, which DeepSpeed's default reduction completes.
-    gradient_allreduce_op "sum" scales gradients by something else, and so does a gradient_predivide_factor equal to the
-    number of ranks where DeepSpeed does not take it back; Adam with clipping hides that in the loss curve. With
-    reduce_scatter, stages 2 and 3 refuse a factor and prescale_gradients.""",
+    """The runtime scales its loss for DeepSpeed's default reduction of gradients, a mean over the ranks.
+    gradient_allreduce_op "sum" gives gradients another scale, and so does a gradient_predivide_factor equal to the
+    number of ranks where DeepSpeed does not multiply it back. With Adam and clipping the loss curve does not show the
+    mistake. With reduce_scatter, stages 2 and 3 refuse a factor and prescale_gradients.""",
     wrong={"deepspeed": {"gradient_allreduce_op": "sum"}},
     right={"deepspeed": {"prescale_gradients": True}},
     sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),

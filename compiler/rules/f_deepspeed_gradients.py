@@ -55,9 +55,9 @@ def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
 @file_rule(
     "F019",
     DEEPSPEED,
-    "a sum of gradients that the engine does not have",
-    """gradient_allreduce_op "sum" leaves the mean over ranks out. It goes neither with ZeRO stage 3, nor with ZenFlow
-    or DeepCompile.""",
+    "a sum of gradients that the engine does not support",
+    """gradient_allreduce_op "sum" adds gradients over the ranks without dividing by their number. ZeRO stage 3,
+    ZenFlow and DeepCompile do not support it.""",
     wrong={**BATCH, "gradient_allreduce_op": "sum", ZERO: {"stage": 3}},
     right={**BATCH, "gradient_allreduce_op": "sum", ZERO: {"stage": 2}},
     sources=("DeepSpeed runtime/config.py; DeepSpeed#8232",),

@@ -70,8 +70,8 @@ def warm_up_fits(settings: Settings) -> Iterator[Finding]:
     "F027",
     DEEPSPEED,
     "the lowest learning rate is above the highest",
-    """A schedule rises from the lowest to the highest rate. The other way round DeepSpeed lets the rate fall during the
-    warm-up, without a word.""",
+    """A schedule rises from the lowest to the highest rate. If the lowest rate is the higher one, the rate falls
+    during the warm-up, and DeepSpeed does not report it.""",
     wrong={
         **BATCH,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.0001}},

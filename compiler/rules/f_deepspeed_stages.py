@@ -37,10 +37,10 @@ def _is_on(settings: Settings, key: str) -> bool:
     "F005",
     DEEPSPEED,
     "a ZeRO key has no effect at this stage",
-    """DeepSpeed takes every key of zero_optimization at every stage and says nothing of those that the stage does not
-    read: offload_param and all stage3_ keys below stage 3, offload_optimizer and the buckets at stage 0, and at stage
-    3 round_robin_gradients, parameter_alignment and ignore_unused_parameters. Where memory was to be saved this is a
-    warning; the others are named in one remark.""",
+    """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those that the stage does
+    not read: offload_param and all stage3_ keys below stage 3, offload_optimizer and the buckets at stage 0, and at
+    stage 3 round_robin_gradients, parameter_alignment and ignore_unused_parameters. Where memory was to be saved this
+    is a warning; the others are named in one remark.""",
     wrong={**BATCH, ZERO: {"stage": 1, "offload_param": {"device": "cpu"}}},
     right={**BATCH, ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}},
     severity=Severity.WARNING,

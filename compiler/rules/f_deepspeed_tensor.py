@@ -95,9 +95,9 @@ def autotp_is_alone(settings: Settings) -> Iterator[Finding]:
     "F032",
     DEEPSPEED,
     "sequence parallelism that only divides the batch",
-    """sequence_parallel_size alone divides the number of ranks in the equation of the batch, and makes no groups:
-    whoever starts DeepSpeed has to bring them (the mpu of Ulysses). With data_parallel_size beside it DeepSpeed makes
-    a mesh of both, whose product is the number of all ranks.""",
+    """sequence_parallel_size alone divides the number of ranks in the equation of the batch, and makes no groups: the
+    program that starts DeepSpeed has to pass them (the mpu of Ulysses). With data_parallel_size beside it DeepSpeed
+    makes a mesh of both, whose product is the number of all ranks.""",
     wrong={"train_batch_size": 8, "sequence_parallel_size": 2, "gradient_clipping": 1.0},
     right={"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 4, "gradient_clipping": 1.0},
     severity=Severity.INFO,

@@ -18,9 +18,9 @@ _SOURCE = "gpt-neox megatron/neox_arguments/arguments.py"
     "F201",
     GPT_NEOX,
     "a gpt-neox configuration is checked in part",
-    """Of a gpt-neox file the names and types of all keys are checked, and what it hands on to DeepSpeed is checked as a
-    DeepSpeed configuration; of what gpt-neox's own values have to do with each other only a part is known here. Several
-    files are meant to be combined, so a missing key is no mistake.""",
+    """The names and types of all keys of a gpt-neox file are checked, and the keys for DeepSpeed are checked as a
+    DeepSpeed configuration. The rules between gpt-neox's own values are checked only in part. gpt-neox combines
+    several files, so a missing key is not reported.""",
     wrong={"pipe_parallel_size": 1, "model_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
     right={"train_micro_batch_size_per_gpu": 4},
     severity=Severity.INFO,

@@ -78,8 +78,8 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "H005",
     "no accelerator is named",
-    """Whether a layout fits depends on the accelerator. Without one nothing is said about that, and times are those of
-    the default.""",
+    """Whether a layout fits depends on the accelerator. Without one the check does not say whether it fits, and times
+    are those of the default accelerator.""",
     wrong={"cluster": {"gpus_per_node": 8}},
     right={"cluster": {"gpus_per_node": 8, "accelerator": "h200"}},
     severity=Severity.INFO,

@@ -70,7 +70,7 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "M002",
     "more experts per token than experts",
-    """A token visits num_experts_per_tok different experts, so there have to be as many.""",
+    """A token visits num_experts_per_tok different experts, so the model needs at least that many.""",
     wrong={"model": {**MIXTRAL, "num_experts_per_tok": 8}},
     right={"model": {**MIXTRAL, "num_experts_per_tok": 2}},
     sources=("Megatron-Core transformer_config.py",),

@@ -19,8 +19,8 @@ _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 @rule(
     "W001",
     "the axes do not multiply to the world size",
-    """The world has nodes · gpus_per_node ranks, as declared in the spec and never as counted on some machine, and each
-    rank has exactly one place on the grid: tp · cp · pp · dp = world size.""",
+    """The world has nodes · gpus_per_node ranks, as the spec declares; no machine is asked. Each rank has exactly one
+    place on the grid: tp · cp · pp · dp = world size.""",
     wrong={"parallelism": {"tp": 3}},
     right={"parallelism": {"tp": 2}},
     sources=("Megatron-LM arguments.py; parallel_state.py", "gpt-neox#1251"),
@@ -128,7 +128,7 @@ def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "W005",
     "an axis follows from the world size",
-    """An axis that is "auto" (dp when it is left out) gets what the world leaves.""",
+    """An axis that is "auto" (dp when it is left out) is the world size divided by the product of the other axes.""",
     wrong={"parallelism": {"tp": 2}},
     right={"parallelism": {"tp": 2, "dp": 4}},
     severity=Severity.INFO,

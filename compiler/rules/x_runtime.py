@@ -153,8 +153,9 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "X005",
     "pipeline stages of a user module",
-    """A stage runs the forward of a Hugging Face model with its own layers alone, between an embedding and a head that
-    other stages hold. Which layers a user module calls after which, and with what, its rules do not say.""",
+    """A stage runs the forward of a Hugging Face model with its own layers alone, between an embedding and a head
+    that other stages hold. The rules of a user module do not say in which order it calls its layers, and with which
+    inputs.""",
     wrong={"model": MODULE, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
     right={"model": MODULE, "parallelism": {"tp": 2}},
     severity=Severity.WARNING,

@@ -171,7 +171,12 @@ def _link(name: str, links: Sequence[LinkRate], built_in: Link, source: str) -> 
     """Rate of the all-reduce at its best size, latency at its smallest."""
     sums = [one for one in links if one.link == name and one.collective == "all-reduce"]
     if not sums:
-        return Link(name, built_in.title, built_in.bytes_per_s, f"not measured: {built_in.source}")
+        return Link(
+            name,
+            built_in.title,
+            built_in.bytes_per_s,
+            f"not measured but assumed; --ranks 2 measures it: {built_in.source}",
+        )
     title = f"{'in a node' if name == NODE else 'between nodes'}, {sums[0].ranks} ranks"
     smallest = min(sums, key=lambda one: one.size)
     rate = max(one.bytes_per_s for one in sums)
