@@ -46,6 +46,7 @@ from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
 from .context_exchanges import context_exchanges
+from .recurrent import sent_over_cp
 from .workload import Workload
 
 GRADIENT_SUM_BYTES = 4
@@ -67,8 +68,11 @@ Collectives = dict[tuple[str, str], Sent]
 _Send = Callable[[str, str, float, float, int], None]
 
 
-def collectives(work: Workload, stage: Stage) -> Collectives:
+def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Collectives:
     """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
+
+    States of recurrent layers go from rank to rank: the ends of the chain send less. They are those of `cp_rank`, by
+    default of the busiest.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
@@ -85,10 +89,14 @@ def collectives(work: Workload, stage: Stage) -> Collectives:
 
     if work.tp > 1:
         _tensor(work, stage, send)
-    passes = len(stage.layers) * work.micro_batches
+    passes = work.shape.attending(stage.layers) * work.micro_batches
     for one in context_exchanges(work):
         kind = "all-to-all" if one.operation.startswith("all-to-all") else "send"
         found[one.group, kind] = Sent(passes * one.messages, passes * one.wire_bytes)
+    messages, size = sent_over_cp(work, stage.layers, cp_rank)
+    if messages:
+        before = found.get((Axis.CP, "send"), Sent(0, 0.0))
+        found[Axis.CP, "send"] = Sent(before.messages + messages, before.wire_bytes + size)
     if work.ep > 1:
         found.update(_experts(work, stage))
     dealt = work.dealt_parameters(stage)
@@ -165,7 +173,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-reduce", 1, partial, tp)
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
-        sums = 2 * layers * times * (3 if work.recompute == "full" else 2)
+        sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recompute == "full" else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 

@@ -26,6 +26,7 @@ from .context_exchanges import (
 )
 from .flops import attention_flops_per_token
 from .rates import time_values
+from .recurrent import halo_bytes, state_bytes
 from .workload import Workload
 
 MESSAGE_SECONDS = {"cpu": 1.5e-4}
@@ -88,6 +89,19 @@ def attention_seconds(work: Workload, values: Mapping[str, float]) -> float:
     """Forward and backward of one layer's attention of a micro-batch, dealt evenly."""
     flops = 3 * attention_flops_per_token(work.shape, work.sequence_length) * work.local_tokens
     return flops / work.tp / work.machine.matmul_flops_per_s(work.element_bytes) / values["attention"]
+
+
+def state_seconds(work: Workload, values: Mapping[str, float]) -> float:
+    """A state's way through all pieces of a sequence and back, in one layer that carries it; halos travel at once."""
+    if work.cp == 1 or work.shape.recurrent is None:
+        return 0.0
+    pieces = 2 if work.cp_layout == "zigzag" else 1
+    # The two pieces in the middle of a zigzag are on one rank.
+    way = 2 * pieces * (work.cp - 1)
+    size = way * state_bytes(work) + 2 * halo_bytes(work)
+    count = way + (2 if halo_bytes(work) else 0)
+    chain = ContextExchange(Axis.CP, "chain of states", work.cp, 1, count, size, neighbours=True)
+    return _seconds(work, chain, values)
 
 
 def _seconds(work: Workload, one: ContextExchange, values: Mapping[str, float]) -> float:

@@ -2,35 +2,53 @@
 
 Convention of this project: 6 operations for each parameter in a matrix product (head included, embedding not) and
 token, plus 12 · S · L · a · dh for attention without halving it for the causal mask (arXiv 2204.02311, appendix B).
-What is recomputed does not count.
+What is recomputed does not count. A layer that carries a state adds three times the operations of its recurrence in the
+place of attention.
 """
 
 from __future__ import annotations
 
 from parcompile.model.shape import ModelShape
 
+from .recurrent import mixer_parameters, scan_flops_per_token
+
 CONVENTION = (
     "6 N + 12 L a dh S per token (arXiv 2204.02311, appendix B): head counted, no causal discount, no recompute"
 )
 
 
-def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
-    """Parameters of one layer that multiply each token: routed experts count as often as a token visits them."""
+def attention_matmul_parameters(shape: ModelShape) -> int:
+    """Parameters of the attention of one layer that multiply each token."""
     h, heads = shape.hidden_size, shape.num_attention_heads
     if shape.mla is not None:
         mla = shape.mla
         queries, rank = heads * mla.qk_head_dim, mla.q_lora_rank
         attention = h * queries if rank is None else rank * (h + queries)
         attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        attention += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
-    else:
-        attention = h * shape.head_dim * (2 * heads + 2 * shape.num_key_value_heads)
+        return (
+            attention + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
+        )
+    return h * shape.head_dim * (2 * heads + 2 * shape.num_key_value_heads)
+
+
+def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
+    """Parameters of one layer that multiply each token: routed experts count as often as a token visits them."""
+    h, attention = shape.hidden_size, attention_matmul_parameters(shape)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
         width = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
         return attention + projections * h * width + h * experts.num_experts
     return attention + projections * h * shape.intermediate_size
+
+
+def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
+    """The mean of a layer that attends and one that carries a state, as often as the model has each."""
+    whole = layer_matmul_parameters(shape, moe=moe)
+    if shape.recurrent is None:
+        return whole
+    share = len(shape.recurrent.layers) / shape.num_hidden_layers
+    return whole + share * (mixer_parameters(shape) - attention_matmul_parameters(shape))
 
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
@@ -54,7 +72,9 @@ def matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model that multiply each token, head included."""
     sparse = moe_layers(shape)
     total = layer_matmul_parameters(shape) * (shape.num_hidden_layers - sparse) + shape.vocab_size * shape.hidden_size
-    return total + (layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0)
+    total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
+    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
+    return total + (states * (mixer_parameters(shape) - attention_matmul_parameters(shape)) if states else 0)
 
 
 def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
@@ -63,4 +83,6 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
         width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim) / 2
     else:
         width = shape.num_attention_heads * shape.head_dim
-    return 6.0 * matmul_parameters(shape) + 12.0 * shape.num_hidden_layers * width * sequence_length
+    attention = 12.0 * len(shape.attention_layers) * width * sequence_length
+    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
+    return 6.0 * matmul_parameters(shape) + attention + 3.0 * states * scan_flops_per_token(shape)

@@ -10,6 +10,7 @@ from parcompile.layout.stages import Stage
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
+from .recurrent import exchanged_bytes, kept_bytes
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -75,6 +76,9 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
             for part in ("stream", "attention", "mlp", "gathered")
         }
+        states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
+        instead = kept_bytes(work) - dense.attention * tokens
+        kept["attention"] += states * instead * held
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
         in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
@@ -82,17 +86,22 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             # Each layer's input is kept; one layer at a time is recomputed whole.
             one = sparse if moe_layers else dense
             layers = bool(stage.layers)
+            attending = work.shape.attending(stage.layers)
             kept = {part: getattr(one, part) * tokens * layers for part in kept}
+            kept["attention"] += max(0.0, instead) if states else 0.0
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.hidden_size * work.element_bytes / share
             kept["stream"] += len(stage.layers) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
-                kept["attention"] += len(stage.layers) * _kept_attention(work) * tokens * held
+                kept["attention"] += attending * _kept_attention(work) * tokens * held
+                kept["attention"] += states * exchanged_bytes(work) * held
                 kept["mlp"] += in_flight
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.
-            kept["attention"] += scores * (len(stage.layers) * held if work.recompute == "none" else bool(stage.layers))
+            kept["attention"] += scores * (
+                work.shape.attending(stage.layers) * held if work.recompute == "none" else bool(stage.layers)
+            )
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
         if work.framework == "deepspeed":
             layer = (sparse if moe_layers else dense).total * tokens + in_flight if stage.layers else 0.0

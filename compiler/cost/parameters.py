@@ -52,6 +52,8 @@ def rank_parameters(shape: ModelShape, stage: Stage, tp: int, *, ep: int = 1, vo
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
+    if shape.recurrent is not None:
+        return _rank_parameters(shape, stage, tp, ep, vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
     start = first_moe - dense

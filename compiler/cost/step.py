@@ -16,9 +16,10 @@ from parcompile.machines.accelerator import find_accelerator
 
 from .activations import layer_bytes, score_bytes
 from .coefficients import Fit, default_time
-from .context_time import ContextCost, context_cost
-from .flops import attention_flops_per_token, layer_matmul_parameters, model_flops_per_token
+from .context_time import ContextCost, context_cost, state_seconds
+from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
 from .rates import time_values
+from .recurrent import scan_flops_per_token
 from .stage_exchanges import hidden_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -125,8 +126,11 @@ def step_terms(work: Workload) -> StepTerms:
     kept = layer_bytes(
         shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
     )
-    flops = 6 * layer_matmul_parameters(shape, moe=moe) * tokens * again
-    attention = 3 * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
+    flops = 6 * mixed_matmul_parameters(shape, moe=moe) * tokens * again
+    attending = len(shape.attention_layers) / shape.num_hidden_layers
+    attention = 3 * attending * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
+    # transformers' recurrence is computed again with its layer.
+    attention += 3 * (1 - attending) * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
     passed = again * (kept.total - kept.gathered)
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
@@ -198,7 +202,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         far = work.stride(Axis.TP) * work.tp > work.gpus_per_node
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     shared = shared or context_cost(work, work.context, values)
-    context = shared.seconds
+    attending = len(work.shape.attention_layers) / work.shape.num_hidden_layers
+    context = attending * shared.seconds + (1 - attending) * state_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))
@@ -231,7 +236,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         gradients=gradients,
         optimizer=terms.optimizer,
         stages=stages,
-        hidden_context=passes * layers * shared.hidden,
+        hidden_context=passes * layers * attending * shared.hidden,
         hidden_gradients=hidden,
     )
 

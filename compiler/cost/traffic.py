@@ -12,6 +12,7 @@ from parcompile.machines.accelerator import Link
 
 from .collectives import Collectives, Sent, collectives
 from .context_exchanges import context_exchanges
+from .recurrent import sent_over_cp
 from .stage_exchanges import busiest_stage, stage_exchanges
 from .workload import Workload
 
@@ -53,11 +54,15 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
             messages = sum(one.messages for one in kinds.values())
             size = sum(one.wire_bytes for one in kinds.values())
             found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride))
-    passes = max(len(stage.layers) for stage in work.stages) * work.micro_batches
+    passes = max(work.shape.attending(stage.layers) for stage in work.stages) * work.micro_batches
     for one in context_exchanges(work):
         stride = work.stride(Axis.CP) * one.stride
         size = passes * one.wire_bytes
         found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride))
+    messages, size = max(sent_over_cp(work, stage.layers) for stage in work.stages)
+    if messages:
+        stride = work.stride(Axis.CP)
+        found.append(_group(work, Axis.CP, "states from piece to piece", messages, size, work.cp, stride))
     if work.pp > 1:
         between = stage_exchanges(work, busiest_stage(work))[Axis.PP, "send"]
         operation, stride = "send to the next stage and the one before", work.stride(Axis.PP)

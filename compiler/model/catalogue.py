@@ -23,7 +23,7 @@ TEXT_PARTS = frozenset(
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         "llama4",
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "ovis2", "pp_chart2table"),
-        *("qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+        *("qwen3_5", "qwen3_5_moe", "qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
     }
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
@@ -136,9 +136,6 @@ REASONS: Mapping[str, Reason] = {
 }
 
 _NEAREST = {
-    "qwen3_next": "qwen3_moe",
-    "qwen3_5_text": "qwen3",
-    "qwen3_5_moe_text": "qwen3_moe",
     "qwen4_exp_text": "qwen3_moe",
     "gemma4_text": "gemma3_text",
     "gemma3n_text": "gemma3_text",

@@ -27,6 +27,8 @@ def kinds_of(one: ModelType) -> list[str]:
     if family is None:
         return []
     found = ["mixture of experts" if family.experts else "dense"]
+    if family.recurrent:
+        found.append(f"{family.recurrent.kind.value}s in the place of most attention")
     if family.latent:
         found.append("latent attention")
     if family.positions:
@@ -38,7 +40,7 @@ def kinds_of(one: ModelType) -> list[str]:
     found += [f"no {axis}" for axis in family.refused_axes]
     if family.sinks:
         found.append("attention sinks")
-    if family.gate:
+    if family.gate or family.query_gate:
         found.append("gated attention")
     if family.defaults.get("sliding_window") or family.window_key:
         found.append("windows")

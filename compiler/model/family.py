@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .recurrent.traits import Recurrent
+
 
 class Norm(enum.Enum):
     """What a norm holds."""
@@ -146,6 +148,10 @@ class Family:
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether it has one value for each head; otherwise one for each of its features."""
+    query_gate: bool = False
+    """The query projection gives such a gate too: behind the query of a head its gate."""
+    recurrent: Recurrent | None = None
+    """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"
     """Empty: its linears stand in the layer itself."""
     mlp_ratio: int | None = None

@@ -12,6 +12,8 @@ from typing import Any
 from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
+from .recurrent.reading import LayerListError, recurrent_shape
+from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape, MoeShape
 from .user_module import InjectionProblem, UserModule
 
@@ -88,7 +90,17 @@ def shape_from_config(config: Config) -> ModelShape:
         sliding_window=_sliding_window(config, family),
         moe=None if family.experts is None else _moe(read, family.experts),
         mla=mla,
+        recurrent=_recurrent(read, family, config),
     )
+
+
+def _recurrent(read: _Reader, family: Family, config: Config) -> RecurrentShape | None:
+    if family.recurrent is None:
+        return None
+    try:
+        return recurrent_shape(family.recurrent, config, read.size("num_hidden_layers"), read.size)
+    except LayerListError as error:
+        raise ModelConfigError(str(error), error.key) from error
 
 
 def _user_module_shape(config: Config) -> ModelShape:
@@ -171,12 +183,12 @@ def _width(read: _Reader, family: Family, name: str, hidden: int) -> int:
         return read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
     key, default = family.experts.dense_width
     # Where no layer is dense, a class may have no such key, or none for it.
-    missing = name in {"solar_open", "kolibri1", "cohere2_moe"} and not read.has(key)
+    missing = name in {"solar_open", "kolibri1", "cohere2_moe", "qwen3_5_moe_text"} and not read.has(key)
     return read.size(*(family.experts.width if missing else (key, default)))
 
 
 def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int) -> int:
-    if not family.gate:
+    if not family.gate and not family.query_gate:
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
     return 1 if of_heads else _head_dim(read, family, hidden, heads)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from .families import FAMILIES
-from .family import Family, Norm, QkNorm
+from .family import Family, QkNorm
+from .recurrent.rows import recurrent_rows
+from .rows import Rows, kinds
 from .shape import ModelShape
 from .table import Parameter, ParameterTable, Part, Split, column, row, vocabulary
 from .user_parameters import user_module_table
@@ -18,81 +18,14 @@ def parameter_table(shape: ModelShape) -> ParameterTable:
     return _decoder(shape, FAMILIES[shape.model_type])
 
 
-@dataclass
-class _Rows:
-    """Collects the rows of a table; the prefix of the layers is written once."""
-
-    prefix: str
-    layers: range
-    transposed: bool = False
-    """Weights of linears are stored as [in, out]."""
-    rows: list[Parameter] = field(default_factory=list)
-
-    def add(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        split: Split | None = None,
-        *,
-        expert_dim: int | None = None,
-        layers: range | None = None,
-        sequence_parallel: bool = False,
-        partial: bool = False,
-    ) -> None:
-        self.rows.append(
-            Parameter(self.prefix + name, shape, split, expert_dim, layers or self.layers, sequence_parallel, partial)
-        )
-
-    def linear(
-        self,
-        name: str,
-        out_size: int,
-        in_size: int,
-        split: Split | None,
-        *,
-        bias: bool = False,
-        layers: range | None = None,
-        inside: bool = False,
-    ) -> None:
-        """A linear's weight [out, in] and its bias; the bias of a row-parallel linear (split along dim 1) is whole.
-
-        `inside` a block of experts the first rank adds it: the gradient of the others is zero.
-        """
-        stored = split
-        if self.transposed and split is not None:
-            stored = Split(1 - split.dim, split.parts)
-        self.add(
-            f"{name}.weight", (in_size, out_size) if self.transposed else (out_size, in_size), stored, layers=layers
-        )
-        if bias:
-            cut = split if split is not None and split.dim == 0 else None
-            whole = cut is None
-            self.add(
-                f"{name}.bias",
-                (out_size,),
-                cut,
-                layers=layers,
-                sequence_parallel=whole and not inside,
-                partial=whole and inside,
-            )
-
-    def norm(self, name: str, width: int, holds: Norm = Norm.WEIGHT) -> None:
-        """A norm of the residual stream."""
-        for kind in _kinds(holds):
-            self.add(f"{name}.{kind}", (width,), sequence_parallel=True)
-
-
-def _kinds(norm: Norm) -> tuple[str, ...]:
-    """The parameters of a norm."""
-    return {Norm.WEIGHT: ("weight",), Norm.WEIGHT_AND_BIAS: ("weight", "bias"), Norm.NOTHING: ()}[norm]
-
-
 def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     h, v, layers = shape.hidden_size, shape.vocab_size, range(shape.num_hidden_layers)
-    rows = _Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
+    rows = Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
     for part in family.order:
         if part == "attention":
-            (_latent_attention if shape.mla else _attention)(rows, shape, family)
+            if shape.recurrent is not None and family.recurrent is not None:
+                recurrent_rows(rows, h, shape.recurrent, family.recurrent)
+            (_latent_attention if shape.mla else _attention)(rows.of(shape.attention_layers), shape, family)
         elif part == "mlp":
             _feed_forward(rows, shape, family)
         else:
@@ -105,11 +38,11 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     if family.embedding_norm:
         before += [
             Parameter(f"{family.base}.{family.embedding_norm}.{kind}", (h,), sequence_parallel=True)
-            for kind in _kinds(family.norm)
+            for kind in kinds(family.norm)
         ]
     after = [
         Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
-        for kind in _kinds(family.norm)
+        for kind in kinds(family.norm)
     ]
     first = len(after) if family.final_norm_first else 0
     if not shape.tie_word_embeddings:
@@ -119,7 +52,7 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     return ParameterTable(tuple(before), tuple(rows.rows), tuple(after), len(layers), first)
 
 
-def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
+def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     h, heads, kv_heads, width = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     name = family.attention
 
@@ -133,6 +66,8 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
         output()
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     parts = [Part(counts[kind] * width, counts[kind]) for kind in family.qkv_parts]
+    if family.query_gate:
+        parts[0] = Part(2 * heads * width, heads)
     if family.heads_interleaved and kv_heads > 1:
         # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
         parts = [Part((heads + 2 * kv_heads) * width, kv_heads)]
@@ -149,13 +84,13 @@ def _attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
     if shape.qk_norm:
         for norm, count in zip(family.qk_norm_names, (heads, kv_heads), strict=True):
             _qk_norm(rows, f"{name}.{norm}", count, width, family)
-    if shape.attention_gate:
+    if shape.attention_gate and family.gate:
         size = heads * shape.attention_gate
         rows.linear(f"{name}.{family.gate}", size, h, column(size, heads))
 
 
-def _qk_norm(rows: _Rows, name: str, heads: int, width: int, family: Family) -> None:
-    for kind in _kinds(family.qk_norm_holds):
+def _qk_norm(rows: Rows, name: str, heads: int, width: int, family: Family) -> None:
+    for kind in kinds(family.qk_norm_holds):
         if family.qk_norm is QkNorm.HEAD:
             # One norm for all heads, used on each rank's own heads: a sum over tp whether or not sequences are split.
             rows.add(f"{name}.{kind}", (width,), partial=True)
@@ -165,7 +100,7 @@ def _qk_norm(rows: _Rows, name: str, heads: int, width: int, family: Family) -> 
             rows.add(f"{name}.{kind}", (heads * width,), column(heads * width, heads))
 
 
-def _latent_attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
+def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     mla, name, bias = shape.mla, family.attention, shape.qkv_bias
     assert mla is not None
     h, heads = shape.hidden_size, shape.num_attention_heads
@@ -189,7 +124,7 @@ def _latent_attention(rows: _Rows, shape: ModelShape, family: Family) -> None:
     rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
 
 
-def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:
+def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:
     first_moe, count = shape.moe.first_moe_layer if shape.moe else len(rows.layers), len(rows.layers)
     if first_moe > 0:
         _mlp(rows, shape, family, family.mlp, shape.intermediate_size, range(min(first_moe, count)))
@@ -197,7 +132,7 @@ def _feed_forward(rows: _Rows, shape: ModelShape, family: Family) -> None:
         _experts(rows, shape, family, range(first_moe, count))
 
 
-def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
+def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
     h, bias = shape.hidden_size, shape.mlp_bias
     inside = family.experts is not None and name != family.mlp
     prefix = f"{name}." if name else ""
@@ -216,7 +151,7 @@ def _mlp(rows: _Rows, shape: ModelShape, family: Family, name: str, f: int, laye
         rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
 
 
-def _experts(rows: _Rows, shape: ModelShape, family: Family, layers: range) -> None:
+def _experts(rows: Rows, shape: ModelShape, family: Family, layers: range) -> None:
     moe, names = shape.moe, family.experts
     assert moe is not None
     assert names is not None

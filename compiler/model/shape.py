@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .recurrent.shape import RecurrentShape
 from .user_module import UserModule
 
 
@@ -76,8 +77,22 @@ class ModelShape:
     sliding_window: int | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    recurrent: RecurrentShape | None = None
+    """Layers that carry a state in the place of attention."""
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
+
+    @property
+    def attention_layers(self) -> range | tuple[int, ...]:
+        """The layers that attend."""
+        every = range(self.num_hidden_layers)
+        if self.recurrent is None:
+            return every
+        return tuple(layer for layer in every if layer not in set(self.recurrent.layers))
+
+    def attending(self, layers: range) -> int:
+        """How many of these layers attend."""
+        return len(layers) - (0 if self.recurrent is None else self.recurrent.count(layers))
 
     @property
     def has_moe(self) -> bool:

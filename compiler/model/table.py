@@ -11,6 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+Layers: TypeAlias = "range | tuple[int, ...]"
+"""Numbers of layers, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Parameter:
     split: Split | None = None
     expert_dim: int | None = None
     """The dim that expert parallelism cuts, for the weights of routed experts."""
-    layers: range | None = None
+    layers: Layers | None = None
     """The layers that have it; None when it stands outside the layers."""
     sequence_parallel: bool = False
     """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp there."""
@@ -94,6 +99,15 @@ class ParameterTable:
     def numel(self) -> int:
         """Parameters of the whole model, tied weights counted once."""
         return sum(parameter.numel * parameter.count for parameter in self)
+
+
+def spans(layers: Layers) -> list[list[int]]:
+    """Layers as stretches `[start, stop)` without a gap."""
+    if isinstance(layers, range):
+        return [[layers.start, layers.stop]]
+    starts = [layers[0], *(after for before, after in pairwise(layers) if after != before + 1)] if layers else []
+    stops = [before + 1 for before, after in pairwise(layers) if after != before + 1]
+    return [[start, stop] for start, stop in zip(starts, [*stops, layers[-1] + 1] if layers else [], strict=True)]
 
 
 def column(size: int, units: int | None = None) -> Split:

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from parcompile.cost.collectives import collectives
 from parcompile.cost.context_exchanges import context_exchanges
+from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.experts import keeps_places
@@ -56,8 +57,11 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
         return int(sum(one.wire_bytes for (group, _), one in sent.items() if group in groups))
 
     between = stage_exchanges(work, busiest_stage(work)).get((Axis.PP, "send"))
-    passes = len(stage.layers) * work.micro_batches
+    passes = work.shape.attending(stage.layers) * work.micro_batches
     levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
+    states = sent_over_cp(work, stage.layers)[1]
+    if states:
+        levels = (*levels, (work.cp, 1, states))
     return Traffic(
         tp=over(Axis.TP, KV_REPLICA),
         cp=sum(size for _, _, size in levels),

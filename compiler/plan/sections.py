@@ -23,7 +23,7 @@ from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import TensorLayout
 from parcompile.layout.topology import reach
 from parcompile.model.parameters import parameter_table
-from parcompile.model.table import Parameter
+from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.workload import workload_of
 
@@ -105,7 +105,7 @@ def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
     """One parameter as each tp rank holds it."""
     return {
         "name": parameter.name,
-        "layers": None if parameter.layers is None else [parameter.layers.start, parameter.layers.stop],
+        "layers": None if parameter.layers is None else _spans(parameter.layers),
         "shape": list(parameter.shape),
         "padded_shape": list(layout.full_shape),
         "local_shape": list(layout.local_shape),
@@ -114,6 +114,12 @@ def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
         "replicas": layout.replicas,
         "expert_dim": parameter.expert_dim,
     }
+
+
+def _spans(layers: Layers) -> list[Any]:
+    """Layers [start, stop); a list of such stretches where there are gaps between them."""
+    found = spans(layers)
+    return found[0] if len(found) == 1 else found
 
 
 def sequence(spec: Spec) -> dict[str, Any]:

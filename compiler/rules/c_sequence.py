@@ -11,6 +11,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_multiples
+from .examples import HYBRID
 from .places import also
 from .registry import Finding, rule
 
@@ -81,6 +82,71 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
             _LAYOUT,
             fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(_LAYOUT, remove=True),)),),
         )
+
+
+@rule(
+    "C010",
+    "a state cannot pass through striped tokens",
+    """A layer that carries a state hands it from each piece of the sequence to the next. With the striped layout
+    neighbouring tokens are on different ranks: every token would be a piece.""",
+    wrong={
+        "model": {**HYBRID},
+        "parallelism": {"cp": 2, "cp_layout": "striped"},
+        "training": {"sequence_length": 4096},
+    },
+    right={
+        "model": {**HYBRID},
+        "parallelism": {"cp": 2, "cp_layout": "zigzag"},
+        "training": {"sequence_length": 4096},
+    },
+)
+def states_need_stretches(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the striped layout with layers that carry a state."""
+    recurrent = spec.shape.recurrent
+    if spec.axis(Axis.CP) > 1 and spec.cp_layout is CpLayout.STRIPED and recurrent is not None:
+        yield Finding(
+            f"cp_layout striped with {len(recurrent.layers)} layers that carry a state ({recurrent.kind.value})",
+            _LAYOUT,
+            help="zigzag and contiguous pass it from piece to piece",
+            fixes=tuple(
+                Fix(f"set cp_layout to {name}", Safety.CHANGES_COST, (Edit(_LAYOUT, name),))
+                for name in ("zigzag", "contiguous")
+            ),
+            related=also(spec, _CP),
+        )
+
+
+@rule(
+    "C011",
+    "a piece of the sequence is shorter than a convolution sees",
+    """A causal convolution of n tokens in front of a recurrence needs the last n − 1 tokens of the piece before. They
+    come from that piece alone, so that it has to have as many.""",
+    wrong={
+        "model": {**HYBRID},
+        "parallelism": {"cp": 2},
+        "training": {"sequence_length": 8},
+    },
+    right={
+        "model": {**HYBRID},
+        "parallelism": {"cp": 2},
+        "training": {"sequence_length": 16},
+    },
+)
+def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
+    """Fires when a piece has fewer tokens than the convolution sees of it."""
+    recurrent, cp, length = spec.shape.recurrent, spec.axis(Axis.CP), spec.sequence_length
+    pieces = cp * spec.cp_layout.chunks_per_rank
+    if recurrent is None or cp == 1 or length % pieces or length // pieces >= recurrent.kernel - 1:
+        return
+    least = pieces * (recurrent.kernel - 1)
+    yield Finding(
+        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {recurrent.kernel} − 1: the "
+        f"convolution of the next piece sees {recurrent.kernel - 1} tokens of it",
+        _LENGTH,
+        help=f"write {least} or more, or a smaller cp",
+        fixes=(Fix(f"set sequence_length to {least}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, least),)),),
+        related=also(spec, _CP, _LAYOUT),
+    )
 
 
 @rule(

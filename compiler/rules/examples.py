@@ -14,6 +14,20 @@ BASE: Mapping[str, Any] = {
 }
 """Breaks no rule."""
 
+HYBRID: Mapping[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+"""A model three quarters of whose layers carry a state in the place of attention."""
+
 
 def example_spec(part: Mapping[str, Any]) -> dict[str, Any]:
     """`BASE` with the keys of `part` in its place.

@@ -10,6 +10,7 @@ from parcompile.layout.stages import PipelineSplit
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import divisors, listed, nearest_divisors, nearest_multiples
+from .examples import HYBRID
 from .places import also, layout_change, model_path
 from .registry import Finding, rule
 
@@ -260,6 +261,37 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
             _VIRTUAL,
             help=f"remove {_VIRTUAL[-1]}, or use pp 2 or more",
             fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.SAFE, (Edit(_VIRTUAL, remove=True),)),),
+            related=also(spec, _PP),
+        )
+
+
+@rule(
+    "L008",
+    "virtual stages of layers that are not alike",
+    """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
+    counted as those of one stretch. Where layers that carry a state stand between layers that attend, one stretch has
+    not as many of each as the others.""",
+    wrong={
+        "model": {**HYBRID},
+        "parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2},
+        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
+    },
+    right={
+        "model": {**HYBRID},
+        "parallelism": {"pp": 2},
+        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
+    },
+)
+def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
+    """Fires for virtual stages with layers that carry a state."""
+    recurrent = spec.shape.recurrent
+    if spec.virtual_stages > 1 and recurrent is not None:
+        yield Finding(
+            f"{_VIRTUAL[-1]} {spec.virtual_stages} with {len(recurrent.layers)} of {spec.shape.num_hidden_layers} "
+            f"layers that carry a state ({recurrent.kind.value})",
+            _VIRTUAL,
+            help=f"remove {_VIRTUAL[-1]}",
+            fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, (Edit(_VIRTUAL, remove=True),)),),
             related=also(spec, _PP),
         )
 

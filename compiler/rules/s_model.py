@@ -37,6 +37,10 @@ _ROUTED = (
     "routed_scaling_factor n_group topk_group"
 )
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob mlp_only_layers"
+_STATES = (
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
+    "full_attention_interval partial_rotary_factor attention_bias"
+)
 _FILE = '"model": {"hf_config": "config.json"}'
 _KEYS = {
     "llama": f"{_ROTARY} attention_bias mlp_bias",
@@ -57,6 +61,11 @@ _KEYS = {
     "deepseek_v3": (
         f"num_key_value_heads {_POSITIONS} rms_norm_eps hidden_act attention_dropout attention_bias {_ROUTED} "
         "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+    ),
+    "qwen3_next": f"{_ROTARY} {_EXPERTS} {_STATES} shared_expert_intermediate_size",
+    "qwen3_5_text": f"{_ROTARY} {_STATES}",
+    "qwen3_5_moe_text": (
+        f"{_ROTARY} num_experts num_experts_per_tok moe_intermediate_size {_STATES} shared_expert_intermediate_size"
     ),
     "gpt_neox": (
         "rotary_emb_base rotary_pct rope_scaling layer_norm_eps hidden_act attention_bias use_parallel_residual "

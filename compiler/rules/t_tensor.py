@@ -10,6 +10,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
+from .examples import HYBRID
 from .places import also, layout_change, model_path
 from .registry import Finding, rule
 
@@ -20,6 +21,8 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
     shape = spec.shape
     sizes = [shape.num_attention_heads]
+    if shape.recurrent is not None:
+        sizes.append(shape.recurrent.groups)
     if shape.moe is None or shape.moe.first_moe_layer:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
@@ -140,6 +143,26 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
         if width % tp:
             message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"
             yield _indivisible(spec, message, f"choose a tp that divides {name} {width}", name)
+
+
+@rule(
+    "T012",
+    "groups of heads that carry a state do not divide over tp",
+    """A layer that carries a state has groups of heads (key heads with their value heads): each tensor-parallel rank
+    computes whole groups, with their channels of the convolution and their states.""",
+    wrong={"model": {**HYBRID}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
+    right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
+)
+def groups_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the groups of a recurrent layer do not divide."""
+    shape, tp = spec.shape.recurrent, spec.axis(Axis.TP)
+    if shape is not None and shape.groups % tp:
+        yield _indivisible(
+            spec,
+            f"{shape.groups_key} {shape.groups} on tp {tp}: {shape.groups} / {tp} is not whole",
+            f"choose a tp that divides the {shape.groups} groups",
+            shape.groups_key,
+        )
 
 
 @rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -15,7 +16,8 @@ EXPERTS = "moe_tp_experts"
 _OWN = "local_params"
 """The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
 
-_COLUMN = ("colwise", "colwise_gather_output", "packed_colwise")
+_GATHERED = "colwise_gather_output"
+_COLUMN = ("colwise", _GATHERED, "packed_colwise")
 _ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
 _PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
@@ -37,20 +39,26 @@ def entries(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def check_agreement(model: nn.Module, slices: Slices) -> None:
+def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Module] = ()) -> None:
     """The model's own tensor-parallel plan, where it has one, cuts what the compiled plan cuts, along the same dim.
+
+    In `recurrent` modules transformers gathers each projection; the plan keeps their groups of heads apart, and cuts
+    the last one along its inputs.
 
     Raises:
         RunError: it has an entry without a rule here, or they contradict each other.
     """
     named = entries(model)
     parameters = dict(model.named_parameters())
+    apart = {id(child) for module in recurrent for child in module.modules()}
     for name, style in named.items():
         if style not in _KNOWN:
             raise RunError(
                 f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
             )
         if style in (EXPERTS, _OWN):
+            continue
+        if style == _GATHERED and id(model.get_submodule(name)) in apart:
             continue
         if style in _PARTIAL:
             kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in parameters]

@@ -35,6 +35,7 @@ from .interface import put_on_interface
 from .masks import check_masks
 from .norms import SpreadRMSNorm
 from .positions import share_positions
+from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
 from .user_module import inject_user_module, prepare_user_module
@@ -81,14 +82,16 @@ class _Injection:
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         replaced = put_on_interface(self.model, self.family)
         if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
-            check_masks(self.model, path, self.spec.training.sequence_length)
+            attending = self.spec.model.shape.attention_layers
+            check_masks(self.model, path, self.spec.training.sequence_length, attending)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))
+        use_pieces(self.model, self.mesh)
         deal_experts(self.model, self.mesh, self.slices)
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
-            check_agreement(self.model, self.slices)
+            check_agreement(self.model, self.slices, recurrent_modules(self.model, self.mesh))
             region = Region(group, sequence_parallel=parallelism.sequence_parallel)
             self._experts(region)
             self._layers(region)
@@ -146,6 +149,9 @@ class _Injection:
             region.enter_layers(parent, layers)
             if parent_name.endswith(f".{self.family.attention}"):
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
+        if shape.recurrent is not None:
+            for module in recurrent_modules(self.model, self.mesh):
+                localise_groups(module, shape.recurrent, tp)
 
     def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
         transposed = not isinstance(linear, nn.Linear)

@@ -6,7 +6,7 @@ lacks the window that the attention has: there the ring and transformers' own at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ class _Reached(Exception):  # noqa: N818 -- nothing went wrong
         self.window = window
 
 
-def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
+def check_masks(model: nn.Module, path: str, sequence_length: int, attending: Collection[int] | None = None) -> None:
     """Every layer's attention is told the window that its mask has, as far as sequences of this length see it.
 
     Nothing is computed: the model prepares two tokens, and each layer runs without values up to its attention.
@@ -50,14 +50,15 @@ def check_masks(model: nn.Module, path: str, sequence_length: int) -> None:
         model: a causal language model of transformers, whole.
         path: the name of its list of layers.
         sequence_length: in tokens, over all ranks.
+        attending: the numbers of the layers that attend; all where nothing is said.
 
     Raises:
         RunError: they differ, or a mask is not a window; the message names the layers.
     """
     with _observed(model):
-        found = list(_windows(model, path, sequence_length))
+        found = list(_windows(model, path, sequence_length, attending))
     kinds: dict[tuple[str, str], list[int]] = {}
-    for layer, (masked, told) in enumerate(found):
+    for layer, masked, told in found:
         if masked != told:
             kinds.setdefault((masked, told), []).append(layer)
     if kinds:
@@ -113,17 +114,21 @@ def _named(config: Any) -> str:
     return ", ".join(f"{key} {value!r}" for key, value in found.items() if value) or "of its masks"
 
 
-def _windows(model: nn.Module, path: str, length: int) -> Iterator[tuple[str, str]]:
+def _windows(
+    model: nn.Module, path: str, length: int, attending: Collection[int] | None
+) -> Iterator[tuple[int, str, str]]:
     """What the mask of each layer is, and what its attention is told, in words."""
     layers: Any = model.get_submodule(path)
-    for layer, (args, kwargs) in zip(layers, _calls(model, path), strict=True):
+    for number, (layer, (args, kwargs)) in enumerate(zip(layers, _calls(model, path), strict=True)):
+        if attending is not None and number not in attending:
+            continue
         mask = next((one for one in (*args, *kwargs.values()) if isinstance(one, _Mask)), None)
         told = _told(layer, args, kwargs)
         chunk = next((size for module in layer.modules() if (size := chunk_of(module)) is not None), None)
         if chunk is not None and chunk < length:
-            yield _of_mask(mask, told, length), f"chunks of {chunk} tokens"
+            yield number, _of_mask(mask, told, length), f"chunks of {chunk} tokens"
             continue
-        yield _of_mask(mask, told, length), _words(told if told is not None and told < length else None)
+        yield number, _of_mask(mask, told, length), _words(told if told is not None and told < length else None)
 
 
 def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -145,7 +145,8 @@ class _Entry:
 def _is_whole(module: nn.Module) -> bool:
     """Whether a module has a matrix of its own that is not cut."""
     matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
-    return bool(matrices) and not isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    # A convolution along the sequence takes what column layers give.
+    return bool(matrices) and not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Conv1d)
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], _Call]]:

@@ -72,7 +72,8 @@ class SelfCheck:
         border = self._length // 2 - 1
         path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
-        if shape.user_module is None and border > 1 and separates_documents(without_peft(model), path):
+        same = shape.user_module is None and shape.recurrent is None  # transformers passes a state from one to the next
+        if same and border > 1 and separates_documents(without_peft(model), path):
             self._positions[1, border:] -= border
         self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)
         # Parts of a sum over the tensor-parallel ranks, inside blocks of experts, equal nothing of the original.

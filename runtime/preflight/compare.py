@@ -200,7 +200,9 @@ COUNTED_MESSAGES = ("tp", "kv-replica", "ep", "pp", EMBEDDING)
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:
-    found = collectives(work, _stage(mesh.plan.spec, mesh)) | stage_exchanges(work, _stage_index(mesh))
+    found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp")) | stage_exchanges(
+        work, _stage_index(mesh)
+    )
     return {key: Tally(one.messages, one.wire_bytes) for key, one in found.items()}
 
 
@@ -210,7 +212,7 @@ def _ranks_of(mesh: Mesh, name: str) -> int:
 
 
 def _one_level(tallies: dict[str, Tally]) -> dict[str, Tally]:
-    levels = [tallies[name] for name in CP_LEVELS if name in tallies]
+    levels = [tallies[name] for name in ("cp", *CP_LEVELS) if name in tallies]
     return {**{name: one for name, one in tallies.items() if name not in CP_LEVELS}, "cp": sum(levels, Tally())}
 
 

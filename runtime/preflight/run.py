@@ -51,7 +51,7 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     kinds: dict[tuple[object, ...], int] = {}
     for index, stage in enumerate(spec.stages):
         dense = len(range(stage.layers.start, min(stage.layers.stop, sparse_from)))
-        key = len(stage.layers), dense, stage.has_embedding, stage.has_head
+        key = len(stage.layers), dense, spec.model.shape.attending(stage.layers), stage.has_embedding, stage.has_head
         kinds.setdefault(key, grid.rank({"pp": index}))
     return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))
 

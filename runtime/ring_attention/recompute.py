@@ -5,15 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    out: Tensor
-    lse: Tensor
+_Kept = tuple[Tensor, ...]
 
 
 class _Here(threading.local):
@@ -43,15 +38,25 @@ def attention_once(attention: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tens
     Raises:
         RuntimeError: there is more attention than the first time.
     """
+    out, lse = once(attention)
+    return out, lse
+
+
+def once(exchange: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What ranks compute together by `exchange`, or in a recomputation what it gave the first time.
+
+    Raises:
+        RuntimeError: ranks exchange more often than the first time.
+    """
     if _here.take_from is not None:
         kept = next(_here.take_from, None)
         if kept is None:
-            raise RuntimeError("ring attention: the recomputation attends more often than the function did at first")
-        return kept.out.detach(), kept.lse
-    out, lse = attention()
+            raise RuntimeError("the recomputation exchanges more often between ranks than the function did at first")
+        return tuple(one.detach() for one in kept)
+    found = exchange()
     if _here.keep_in is not None:
-        _here.keep_in.append(_Kept(out.detach(), lse))
-    return out, lse
+        _here.keep_in.append(tuple(one.detach() for one in found))
+    return found
 
 
 class _Keeping:

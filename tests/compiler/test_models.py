@@ -30,7 +30,8 @@ def test_the_list_has_every_type_with_its_state() -> None:
     for name, one in model_types().items():
         assert ("works" in rows[name]) is one.works, name
     assert rows["gpt_oss"].split(maxsplit=2)[2] == "mixture of experts, attention sinks, windows"
-    assert "gated delta nets" in rows["qwen3_next"]
+    assert "gated delta nets in the place of most attention" in rows["qwen3_next"]
+    assert "gated delta nets" in rows["olmo_hybrid"]
     assert set(RUNTIME_FAMILIES) <= rows.keys()
 
 
@@ -52,7 +53,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("kimi_k2", "kimi_k2 works: its layers are those of deepseek_v3, as which it is planned and trained"),
         ("bart", "encoder-decoder"),
         ("gemma3", "text part: gemma3_text, which works and is trained alone"),
-        ("qwen3_5", "text part: qwen3_5_text, which is refused"),
+        ("qwen3_5", "text part: qwen3_5_text, which works and is trained alone"),
         ("gemma4", "nearest type that works: gemma3_text"),
     ],
 )
@@ -76,9 +77,9 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
     ("config", "sentence", "instead"),
     [
         (
-            {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+            {"model_type": "olmo_hybrid", "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
             "layers of gated delta nets: .* \\(layer_types: 3 linear_attention, 1 full_attention\\)",
-            "the nearest type that works is qwen3_moe; `parcompile models qwen3_next` says more",
+            "the nearest type that works is olmo3; `parcompile models olmo_hybrid` says more",
         ),
         ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
         ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),

@@ -48,6 +48,13 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
+_GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -198,6 +205,26 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "qwen3_next": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "layer_types": ["linear_attention", "full_attention"],
+        **_GATED_DELTA,
+    },
+    "qwen3_5_text": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **_GATED_DELTA},
+    "qwen3_5_moe_text": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention"],
+        **_GATED_DELTA,
+    },
     "llama4_text": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -289,6 +316,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 ONE_LAYOUT = (
+    *("qwen3_next", "qwen3_5_moe_text"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),

@@ -12,11 +12,21 @@ from .biased import BIASED
 from .dense import DENSE
 from .experts import EXPERTS
 from .gpt import GPT
+from .hybrids import HYBRIDS
 from .latent import LATENT
 from .llama4 import LLAMA4
 from .shared_experts import SHARED_EXPERTS
 
-BUILT_IN: Mapping[str, Family] = {**DENSE, **BIASED, **GPT, **EXPERTS, **SHARED_EXPERTS, **LATENT, **LLAMA4}
+BUILT_IN: Mapping[str, Family] = {
+    **DENSE,
+    **BIASED,
+    **GPT,
+    **EXPERTS,
+    **SHARED_EXPERTS,
+    **LATENT,
+    **LLAMA4,
+    **HYBRIDS,
+}
 """The families of this package."""
 
 

@@ -11,6 +11,7 @@ from parcompile.cost.memory import static_memory
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.model.table import spans
 from parcompile.plan import Plan
 from parcompile.plan.sections import strided
 from parcompile.show.pictures.colours import SHADES, colour
@@ -102,7 +103,7 @@ def _tensors(plan: Plan) -> list[dict[str, Any]]:
             {
                 "name": parameter.name,
                 "place": place,
-                "layers": None if layers is None else [layers.start, layers.stop],
+                "layers": None if layers is None else spans(layers),
                 "shape": layout.local_shape,
                 "dim": layout.dim,
                 "ranges": layout.ranges,

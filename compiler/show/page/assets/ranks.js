@@ -49,7 +49,7 @@ function slicesOf(stage, tp) {
     .filter((row) => has[row.place])
     .map((row) => {
       const count = row.layers === null ? 1 : held.layers.reduce((sum, [start, stop]) =>
-        sum + Math.max(0, Math.min(stop, row.layers[1]) - Math.max(start, row.layers[0])), 0);
+        row.layers.reduce((both, [from, to]) => both + Math.max(0, Math.min(stop, to) - Math.max(start, from)), sum), 0);
       return { ...row, count, pieces: row.ranges === null ? null : row.ranges[tp] };
     })
     .filter((row) => row.count > 0);

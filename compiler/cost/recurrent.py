@@ -1,0 +1,100 @@
+"""What layers that carry a state cost: operations, kept bytes, and what goes through the chain of a sequence's pieces.
+
+| quantity | formula, for one layer | source |
+|---|---|---|
+| operations of a token and head, forward | 6 K V + 2 c (2 K + V) + c (K + V) | chunkwise form, arXiv 2412.06464, 3.3 |
+| message of a state | 4 b H K V bytes | the runtime keeps states in fp32 |
+| message of a halo | w b C (n − 1) bytes | C channels and n tokens of the convolution |
+
+c is the chunk of 64 tokens; three products with the state, scores of keys and queries within the chunk, and a
+triangular system. A piece that receives a state computes with V + K columns in the place of V: beside its output what
+each token reads of that state, beside its own state what is left of that one.
+"""
+
+from __future__ import annotations
+
+from parcompile.model.shape import ModelShape
+
+from .workload import Workload
+
+CHUNK = 64
+"""Tokens of a chunk of the recurrence."""
+STATE_BYTES = 4
+"""Of an element of a state: fp32."""
+
+
+def mixer_parameters(shape: ModelShape) -> int:
+    """Parameters of such a layer, its MLP left out, that multiply each token."""
+    one = shape.recurrent
+    return 0 if one is None else shape.hidden_size * (one.projected + one.values)
+
+
+def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
+    """Forward operations of one layer's recurrence for a token of a whole sequence, or of one that goes on."""
+    one = shape.recurrent
+    if one is None:
+        return 0.0
+    keys, values = one.key_dim, one.value_dim + (one.key_dim if carried else 0)
+    return float(one.heads * (6 * keys * values + 2 * CHUNK * (2 * keys + values) + CHUNK * (keys + values)))
+
+
+def state_bytes(work: Workload) -> int:
+    """A state as one rank hands it to the next, for one layer and micro-batch."""
+    one = work.shape.recurrent
+    return 0 if one is None else work.micro_batch * STATE_BYTES * one.state_numel // work.tp
+
+
+def halo_bytes(work: Workload) -> int:
+    """What the convolution of the next piece sees of a piece, for one layer and micro-batch."""
+    one = work.shape.recurrent
+    return 0 if one is None else work.micro_batch * work.element_bytes * one.channels * (one.kernel - 1) // work.tp
+
+
+def hops(work: Workload, cp_rank: int | None = None) -> int:
+    """How often a rank hands them on in a layer and micro-batch, forward and backward; the busiest rank's by default.
+
+    Every piece but the last hands on in forward, every one but the first in backward. With zigzag a rank has two, and
+    those in the middle of the chain are neighbours on one rank.
+    """
+    if work.cp == 1:
+        return 0
+    pieces = 2 if work.cp_layout == "zigzag" else 1
+    if cp_rank is None:
+        return pieces * min(2, work.cp - 1)
+    return pieces * ((cp_rank < work.cp - 1) + (cp_rank > 0))
+
+
+def sent_over_cp(work: Workload, layers: range, cp_rank: int | None = None) -> tuple[int, int]:
+    """Messages and bytes of a step's states and halos that a rank with these layers sends."""
+    one = work.shape.recurrent
+    if one is None:
+        return 0, 0
+    passes = one.count(layers) * work.micro_batches * hops(work, cp_rank)
+    return passes * ((state_bytes(work) > 0) + (halo_bytes(work) > 0)), passes * (state_bytes(work) + halo_bytes(work))
+
+
+def kept_bytes(work: Workload) -> float:
+    """What such a layer of transformers keeps of a micro-batch for its backward pass, the block's input left out.
+
+    Counted in transformers' own functions with autograd's hooks for saved tensors: of each token 4 numbers of each key
+    in the type of the weights; of each head 8 fp32 numbers of each key, 6 fp32 ones and 5 in the type of the weights of
+    each value, and 5 rows of the chunk with 9 numbers; and a state of each chunk. Pieces are padded to whole chunks.
+    """
+    one = work.shape.recurrent
+    if one is None:
+        return 0.0
+    width, pieces = work.element_bytes, 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    length = -(-work.sequence_length // work.cp // pieces)
+    tokens = work.micro_batch * pieces * -(-length // CHUNK) * CHUNK
+    values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
+    of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * CHUNK + 9))
+    of_token += one.heads * (24 * values + 5 * width * one.value_dim)
+    # Where a piece may receive a state, its values and its output too have these columns: half of the pieces' worth.
+    of_token += 4 * one.heads * values if work.cp > 1 else 0
+    of_token += STATE_BYTES * one.heads * one.key_dim * values / CHUNK
+    return tokens * of_token / work.tp
+
+
+def exchanged_bytes(work: Workload) -> float:
+    """What recomputation finds again of a layer and micro-batch: the states and halos that its pieces received."""
+    return (2 if work.cp_layout == "zigzag" else 1) * (state_bytes(work) + halo_bytes(work)) if work.cp > 1 else 0.0

@@ -1,0 +1,7 @@
+"""Layers that carry a state along the sequence, in the place of attention: their sizes, keys and parameters."""
+
+from .kind import RecurrentKind
+from .shape import RecurrentShape
+from .traits import Recurrent
+
+__all__ = ["Recurrent", "RecurrentKind", "RecurrentShape"]

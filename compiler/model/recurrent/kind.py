@@ -1,0 +1,12 @@
+"""The kinds of layers that carry a state along the sequence."""
+
+from __future__ import annotations
+
+import enum
+
+
+class RecurrentKind(str, enum.Enum):
+    """What a layer computes in the place of attention."""
+
+    GATED_DELTA_NET = "gated delta net"
+    """S ← exp(g) S, then S ← S + β k (v − Sᵀ k)ᵀ, read as Sᵀ q (arXiv 2412.06464, equation 10)."""

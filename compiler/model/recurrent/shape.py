@@ -1,0 +1,59 @@
+"""The sizes of layers that carry a state along the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kind import RecurrentKind
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """Which layers have a state in the place of attention, and how large it is.
+
+    A state is a [key_dim, value_dim] matrix for each of `heads`. `groups` is what tensor parallelism deals to its
+    ranks: a group has its own keys, and `heads / groups` heads.
+    """
+
+    kind: RecurrentKind
+    layers: tuple[int, ...]
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the causal convolution in front of the recurrence sees; 1: there is none."""
+
+    @property
+    def groups_key(self) -> str:
+        """The configuration's key of the groups."""
+        return "linear_num_key_heads"
+
+    @property
+    def values(self) -> int:
+        """Features of all heads together."""
+        return self.heads * self.value_dim
+
+    @property
+    def keys(self) -> int:
+        """Features of the keys of all groups together."""
+        return self.groups * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def projected(self) -> int:
+        """Features that the input projections give: queries, keys, values, their gate, and two numbers of each head."""
+        return 2 * self.keys + 2 * self.values + 2 * self.heads
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of the state of one sequence, in one layer."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def count(self, layers: range) -> int:
+        """How many of these layers have a state."""
+        return sum(layer in layers for layer in self.layers)

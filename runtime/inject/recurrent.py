@@ -1,0 +1,204 @@
+"""Layers that carry a state, of Hugging Face models: their functions over pieces, and this rank's heads of them.
+
+transformers' modules call functions of their own files for the convolution and the recurrence. In each of these files
+the functions get another in front, once: called from an injected module it works on the pieces of the micro-batch,
+otherwise it is transformers'.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from parcompile.layout.sequence import CpLayout
+from parcompile.model.families import FAMILIES
+from parcompile.model.recurrent import RecurrentShape
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.micro_batch import current
+from parcompile.runtime.recurrent import Chain, Pieces, convolve, gated_delta_rule
+
+_MARK = "parcompile_seam"
+_CACHES = ("cache_params", "past_key_values")
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """How the layers of a model find the pieces of a micro-batch."""
+
+    chain: Chain | None
+    layout: CpLayout
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> StatePlace:
+        """As the plan says."""
+        group, layout = mesh.parallel_group("cp"), mesh.plan.spec.parallelism.cp_layout
+        if group is None:
+            return cls(None, CpLayout.CONTIGUOUS, 1, 0)
+        return cls(Chain.of(layout, group), layout, mesh.size("cp"), mesh.index("cp"))
+
+    def pieces(self, rows: int, length: int) -> Pieces:
+        """Those of the micro-batch, of so many rows and local tokens."""
+        packing = current().packing
+        if packing is not None:
+            return Pieces.of_packing(packing, self.rank)
+        return Pieces.of_sequence(rows, length, current().documents, self.layout, self.size, self.rank)
+
+
+class _Here(threading.local):
+    """Of the calling thread: autograd recomputes in threads of its own."""
+
+    place: StatePlace | None = None
+
+
+_here = _Here()
+
+
+def recurrent_modules(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    """Those of this rank's layers that carry a state."""
+    shape = mesh.plan.spec.model.shape
+    traits = FAMILIES[shape.model_type].recurrent if shape.user_module is None else None
+    if traits is None or shape.recurrent is None:
+        return []
+    return [module for name, module in model.named_modules() if name.endswith(f".{traits.module}")]
+
+
+def use_pieces(model: nn.Module, mesh: Mesh) -> None:
+    """Makes every layer that carries a state work on the pieces of its micro-batch."""
+    modules = recurrent_modules(model, mesh)
+    if not modules:
+        return
+    place = StatePlace.of(mesh)
+    for module in modules:
+        _put_in_front(type(module))
+        module.register_forward_pre_hook(functools.partial(_enter, place), with_kwargs=True)
+        module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(
+    place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if current().alone:
+        return args, kwargs
+    if kwargs.get("attention_mask") is not None:
+        raise RunError(
+            f"{type(module).__name__} is given a mask of padding, which nobody cuts for the ranks: prepare batches "
+            "with split_batch, which turns padding on the right into a document of its own",
+            everywhere=True,
+        )
+    _here.place = place
+    # What transformers keeps for generation would begin the sequence anew with the state of another one.
+    return args, {key: None if key in _CACHES else value for key, value in kwargs.items()}
+
+
+def _leave(*_: Any) -> None:
+    _here.place = None
+
+
+def _put_in_front(cls: type[nn.Module]) -> None:
+    """Puts our functions in front of those that a module's file calls."""
+    file = sys.modules[cls.__module__]
+    found = False
+    for name, seam in _SEAMS.items():
+        original = getattr(file, name, None)
+        if original is None:
+            continue
+        found = True
+        if not hasattr(original, _MARK):
+            setattr(file, name, _in_front(original, seam))
+    if not found:
+        raise RunError(f"{cls.__name__} calls none of {', '.join(_SEAMS)}: it cannot be injected", everywhere=True)
+
+
+def _in_front(original: Callable[..., Any], seam: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        place = _here.place
+        return original(*args, **kwargs) if place is None else seam(original, place, *args, **kwargs)
+
+    setattr(called, _MARK, True)
+    return called
+
+
+_OF_PACKED = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What kernels tell documents apart by: the pieces do."""
+
+
+def _convolution(
+    original: Callable[..., Tensor],
+    place: StatePlace,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    pieces = place.pieces(hidden_states.shape[0], hidden_states.shape[2])
+
+    def of_piece(x: Tensor) -> Tensor:
+        return original(x, weight, bias, activation=activation)
+
+    return convolve(of_piece, pieces, place.chain, hidden_states, weight.shape[-1])
+
+
+def _gated_delta(
+    original: Callable[..., Any],
+    place: StatePlace,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    assert initial_state is None, "caches are taken away"
+    assert not output_final_state, "caches are taken away"
+    out = gated_delta_rule(
+        original,
+        place.pieces(value.shape[0], value.shape[1]),
+        place.chain,
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        in_fp32=importlib.util.find_spec("fla") is None,  # its kernels refuse fp32
+        **{name: given for name, given in options.items() if name not in _OF_PACKED},
+    )
+    return out, None
+
+
+_SEAMS: Mapping[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+}
+"""The functions of transformers' files that work on a sequence, and what stands in front of them."""
+
+
+def localise_groups(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
+    """Corrects the sizes that a cut module was built with: those of this rank's groups of heads."""
+    sizes = {
+        "num_v_heads": shape.heads,
+        "num_k_heads": shape.groups,
+        "key_dim": shape.keys,
+        "value_dim": shape.values,
+        "conv_dim": shape.channels,
+    }
+    for name, whole in sizes.items():
+        if vars(module).get(name) == whole:
+            setattr(module, name, whole // tp)
+    for child in module.children():
+        if isinstance(child, nn.Conv1d):
+            child.in_channels = child.out_channels = child.groups = child.weight.shape[0]
