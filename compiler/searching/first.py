@@ -12,6 +12,8 @@ from parcompile.cost.footprint import Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.text_part import text_part
 from parcompile.rules.arithmetic import divisors
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes
@@ -21,6 +23,7 @@ from .variant import variant
 
 LONGEST = 8192
 """Tokens of a first spec's sequences, where the model does not have fewer positions."""
+_UNKNOWN = 1024
 _MICRO_BATCHES = 8
 _DEEPEST = 128
 """Stages that are tried at most."""
@@ -70,9 +73,12 @@ class _Layout:
 
 
 def sequence_length_of(config: Mapping[str, Any]) -> int:
-    """Tokens of a sequence that a model's configuration leads to."""
-    known = config.get("max_position_embeddings", config.get("n_positions", 1024))
-    return min(int(known), LONGEST)
+    """Tokens of a sequence that a model's configuration leads to: its positions, as those of its text part."""
+    try:
+        known = shape_from_config(text_part(config)).max_position_embeddings
+    except ModelConfigError:
+        known = _UNKNOWN  # whoever reads the model next says what is wrong with it
+    return min(known, LONGEST)
 
 
 def first_spec(

@@ -5,6 +5,7 @@ Two models with the same parameters compute other numbers when an epsilon, a rot
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -163,7 +164,7 @@ def _read(values: Mapping[str, Any], where: str) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise RunError("building the model needs transformers: pip install 'parcompile[hf]'", everywhere=True) from None
-    values = architecture(values)
+    values = architecture(copy.deepcopy(dict(values)))  # some classes complete the objects inside in place
     family = values.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise RunError(f"transformers does not know the model type {family!r} of {where}", everywhere=True)

@@ -15,6 +15,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import check_read
+from parcompile.searching.first import LONGEST, sequence_length_of
 from parcompile.spec.resolve import Resolution
 from parcompile.text import parse
 
@@ -125,3 +126,14 @@ def test_a_published_file_of_kimi_k2_is_planned_as_deepseek_v3(tmp_path: Path) -
     assert model.shape == shape_from_config(find_preset("kimi-k2").config)
     assert model.source == "config.json (kimi_k2, whose layers are those of deepseek_v3)"
     assert "auto_map" not in model.hf_config
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+
+
+def test_a_first_spec_takes_the_positions_of_the_text_part() -> None:
+    text = {key: value for key, value in find_preset("gemma-3-4b").config.items() if key != "max_position_embeddings"}
+    assert sequence_length_of({"model_type": "gemma3", "text_config": text}) == LONGEST
+    assert sequence_length_of(find_preset("gpt2").config) == 1024
+    assert sequence_length_of({"model_type": "opt", **SIZES, "ffn_dim": 64}) == 2048
+    assert sequence_length_of({"model_type": "nothing"}) == 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def registered(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]
     """Names and shapes of the model's parameters, and its configuration."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    values = {key: value for key, value in config.items() if key != "model_type"}
+    values = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()], model.config
@@ -133,7 +134,7 @@ def test_a_preset_states_every_key_that_its_class_reads(name: str) -> None:
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     preset = presets()[name]
-    stated = dict(preset.config)
+    stated = copy.deepcopy(dict(preset.config))
     config = CONFIG_MAPPING[stated.pop("model_type")](**stated)
     read = config.to_dict().keys() - PretrainedConfig().to_dict().keys() - {"use_cache", "pad_token_id"}
     names = {config.attribute_map.get(key, key) for key in stated}
