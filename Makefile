@@ -10,11 +10,12 @@ SOURCES := $(shell find compiler runtime schemas -type f -not -path '*/__pycache
 SPEC := examples/byte_llama.json
 DEMO := out/$(subst _,-,$(basename $(notdir $(SPEC))))
 
-.PHONY: demo test browser lint docs bench clean install help
+.PHONY: demo test gpu browser lint docs bench clean install help
 
 help:
 	@echo "make demo   compile an example spec and train it on 4 CPU processes (SPEC=…: another one)"
 	@echo "make test   install, lint, type checks, the whole test suite"
+	@echo "make gpu    everything that only a GPU can show, in under eight minutes; out/gpu/figures.json"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in out/docs; a link that leads nowhere fails"
 	@echo "make bench  the benchmarks (minutes; see benchmarks/README.md)"
@@ -65,6 +66,10 @@ browser:
 # Two workers: one for the tests that start ranks, one at a time (tests/conftest.py), the other for all others.
 test: lint browser
 	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Says what is missing, and fails, where there is no GPU.
+gpu: install
+	$(BIN)/python benchmarks/gpu.py
 
 # The tests build the same site. The variable silences the theme's advertisement of its successor.
 docs: install

@@ -14,7 +14,19 @@ if os.environ.get("CI"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps tests that start ranks on one worker of pytest-xdist: two at once would take each other's processors."""
+    """Keeps tests that start ranks on one worker of pytest-xdist: two at once would take each other's processors.
+
+    Tests for a GPU say why they did not run.
+    """
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = f"needs a GPU: torch {torch.__version__} sees none (make gpu)"
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,6 +13,7 @@ from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
 from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
 
+from .placing import to_device
 from .samples import tensors_of
 
 Batch = dict[str, Any]
@@ -61,7 +62,7 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     local["position_ids"] = positions
     # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
     local["labels"] = local["shift_labels"]
-    ready: Batch = {name: tensor.to(mesh.device, non_blocking=True).contiguous() for name, tensor in local.items()}
+    ready: Batch = {name: to_device(tensor, mesh.device).contiguous() for name, tensor in local.items()}
     if documents is not None and any(len(borders) > 2 for borders in documents):
         ready[DOCUMENTS] = documents
     return ready

@@ -18,6 +18,7 @@ from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import FIRST_SAMPLE
 
 from .batches import Batch, split_batch, stack, without_padding
+from .placing import to_device
 
 
 class PlanLoader:
@@ -84,7 +85,7 @@ class PlanLoader:
     def _divisor(self, micro_batches: list[Batch]) -> Tensor:
         """Predicted tokens of the global batch / (steps · dp); see `parcompile.runtime.loss`."""
         count = torch.stack([(batch["shift_labels"] != IGNORED_LABEL).sum() for batch in micro_batches]).sum().float()
-        count = count.to(self._mesh.device)
+        count = to_device(count, self._mesh.device)
         dp = self._mesh.size("dp")
         if dp > 1:
             dist.all_reduce(count, group=self._mesh.group("dp"))

@@ -18,6 +18,7 @@ from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batc
 
 from .batches import Batch
 from .loader import PlanLoader
+from .placing import to_device
 from .samples import tensors_of
 
 
@@ -90,7 +91,4 @@ class PackedPlanLoader(PlanLoader):
     def _part(self, batch: Batch) -> Batch:
         packed = self._collate(batch["documents"])
         device = self._mesh.device
-        return {
-            name: part.to(device, non_blocking=True) if isinstance(part, Tensor) else part
-            for name, part in packed.items()
-        }
+        return {name: to_device(part, device) if isinstance(part, Tensor) else part for name, part in packed.items()}

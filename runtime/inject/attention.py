@@ -136,9 +136,9 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     """Makes every attention of a Hugging Face model run over the ranks that share its sequences."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    # The ring knows its own causal mask. transformers builds none for an attention that has no function for masks, and
+    # does not look for documents among the positions, for which the host would wait in every forward pass.
     AttentionInterface.register(NAME, _attention)
-    # The ring knows its own causal mask: no [S, S] mask is ever built.
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     AttentionInterface.register(_CASTING, _attention)
     AttentionMaskInterface.register(_CASTING, lambda *_, **__: _NoMask())
     for module in model.modules():

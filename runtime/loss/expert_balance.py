@@ -83,7 +83,9 @@ class BalancedLoss:
             return torch.zeros(2, self._experts, device=self._mesh.device)
         probabilities = [torch.softmax(one, dim=-1) for one in logits]
         chosen = [one.topk(self._per_token, dim=-1).indices.flatten() for one in probabilities]
-        counts = torch.stack([one.bincount(minlength=self._experts) for one in chosen]).sum(0)
+        # Not `bincount`: the host would wait for the largest number of an expert.
+        every = torch.cat(chosen)
+        counts = every.new_zeros(self._experts).scatter_add_(0, every, torch.ones_like(every))
         return torch.stack([torch.stack([one.float().sum(0) for one in probabilities]).sum(0), counts.float()])
 
     def _balance(self) -> Tensor:

@@ -55,11 +55,20 @@ class DeviceCounter(TorchDispatchMode):
                 for index in argument
             )
             if name in WAITING or to_host or by_mask:
-                ours = [line for line in traceback.format_stack() if "/parcompile/runtime/" in line]
-                self.waits.append(f"{name}: {ours[-1].strip() if ours else 'outside the runtime'}")
+                self.waits.append(f"{name}: {_place()}")
         return func(*args, **kwargs)
 
 
 def _goes_to_host(options: dict[str, Any]) -> bool:
     device = options.get("device")
     return device is not None and torch.device(device).type == "cpu" and not options.get("non_blocking", False)
+
+
+def _place() -> str:
+    """The innermost line of the program that is neither torch's nor a dispatcher's."""
+    frames = reversed(traceback.extract_stack())
+    place = next((one for one in frames if not any(part in one.filename for part in _PASSED_THROUGH)), None)
+    return "torch" if place is None else f"{place.filename}:{place.lineno} {place.line}"
+
+
+_PASSED_THROUGH = "/site-packages/torch/", "device_waits.py", "/preflight/", "contextlib.py"

@@ -1,0 +1,82 @@
+"""A training step never makes the host wait for the device. Counted without a GPU: tensors are on the meta device.
+
+The step is the one that preflight runs: the injected model, the loss, DeepSpeed's engine and optimizer. What DeepSpeed
+itself waits for is listed, so that a change of it is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from device_waits import DeviceCounter
+from training_runs import make_plan
+
+from parcompile.runtime.data.placing import to_device
+from parcompile.runtime.preflight.sharded import build_sharded
+from parcompile.runtime.preflight.stand_in import META, stand_in
+from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.tracker import MetaTracker
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.long().bincount(),
+        lambda x: x.cpu(),
+    ],
+)
+def test_the_counter_sees_every_kind_of_waiting(wait: Any) -> None:
+    # There is no value to wait for.
+    with DeviceCounter() as device, contextlib.suppress(RuntimeError, NotImplementedError):
+        wait(torch.empty(3, device=META))
+    assert device.waits
+
+
+def test_the_counter_sees_no_waiting_where_there_is_none() -> None:
+    with DeviceCounter() as device:
+        x = torch.empty(3, 4, device=META)
+        (x[1:] @ x.mT).masked_fill(x[1:] @ x.mT > 0, 1.0).sum()
+    assert device.waits == []
+    assert device.launches["aten.mm"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism", "model"),
+    [
+        (8, {"tp": 2, "cp": 2, "sequence_parallel": True}, {}),
+        (4, {"tp": 2, "pp": 2}, {"tie_word_embeddings": True}),
+    ],
+)
+def test_forward_loss_and_backward_never_wait(ranks: int, parallelism: dict[str, Any], model: dict[str, Any]) -> None:
+    plan = make_plan(ranks, parallelism, model=model, training={"precision": "bf16", "micro_batch_size": 1})
+    with stand_in(plan, 1) as mesh, MetaTracker(mesh) as tracker:
+        built, _ = build_sharded(mesh, tracker)
+        with DeviceCounter() as device:
+            run_step(built, mesh, tracker)
+    assert device.launches
+    # Once a step, not for each micro-batch: whether gradients overflowed, and twice whether their norm is finite.
+    places = [wait.rpartition("/")[2].partition(":")[0] for wait in device.waits if "/deepspeed/" in wait]
+    assert places == ["stage_1_and_2.py", "utils.py", "utils.py"]
+    assert [wait for wait in device.waits if "/deepspeed/" not in wait] == []
+
+
+def test_batches_go_through_pinned_memory_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    moved: list[tuple[str, bool]] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking: moved.append((device.type, non_blocking)) or self
+    )
+    tensor = torch.ones(3)
+    for device in ("cuda", "cpu"):
+        assert to_device(tensor, torch.device(device)) is tensor
+    assert len(pinned) == 1
+    assert moved == [("cuda", True), ("cpu", True)]
