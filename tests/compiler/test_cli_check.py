@@ -242,7 +242,7 @@ def test_check_takes_the_targets_that_compile_takes(run: Any) -> None:
 
 
 def test_a_target_that_does_not_exist_is_refused_alike(run: Any) -> None:
-    said = "there is no target 'foo'; there are deepspeed, torchrun, slurm, kubernetes, megatron"
+    said = "there is no target 'foo'; there are deepspeed, torchrun, slurm, kubernetes, skypilot, megatron"
     for command in (("check",), ("compile", "-o", "out")):
         found = run(command[0], "good.json", *command[1:], "--target", "foo")
         assert found.code == 2
