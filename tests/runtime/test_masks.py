@@ -46,7 +46,7 @@ def test_masks_of_a_family_are_its_attention_s_windows_or_refused(family: str) -
         model = instantiate(plan, torch.float32)
     lacking = FAMILIES[family].window_only_in
     if not lacking:
-        check_masks(model, layers_of(plan), LENGTH)
+        check_masks(model, layers_of(plan), LENGTH, plan.spec.model.shape.attention_layers)
         return
     sides = {
         "mask": "the mask is a window of 5 tokens, the attention is told no window",
