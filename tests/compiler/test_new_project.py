@@ -59,7 +59,7 @@ def test_init_names_the_smallest_layout_and_what_it_takes(run: Run) -> None:
 
 
 def test_init_asks_for_a_model_only_in_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "name the model with --model" in run("init").output
+    assert "name the model, as in parcompile init llama-3-8b" in run("init").output
     monkeypatch.setattr(
         "parcompile.cli.init.sys", type("Terminal", (), {"stdin": type("", (), {"isatty": lambda: True})})
     )
