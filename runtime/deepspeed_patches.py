@@ -132,8 +132,12 @@ def _expert_name(ep: int) -> str:
     return f"ep_size_{ep}"
 
 
-def mark_expert(parameter: nn.Parameter, ep: int) -> None:
-    """Makes a parameter one that only the expert-dp ranks share; the experts of a layer are over `ep` ranks."""
+def mark_expert(parameter: nn.Parameter, ep: int, tp: int = 1) -> None:
+    """Makes a parameter one that only the expert-dp ranks share; the experts of a layer are over `ep` ranks.
+
+    `tp` ranks of each tensor-parallel group are among these, with other experts each.
+    """
+    parameter.parcompile_tp_in_ep = tp  # type: ignore[attr-defined]
     parameter.allreduce = False  # type: ignore[attr-defined]
     parameter.group_name = _expert_name(ep)  # type: ignore[attr-defined]
 
@@ -237,7 +241,9 @@ def squared_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]], device: torch
         groups |= set() if name is None else {name}
         if (first or is_model_parallel_parameter(parameter)) and not getattr(parameter, "ds_pipe_replicated", False):
             total = square if name is None else of_experts
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+            # The sum over tp counts once more what the sum over ep has from other ranks of tp already.
+            times = getattr(parameter, "parcompile_tp_in_ep", 1)
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / times
     for name in sorted(groups):
         dist.all_reduce(of_experts, group=_expert_tables()[0][name])
     return square + of_experts

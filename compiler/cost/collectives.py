@@ -36,7 +36,7 @@ from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EXPERT_DP, KV_REPLICA
 from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import repeated_ranges, tensor_layout
+from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, QkNorm
 from parcompile.model.parameters import parameter_table
@@ -115,14 +115,14 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
         return {}
     rows = sent_rows(work, moe.num_experts_per_token)
     row_bytes = work.shape.hidden_size * work.element_bytes
-    counts = COUNT_BYTES * moe.num_experts * work.tp * (work.ep - 1) / work.ep
+    counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
     again = 2 if work.recompute == "full" else 1
     there_and_back = 2 * again + 2
     travelling = (work.ep - 1) * balanced_rows(rows, work.ep) * row_bytes
     size = passes * (there_and_back * travelling + again * counts)
     found = {(Axis.EP.value, "all-to-all"): Sent(passes * (there_and_back + again), size)}
-    if work.tp > 1:
-        gathered = passes * there_and_back * (work.tp - 1) * rows * row_bytes
+    if work.expert_slices > 1:
+        gathered = passes * there_and_back * (work.expert_slices - 1) * rows * row_bytes
         found[Axis.TP, "all-to-all"] = Sent(passes * there_and_back, gathered)
     return found
 
@@ -157,8 +157,10 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     partial = 0.0
     for parameter in parameter_table(work.shape):
         count = held_count(parameter, work, stage)
-        layout = tensor_layout(parameter, tp, ep=work.ep, vocab_divisible_by=work.vocab_divisible_by)
+        layout = work.layout(parameter)
         size = layout.local_numel * work.element_bytes
+        if parameter.expert_dim is not None and work.ep > 1 and work.expert_slices == 1:
+            continue  # ranks of tp hold other experts, and the gradient of theirs is whole
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
             if work.sums_partial_gradients_once:
                 partial += count * size

@@ -8,7 +8,6 @@ from typing import Any
 
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
-from parcompile.layout.tensor import tensor_layout
 from parcompile.model.parameters import parameter_table
 
 from .coefficients import CoefficientSet
@@ -183,7 +182,7 @@ def parameters(work: Workload) -> Parameters:
     table = parameter_table(work.shape)
     layers = [0] * work.shape.num_hidden_layers
     for one in table.layer:
-        cut = tensor_layout(one, work.tp, ep=work.ep, vocab_divisible_by=work.vocab_divisible_by).local_numel
+        cut = work.layout(one).local_numel
         for layer in one.layers or ():
             layers[layer] += cut
     return Parameters(table.numel, tuple(work.stage_parameters(stage) for stage in work.stages), tuple(layers))

@@ -135,7 +135,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
 
 def _row_copies(work: Workload) -> float:
     """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
-    return ROW_COPIES if work.ep == 1 else 1 + 1 / work.tp
+    return ROW_COPIES if work.ep == 1 else (work.expert_slices + 1) / work.tp
 
 
 def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
@@ -146,13 +146,14 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.gated_mlp else 1
-    width = moe.intermediate_size / work.tp
-    experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens
+    slices = work.tp if work.ep == 1 else work.expert_slices
+    width = moe.intermediate_size / slices
+    experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
     if work.ep == 1:
         return of_weight
     # With few experts on a rank the peak is where rows come back: in the type of the weights and, weighted, in fp32.
-    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows / work.tp * h
+    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows / slices * h
 
 
 def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:

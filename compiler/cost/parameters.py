@@ -12,7 +12,14 @@ from parcompile.model.table import Parameter, ParameterTable
 
 
 def stage_numel(
-    table: ParameterTable, stage: Stage, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1, tied: bool = False
+    table: ParameterTable,
+    stage: Stage,
+    tp: int,
+    *,
+    ep: int = 1,
+    expert_tp: int | None = None,
+    vocab_divisible_by: int = 1,
+    tied: bool = False,
 ) -> int:
     """Parameters that one rank of a stage holds, padding of the vocabulary included.
 
@@ -20,7 +27,8 @@ def stage_numel(
     """
 
     def local(parameter: Parameter) -> int:
-        return tensor_layout(parameter, tp, ep=ep, vocab_divisible_by=vocab_divisible_by).local_numel
+        layout = tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp, vocab_divisible_by=vocab_divisible_by)
+        return layout.local_numel
 
     total = 0
     if stage.has_embedding:
@@ -35,39 +43,50 @@ def stage_numel(
     return total
 
 
-def expert_numel(table: ParameterTable, stage: Stage, tp: int, ep: int) -> int:
+def expert_numel(table: ParameterTable, stage: Stage, tp: int, ep: int, expert_tp: int | None = None) -> int:
     """Parameters of routed experts that one rank of a stage holds."""
     found = 0
     for parameter in table.layer:
         assert parameter.layers is not None
         if parameter.expert_dim is not None:
             held = len(set(parameter.layers) & set(stage.layers))
-            found += tensor_layout(parameter, tp, ep=ep).local_numel * held
+            found += tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp).local_numel * held
     return found
 
 
-def rank_parameters(shape: ModelShape, stage: Stage, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> int:
+def rank_parameters(
+    shape: ModelShape,
+    stage: Stage,
+    tp: int,
+    *,
+    ep: int = 1,
+    expert_tp: int | None = None,
+    vocab_divisible_by: int = 1,
+) -> int:
     """Parameters on one rank of a stage of a model, remembered: stages with the same kinds of layers are equal.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
     if shape.recurrent is not None:
-        return _rank_parameters(shape, stage, tp, ep, vocab_divisible_by)
+        return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
     start = first_moe - dense
     alike = Stage(range(start, start + len(stage.layers)), stage.has_embedding, stage.has_head)
-    return _rank_parameters(shape, alike, tp, ep, vocab_divisible_by)
+    return _rank_parameters(shape, alike, tp, (ep, expert_tp), vocab_divisible_by)
 
 
 @functools.lru_cache(maxsize=8192)
-def _rank_parameters(shape: ModelShape, stage: Stage, tp: int, ep: int, vocab_divisible_by: int) -> int:
+def _rank_parameters(
+    shape: ModelShape, stage: Stage, tp: int, over: tuple[int, int | None], vocab_divisible_by: int
+) -> int:
     return stage_numel(
         parameter_table(shape),
         stage,
         tp,
-        ep=ep,
+        ep=over[0],
+        expert_tp=over[1],
         vocab_divisible_by=vocab_divisible_by,
         tied=shape.tie_word_embeddings,
     )

@@ -147,9 +147,9 @@ def step_terms(work: Workload) -> StepTerms:
     rows = collectives * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = collectives * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
     tp_calls = collectives * (2 if work.sequence_parallel else 1)
-    if work.ep > 1 and work.tp > 1:
+    if work.ep > 1 and work.expert_slices > 1:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
-        tp_bytes += (work.tp - 1) * rows
+        tp_bytes += (work.expert_slices - 1) * rows
         tp_calls += collectives
     return StepTerms(
         work=work,

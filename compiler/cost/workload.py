@@ -16,10 +16,11 @@ from parcompile.layout.groups import expert_grid
 from parcompile.layout.optimizer import ShardedGroups, sharded_groups
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage, even_stages
-from parcompile.layout.tensor import padded_vocab_size
+from parcompile.layout.tensor import TensorLayout, padded_vocab_size, tensor_layout
 from parcompile.machines.accelerator import Accelerator, find_accelerator
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
+from parcompile.model.table import Parameter
 
 from .parameters import expert_numel, rank_parameters
 
@@ -103,6 +104,8 @@ class Workload:
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True
     """Whether anybody said what machine it is; otherwise nothing is claimed of what fits into its memory."""
+    expert_tp: int | None = None
+    """Ranks that share each routed expert; None: those of tp."""
 
     @property
     def machine(self) -> Accelerator:
@@ -223,18 +226,34 @@ class Workload:
             SplitError: a tensor cannot be cut over tp.
         """
         divisor = self.vocab_divisible_by
-        return rank_parameters(self.shape, stage, self.tp, ep=self.ep, vocab_divisible_by=divisor)
+        return rank_parameters(
+            self.shape, stage, self.tp, ep=self.ep, expert_tp=self.expert_tp, vocab_divisible_by=divisor
+        )
+
+    def layout(self, parameter: Parameter) -> TensorLayout:
+        """How the ranks of tp and ep share a parameter.
+
+        Raises:
+            SplitError: it cannot be cut over tp.
+        """
+        divisor = self.vocab_divisible_by
+        return tensor_layout(parameter, self.tp, ep=self.ep, expert_tp=self.expert_tp, vocab_divisible_by=divisor)
 
     @property
     def expert_shards(self) -> int:
         """Ranks that share the optimizer state of experts that are dealt over ep."""
-        return max(1, self.shards // self.ep)
+        return max(1, self.shards * self.tp // (self.expert_slices * self.ep))
+
+    @property
+    def expert_slices(self) -> int:
+        """Ranks that share each routed expert."""
+        return self.expert_tp or self.tp
 
     def dealt_parameters(self, stage: Stage) -> int:
         """Those of them that are experts which other ranks of ep do not hold; none where ep is 1."""
         if self.ep == 1:
             return 0
-        return expert_numel(parameter_table(self.shape), stage, self.tp, self.ep)
+        return expert_numel(parameter_table(self.shape), stage, self.tp, self.ep, self.expert_tp)
 
     def sharded(self, stage: Stage) -> ShardedGroups:
         """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded."""
@@ -246,4 +265,4 @@ class Workload:
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
         dense = Grid.of(self.order, {axis: self.size(axis) for axis in DENSE_AXES})
-        return expert_grid(dense, self.ep).stride(axis)
+        return expert_grid(dense, self.ep, self.expert_tp).stride(axis)

@@ -39,5 +39,14 @@ def shared_tokens(tokens: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def keeps_places(dense: Grid, expert: Grid) -> bool:
-    """Whether every rank has the same tp and pp coordinate in both grids: it then holds experts of its own stage."""
+    """Whether every rank holds experts of its own stage, cut at its own place on tp.
+
+    It has the same tp and pp coordinate in both grids then. Where fewer ranks share an expert than share a dense layer,
+    those that hold the same experts have to have one place on tp: their optimizer shards are those of dp · cp.
+    """
+    if expert.size((Axis.TP,)) < dense.size((Axis.TP,)):
+        tp, same_stage = dense.size((Axis.TP,)), dense.size((Axis.PP,)) == 1
+        apart = expert.size((Axis.DP,)) > 1 and expert.stride(Axis.DP) % tp != 0
+        same_stage = same_stage or dense.stride(Axis.PP) == expert.stride(Axis.PP)
+        return dense.stride(Axis.TP) == 1 and same_stage and not apart
     return all(dense.size((axis,)) == 1 or dense.stride(axis) == expert.stride(axis) for axis in (Axis.TP, Axis.PP))

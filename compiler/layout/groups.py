@@ -85,7 +85,8 @@ def expert_grid(dense: Grid, ep: int, expert_tp: int | None = None) -> Grid:
 class Groups:
     """All groups of a world.
 
-    `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts;
+    `kv_replicas` consecutive ranks of each tp group hold the same kv heads; `ep` ranks share the routed experts, and
+    `expert_tp` ranks (those of tp, unless it is given) each of them;
     `cp_sizes` are the ranks of the inner and outer groups of cp, where attention needs such groups; with `tied`, the
     first and the last stage both hold the embedding.
     """
@@ -95,6 +96,7 @@ class Groups:
     ep: int = 1
     cp_sizes: tuple[int, int] | None = None
     tied: bool = False
+    expert_tp: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,7 +115,7 @@ class Groups:
     @property
     def expert_grid(self) -> Grid:
         """The grid of the routed experts."""
-        return expert_grid(self.grid, self.ep)
+        return expert_grid(self.grid, self.ep, self.expert_tp)
 
     def __call__(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The groups of a rank that its runtime creates, and those of its experts: the ranks of each, by name.

@@ -81,12 +81,17 @@ def part_replicas(part: Part, tp: int) -> int:
     return tp // part.units if part.units < tp and tp % part.units == 0 else 1
 
 
-def tensor_layout(parameter: Parameter, tp: int, *, ep: int = 1, vocab_divisible_by: int = 1) -> TensorLayout:
-    """How `tp` ranks share a parameter, and `ep` ranks its experts.
+def tensor_layout(
+    parameter: Parameter, tp: int, *, ep: int = 1, expert_tp: int | None = None, vocab_divisible_by: int = 1
+) -> TensorLayout:
+    """How `tp` ranks share a parameter, and `ep` ranks its experts, each of which `expert_tp` ranks share (None: tp).
 
     Raises:
         SplitError: it cannot be cut evenly.
     """
+    if parameter.expert_dim is not None and expert_tp not in (None, tp):
+        assert expert_tp is not None
+        return _folded(tensor_layout(parameter, expert_tp, ep=ep), tp, expert_tp)
     split, shape = parameter.split, parameter.shape
     experts = (1, 0) if parameter.expert_dim is None else (ep, parameter.expert_dim)
     if split is None:
@@ -103,6 +108,15 @@ def tensor_layout(parameter: Parameter, tp: int, *, ep: int = 1, vocab_divisible
         ranges.append(tuple(pieces))
     replicas = max(part_replicas(part, tp) for part in split.parts)
     return TensorLayout(shape, split.dim, tuple(ranges), replicas, *experts)
+
+
+def _folded(layout: TensorLayout, tp: int, expert_tp: int) -> TensorLayout:
+    """The slices of experts that `expert_tp` ranks share, as each of the `tp` ranks has them: neighbours share one."""
+    if tp % expert_tp:
+        raise SplitError(f"expert_tp {expert_tp} does not divide tp {tp}: {tp} / {expert_tp} is not whole")
+    if expert_tp == 1 or layout.ranges is None:
+        return replace(layout, dim=None, ranges=None)
+    return replace(layout, ranges=layout.ranges * (tp // expert_tp))
 
 
 def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[int, int], ...]:

@@ -89,11 +89,11 @@ class ExpertPlace(NamedTuple):
     expert_dp: int
 
 
-def expert_places(plan: Plan) -> list[ExpertPlace]:
-    """Of each shard of optimizer states, in their order: where its rank stands in the groups that share experts.
+def expert_places(plan: Plan, tp_rank: int = 0) -> list[ExpertPlace]:
+    """Of each shard of a tp rank's optimizer states, in their order: where its rank stands in the groups of experts.
 
     There are dp · cp shards. At ZeRO stage 0 there is one for each ep rank, of which the first has all other states
-    too.
+    too. All tp ranks have the same, unless they hold other experts (`expert_tp`).
     """
     groups = plan.groups
     if not plan.spec.zero_stage:
@@ -104,4 +104,11 @@ def expert_places(plan: Plan) -> list[ExpertPlace]:
     def place(rank: int, name: str) -> int:
         return groups.of_rank(name, rank).index(rank)
 
-    return [ExpertPlace(place(rank, Axis.EP), place(rank, EXPERT_DP)) for rank in groups.of_rank("dp-cp", 0)]
+    first = groups.of_rank(Axis.TP, 0)[tp_rank]
+    return [ExpertPlace(place(rank, Axis.EP), place(rank, EXPERT_DP)) for rank in groups.of_rank("dp-cp", first)]
+
+
+def further_ep_ranks(plan: Plan, tp_rank: int) -> list[int]:
+    """The ep ranks of a tp rank's shards, beside that of the first, which writes the file of weights."""
+    _, *others = dict.fromkeys(place.ep for place in expert_places(plan, tp_rank))
+    return sorted(others)

@@ -38,6 +38,8 @@ class Traffic:
     expert_dp: int = 0
     ep_ranks: int = 1
     """Ranks that share experts."""
+    expert_tp: int | None = None
+    """Ranks that share each expert; None: those of tp."""
 
     def by_group(self) -> dict[str, int]:
         """The bytes under the names of the groups."""
@@ -71,6 +73,7 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
         ep=over(Axis.EP),
         expert_dp=over(EXPERT_DP),
         ep_ranks=work.ep,
+        expert_tp=work.expert_tp,
     )
 
 
@@ -89,7 +92,7 @@ class Placement:
 
 def placement(grid: Grid, per_node: int, traffic: Traffic) -> Placement:
     """How a grid lies on the machines."""
-    groups = Groups(grid, ep=traffic.ep_ranks)
+    groups = Groups(grid, ep=traffic.ep_ranks, expert_tp=traffic.expert_tp)
     reaches = {name: reach(groups.family(name), per_node) for name in traffic.by_group()}
     sent = [(reaches[name], size) for name, size in traffic.by_group().items() if name != Axis.CP]
     cp = grid.size((Axis.CP,))
@@ -113,6 +116,8 @@ def alternatives(grid: Grid, per_node: int, traffic: Traffic) -> list[Placement]
     orders = (order for order in itertools.permutations(large) if order != here)
     grids = [Grid.of((*order, *small), sizes) for order in orders]
     found = [
-        placement(other, per_node, traffic) for other in grids if ep == 1 or keeps_places(other, expert_grid(other, ep))
+        placement(other, per_node, traffic)
+        for other in grids
+        if ep == 1 or keeps_places(other, expert_grid(other, ep, traffic.expert_tp))
     ]
     return sorted(found, key=lambda one: (one.leaving_bytes, one.order))

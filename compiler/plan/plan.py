@@ -61,7 +61,7 @@ class Plan:
         is_usp = parallelism.cp_implementation is CpImplementation.USP
         levels = parallelism.hierarchical_cp_sizes if is_usp else None
         tied = self.spec.model.shape.tie_word_embeddings
-        return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels, tied)
+        return Groups(parallelism.grid, self.kv_replicas, parallelism.ep, levels, tied, parallelism.expert_tp)
 
     def estimate(self, *, tokens: float | None = None, gpu_hour_price: float | None = None) -> Estimate:
         """Predicted memory, traffic and time, with 90 % intervals.
@@ -84,6 +84,9 @@ class Plan:
         parallelism = self.spec.parallelism
         tp, ep, divisor = parallelism.tp, parallelism.ep, parallelism.make_vocab_size_divisible_by
         return {
-            parameter.name: (parameter, tensor_layout(parameter, tp, ep=ep, vocab_divisible_by=divisor))
+            parameter.name: (
+                parameter,
+                tensor_layout(parameter, tp, ep=ep, expert_tp=parallelism.expert_tp, vocab_divisible_by=divisor),
+            )
             for parameter in self.parameters
         }

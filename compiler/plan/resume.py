@@ -24,6 +24,7 @@ ADAPTABLE = (
     "layers of the stages",
     "order of tp and pp",
     "ep",
+    "expert_tp",
     "order of ep and dp",
     "optimizer shards (dp · cp)",
     "precision",
@@ -67,8 +68,9 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         if parallelism.pp > 1 and parallelism.tp > 1
         else None,
         "ep": parallelism.ep if parallelism.ep > 1 else None,
+        "expert_tp": parallelism.expert_tp if parallelism.folds_experts else None,
         "order of ep and dp": "-".join(axis for axis in parallelism.order if axis in (Axis.EP, Axis.DP))
-        if 1 < parallelism.ep < parallelism.zero_shards
+        if parallelism.ep > 1 and plan.groups.expert_grid.size((Axis.DP,)) > 1
         else None,
         "optimizer shards (dp · cp)": plan.spec.optimizer_shards,
         "zero stage": plan.spec.zero_stage,

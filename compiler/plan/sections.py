@@ -257,6 +257,7 @@ def _piece_sizes(spec: Spec, stage: Stage) -> Sizes:
             piece,
             parallelism.tp,
             ep=parallelism.ep,
+            expert_tp=parallelism.expert_tp,
             vocab_divisible_by=parallelism.make_vocab_size_divisible_by,
             tied=spec.model.shape.tie_word_embeddings,
         )

@@ -15,6 +15,7 @@ from .registry import Finding, rule
 
 _EP = ("parallelism", "ep")
 _RATE = ("training", "moe_router_bias_update_rate")
+_EXPERT_TP = ("parallelism", "expert_tp")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTRAL = {
     "model_type": "mixtral",
@@ -65,6 +66,37 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
             fixes=tuple(Fix(f"set ep to {size}", layout_change(spec), (Edit(_EP, size),)) for size in near),
             related=related,
         )
+
+
+@rule(
+    "M005",
+    "expert_tp does not fit",
+    """expert_tp ranks share each routed expert (Megatron's parallel folding). They are neighbours of a tp group: tp %
+    expert_tp = 0, and the width of an expert % expert_tp = 0. Left out it is tp.""",
+    wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 4, "ep": 4, "expert_tp": 3}},
+    right={"model": {**MIXTRAL}, "parallelism": {"tp": 4, "ep": 4, "expert_tp": 1}},
+    sources=("arXiv 2504.14960", "Megatron-Core parallel_state.py"),
+)
+def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
+    """Fires for a model without experts, and where tp or the width of an expert is not a multiple."""
+    expert_tp, tp, moe = spec.expert_tp, spec.axis(Axis.TP), spec.shape.moe
+    if expert_tp is None:
+        return
+    removal = Fix("remove expert_tp", Safety.CHANGES_COST, (Edit(_EXPERT_TP, remove=True),))
+    if moe is None:
+        message = f"expert_tp {expert_tp}, but {spec.shape.model_type} has no experts"
+        related = also(spec, model_path(spec, "model_type"))
+        yield Finding(message, _EXPERT_TP, help="remove expert_tp", fixes=(removal,), related=related)
+        return
+    for name, size in (("tp", tp), ("the width of an expert", moe.intermediate_size)):
+        if size % expert_tp:
+            yield Finding(
+                f"expert_tp {expert_tp} does not divide {name} {size}: {size} / {expert_tp} is not whole",
+                _EXPERT_TP,
+                help="write 1, or leave expert_tp out",
+                fixes=(removal,),
+                related=also(spec, ("parallelism", "tp")),
+            )
 
 
 @rule(

@@ -138,7 +138,8 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     if shape.moe is not None:
         experts = FAMILIES[shape.model_type].experts
         name = experts.width[0] if experts else "moe_intermediate_size"
-        widths.append((name, shape.moe.intermediate_size))
+        if spec.expert_tp is None:  # rule M005 looks at others
+            widths.append((name, shape.moe.intermediate_size))
     for name, width in widths:
         if width % tp:
             message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"

@@ -104,22 +104,27 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "W003",
     "the expert grid does not cover the world",
-    """Experts are laid over the same ranks on a grid of their own: tp · ep · expert-dp · pp = world size, so ep divides
-    dp · cp.""",
+    """Experts are laid over the same ranks on a grid of their own: expert_tp · ep · expert-dp · pp = world size, so ep
+    divides dp · cp, and with an expert_tp smaller than tp it divides tp / expert_tp · dp · cp.""",
     wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 4}},
     right={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}, "cluster": {"accelerator": "b200"}},
     sources=("Megatron-LM parallel_state.py",),
 )
 def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
-    """Fires when ep does not fit into dp · cp."""
+    """Fires when ep does not fit into the ranks that experts are laid over."""
     ep, dp, cp = spec.axis(Axis.EP), spec.axis(Axis.DP), spec.axis(Axis.CP)
-    room = dp * cp
+    tp, expert_tp = spec.axis(Axis.TP), spec.expert_tp
+    if expert_tp is not None and tp % expert_tp:
+        return  # rule M005
+    folds = 1 if expert_tp is None else tp // expert_tp
+    room = folds * dp * cp
     if room % ep:
         near = nearest_divisors(ep, room)
+        equation = f"dp {dp} · cp {cp}" if expert_tp is None else f"tp {tp} / expert_tp {expert_tp} · dp {dp} · cp {cp}"
         yield Finding(
-            f"ep {ep} does not divide dp {dp} · cp {cp} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
+            f"ep {ep} does not divide {equation} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
             ("parallelism", "ep"),
-            help="choose an ep that divides dp · cp",
+            help="choose an ep that divides dp · cp" + ("" if expert_tp is None else " · tp / expert_tp"),
             fixes=tuple(_resize(spec, Axis.EP, size) for size in near),
             related=also(spec, ("parallelism", "dp"), ("parallelism", "cp")),
         )

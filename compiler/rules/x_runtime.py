@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Severity
@@ -14,7 +15,7 @@ from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
 
 from .m_experts import MIXTRAL
-from .places import model_path
+from .places import also, model_path
 from .registry import Finding, rule
 from .s_module import MODULE
 
@@ -53,8 +54,8 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires where the two grids give a rank different places on tp or pp."""
     ep = spec.axis(Axis.EP)
     sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
-    if ep == 1 or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
-        return
+    if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
+        return  # rule X006 looks at experts with a tp of their own
     dense = Grid.of(spec.order, sizes)
     expert = expert_grid(dense, ep)
     if not keeps_places(dense, expert):
@@ -68,6 +69,60 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
             f"the order {'-'.join(spec.order)} with ep {ep}: {'; '.join(moved)}",
             ("parallelism", "order"),
             help="write the order tp-cp-ep-dp-pp",
+        )
+
+
+@rule(
+    "X006",
+    "the runtime holds experts whole, or cut like the dense layers",
+    """With expert_tp 1 each rank has whole experts, and ep takes the ranks of tp too: every tensor-parallel rank sends
+    its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
+    the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
+    their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are cut over
+    a part of the tp ranks are planned for other launchers, and so is expert_tp at ZeRO stage 0.""",
+    wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
+    right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Finding]:
+    """Fires for an expert_tp between 1 and tp, and where ranks of several places on tp hold the same experts."""
+    expert_tp, ep, tp = spec.expert_tp, spec.axis(Axis.EP), spec.axis(Axis.TP)
+    sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
+    if expert_tp is None or not spec.shape.has_moe or tp % expert_tp:
+        return  # rule M005
+    if math.prod(sizes.values()) % (expert_tp * ep * sizes[Axis.PP]):
+        return  # rule W003
+    where = ("parallelism", "expert_tp")
+    if expert_tp > 1:
+        yield Finding(
+            f"expert_tp {expert_tp} beside tp {tp}: parcompile.runtime executes 1 and {tp}",
+            where,
+            help=f"write 1, or leave it out for {tp}",
+            related=also(spec, ("parallelism", "tp")),
+        )
+    elif not spec.zero_stage:
+        yield Finding(
+            "expert_tp 1 at zero.stage 0: the files of that stage have the states of all experts with each place on tp",
+            where,
+            help="use zero.stage 1 or 2, or leave expert_tp out",
+            related=also(spec, ("zero", "stage")),
+        )
+    elif ep % tp:
+        yield Finding(
+            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that ranks of several places on tp hold the "
+            "same experts",
+            where,
+            help=f"choose an ep that is a multiple of tp {tp}, or leave expert_tp out",
+            related=also(spec, ("parallelism", "ep"), ("parallelism", "tp")),
+        )
+    elif not keeps_places(dense := Grid.of(spec.order, sizes), expert_grid(dense, ep, expert_tp)):
+        yield Finding(
+            f"the order {'-'.join(spec.order)} with expert_tp 1: ranks of several stages, or of several places on tp, "
+            "hold the same experts",
+            ("parallelism", "order"),
+            help="write the order tp-cp-ep-dp-pp",
+            related=also(spec, where),
         )
 
 

@@ -67,6 +67,13 @@ class Parallelism:
     num_layers_in_last_pipeline_stage: int | None
     num_virtual_stages_per_pipeline_rank: int
     microbatch_group_size_per_virtual_pipeline_stage: int | None
+    expert_tp: int | None
+    """Ranks that share each routed expert; None: those of tp."""
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts are shared by fewer ranks than the dense layers (Megatron's parallel folding)."""
+        return self.ep > 1 and self.expert_tp is not None and self.expert_tp < self.tp
 
     @property
     def grid(self) -> Grid:

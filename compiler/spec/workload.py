@@ -24,6 +24,7 @@ def workload_of(spec: Spec) -> Workload:
         tp=axes.tp,
         cp=axes.cp,
         ep=axes.ep,
+        expert_tp=axes.expert_tp,
         dp=axes.dp,
         pp=axes.pp,
         order=axes.order,

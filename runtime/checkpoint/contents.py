@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from parcompile.plan import Plan
-from parcompile.plan.holding import expert_places
+from parcompile.plan.holding import expert_places, further_ep_ranks, model_parallel_places
 from parcompile.runtime.errors import RunError
 from parcompile.spec import Precision
 
@@ -21,12 +21,14 @@ from .random_state import random_file
 def tensor_files(plan: Plan) -> set[str]:
     """The files of weights and of optimizer states."""
     parallelism, bf16 = plan.spec.parallelism, plan.spec.training.precision is Precision.BF16
-    model_parallel_ranks = range(parallelism.tp * parallelism.pp)
+    places = list(enumerate(model_parallel_places(plan)))
+    model_parallel_ranks = range(len(places))
     weights = {weights_file(rank) for rank in model_parallel_ranks}
     shards = {
         shard_file(shard, rank, bf16=bf16) for rank in model_parallel_ranks for shard in range(len(expert_places(plan)))
     }
-    experts = {experts_file(ep_rank, rank) for rank in model_parallel_ranks for ep_rank in range(1, parallelism.ep)}
+    further = [further_ep_ranks(plan, tp_rank) for tp_rank in range(parallelism.tp)]
+    experts = {experts_file(ep_rank, rank) for rank, place in places for ep_rank in further[place.tp]}
     return weights | experts | shards
 
 

@@ -84,10 +84,10 @@ class Reader(_Engine):
 
     Args:
         note: of the checkpoint.
-        ep_rank: whose experts are read with the weights.
+        ep_rank: whose experts are read with the weights; None: those that are in the file of weights.
     """
 
-    def __init__(self, note: Note, ep_rank: int = 0) -> None:
+    def __init__(self, note: Note, ep_rank: int | None = None) -> None:
         super().__init__()
         self._note, self._ep_rank = note, ep_rank
 
@@ -102,7 +102,7 @@ class Reader(_Engine):
             raise RunError(f"{path} is not of the checkpoint {self._note.folder}: not loaded")
         content = load_trusted(self._note.folder / name)
         weights = WEIGHTS_FILE.fullmatch(name)
-        if weights is None or not self._ep_rank:
+        if weights is None or self._ep_rank is None:
             return content
         experts = load_trusted(self._note.folder / experts_file(self._ep_rank, int(weights[1])))
         return with_experts(content, experts)

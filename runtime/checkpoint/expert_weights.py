@@ -24,7 +24,7 @@ MODULE = "module"
 
 def file_to_write(mesh: Mesh) -> str | None:
     """The file of experts that this rank writes; None: it writes none."""
-    if mesh.parallel_group(Axis.EP) is None or not mesh.index(Axis.EP) or mesh.index(EXPERT_DP):
+    if mesh.parallel_group(Axis.EP) is None or not mesh.index("dp-cp") or mesh.index(EXPERT_DP):
         return None
     return experts_file(mesh.index(Axis.EP), mesh.index("tp-pp"))
 

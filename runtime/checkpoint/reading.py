@@ -50,7 +50,7 @@ class SavedRun:
         self._weights: dict[tuple[int, int], dict[str, Any]] = {}
         self._shards: dict[tuple[int, int], list[OptimizerShard]] = {}
         self._experts: dict[tuple[int, int, int], dict[str, Any]] = {}
-        self._expert_places = expert_places(plan)
+        self._expert_places = [expert_places(plan, tp_rank) for tp_rank in range(plan.spec.parallelism.tp)]
         self._names: dict[int, dict[str, str]] = {}
 
     def weights(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
@@ -68,8 +68,8 @@ class SavedRun:
         return self._weights[place]
 
     def _experts_of(self, place: tuple[int, int], ep_rank: int) -> dict[str, Tensor]:
-        """Weights of the experts of a rank, and those of others too where it is the first of ep."""
-        if not ep_rank:
+        """Weights of the experts of a rank, and all others too where its file of weights has them."""
+        if ep_rank == self._expert_places[place[1]][0].ep:
             found: dict[str, Tensor] = self.weights(*place)["module"]
             return found
         key = (*place, ep_rank)
@@ -93,7 +93,7 @@ class SavedRun:
                 match = SHARD_FILE.fullmatch(name)
                 if match and int(match[2]) == self._files_of[place]:
                     found[int(match[1])] = self.note.folder / name
-            count = len(self._expert_places)
+            count = len(self._expert_places[0])
             missing = sorted(set(range(count)) - found.keys())
             if missing:
                 raise RunError(f"{self.note.folder} lacks the optimizer states of {_place(place)}, shard {missing[0]}")
@@ -168,7 +168,9 @@ class SavedRun:
         """
         pp_rank = self._holder(name)
         layout, real_shape = self._layout(name, pp_rank)
-        tp = self.note.plan.spec.parallelism.tp
+        # Experts that are not cut are put together over ep alone, whichever tp rank holds them.
+        whole = layout.ep > 1 and layout.ranges is None
+        tp = 1 if whole else self.note.plan.spec.parallelism.tp
         locals_ = [self._held(name, kind, (pp_rank, tp_rank), layout, experts) for tp_rank in range(tp)]
         found = [local for local in locals_ if local is not None]
         if len(found) != len(locals_):
@@ -183,20 +185,30 @@ class SavedRun:
     def _held(
         self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, experts: tuple[int, int] | None
     ) -> Tensor | None:
-        """What the ranks of one place on tp and pp hold of a parameter: the wanted experts of all of them."""
+        """What the ranks of one place on tp and pp hold of a parameter: the wanted experts of all of them.
+
+        Experts that are not cut may be with another tp rank.
+        """
         dim, first = layout.expert_dim, 0
         found: list[Tensor] = []
         for ep_rank in range(layout.ep):
             held = layout.experts(ep_rank)
             if held is not None and experts is not None and (held[1] <= experts[0] or experts[1] <= held[0]):
                 continue
-            local = self._local(name, kind, place, layout, ep_rank)
+            holder = place if layout.ep == 1 else (place[0], self._tp_rank(place[1], ep_rank))
+            local = self._local(name, kind, holder, layout, ep_rank)
             if local is None:
                 return None
             first = first if found or held is None else held[0]
             found.append(local)
         joined = found[0] if len(found) == 1 else torch.cat(found, dim)
         return joined if experts is None else joined.narrow(dim, experts[0] - first, experts[1] - experts[0])
+
+    def _tp_rank(self, tp_rank: int, ep_rank: int) -> int:
+        """The tp rank itself where it has these experts; else the one that has."""
+        if any(place.ep == ep_rank for place in self._expert_places[tp_rank]):
+            return tp_rank
+        return next(one for one, places in enumerate(self._expert_places) if any(at.ep == ep_rank for at in places))
 
     def _holder(self, name: str) -> int:
         """The first stage that holds a parameter."""
@@ -219,7 +231,7 @@ class SavedRun:
         stored = self._stored(place[0])[name]
         shards = self.shards(*place)
         if layout.ep > 1:
-            shards = self._of_ep_rank(shards, ep_rank)
+            shards = self._of_ep_rank(place[1], shards, ep_rank)
         pieces = [piece for shard in shards if (piece := shard.piece(stored, kind)) is not None]
         if not pieces:
             return None if kind != MASTER else self._experts_of(place, ep_rank)[stored].float()
@@ -231,9 +243,9 @@ class SavedRun:
             )
         return flat.view(layout.local_shape)
 
-    def _of_ep_rank(self, shards: list[OptimizerShard], ep_rank: int) -> list[OptimizerShard]:
+    def _of_ep_rank(self, tp_rank: int, shards: list[OptimizerShard], ep_rank: int) -> list[OptimizerShard]:
         """The shards of the ranks that hold the same experts, in the order of their parts."""
-        places = zip(self._expert_places, shards, strict=True)
+        places = zip(self._expert_places[tp_rank], shards, strict=True)
         held = [(place.expert_dp, number) for number, (place, _) in enumerate(places) if place.ep == ep_rank]
         return [shards[number] for _, number in sorted(held)]
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from parcompile.layout.grid import Axis
+from parcompile.plan.holding import further_ep_ranks
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
 from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
@@ -153,8 +154,11 @@ def _load_as_it_is(engine: Any, note: Note) -> None:
     """A checkpoint of the same layout. DeepSpeed knows no files of optimizer states for ZeRO stage 0."""
     from .deepspeed_engine import Reader
 
-    if engine.mesh.plan.spec.zero_stage:
-        ep_rank = 0 if engine.mesh.parallel_group(Axis.EP) is None else engine.mesh.index(Axis.EP)
+    mesh = engine.mesh
+    if mesh.plan.spec.zero_stage:
+        ep_rank = None if mesh.parallel_group(Axis.EP) is None else mesh.index(Axis.EP)
+        if ep_rank not in further_ep_ranks(note.plan, mesh.index(Axis.TP)):
+            ep_rank = None  # its experts are in the file of weights
         with use_checkpoint_engine(engine, Reader(note, ep_rank)):
             path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
         if path is None or state.get("step") != note.step:

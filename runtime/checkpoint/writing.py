@@ -20,7 +20,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
-from parcompile.plan.holding import Holding, expert_places, model_parallel_places
+from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places
 from parcompile.plan.resume import file_layout
 from parcompile.progress import tracked
 from parcompile.runtime.deepspeed_patches import expert_settings
@@ -158,10 +158,10 @@ def _write_rank(
     """
     plan, (mp_rank, tp_rank) = source.plan, place
     parallelism, precision = plan.spec.parallelism, plan.spec.training.precision
-    names = held.names
+    names, first_ep_rank = held.names, expert_places(plan, tp_rank)[0].ep
     module: OrderedDict[str, Tensor] = OrderedDict()
     for name in names:
-        weight = source.local(name, MASTER, tp_rank)
+        weight = source.local(name, MASTER, tp_rank, first_ep_rank)
         assert weight is not None
         module[name] = weight.to(TORCH_DTYPES[precision])
     if plan.spec.model.shape.tie_word_embeddings and held.has_head:
@@ -187,7 +187,7 @@ def _write_rank(
     }
     files = {weights_file(mp_rank): write_state(folder / weights_file(mp_rank), states)}
     dealt = [name for name in names if source.layouts[name].ep > 1]
-    for ep_rank in range(1, parallelism.ep):
+    for ep_rank in further_ep_ranks(plan, tp_rank):
         experts = {name: source.local(name, MASTER, tp_rank, ep_rank) for name in dealt}
         weights = {name: one.to(TORCH_DTYPES[precision]) for name, one in experts.items() if one is not None}
         file = experts_file(ep_rank, mp_rank)
@@ -251,7 +251,7 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
 
     shards, ep_rank = source.plan.spec.optimizer_shards, 0
     if group.of_experts:
-        places_of_experts = expert_places(source.plan)
+        places_of_experts = expert_places(source.plan, tp_rank)
         ep_rank, shard = places_of_experts[shard]
         shards = len({place.expert_dp for place in places_of_experts})
     elif shard >= shards:  # at stage 0 what all ep ranks hold is in the first file only

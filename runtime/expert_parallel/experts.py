@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from parcompile.layout.grid import Axis
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slices
-from parcompile.runtime.tensor_parallel import take_ranges
+from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 
 from .exchange import exchange, gather_rows, sum_rows
@@ -37,9 +37,11 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
 
     What is left is whole; tensor parallelism cuts it afterwards.
     """
-    group = mesh.parallel_group(Axis.EP)
+    group, tp = mesh.parallel_group(Axis.EP), mesh.parallel_group(Axis.TP)
     if group is None:
         return
+    # Tensor-parallel ranks then hold other experts, not slices of the same ones.
+    folds = slices.folds_experts
     for name, module in list(model.named_modules()):
         pieces = {
             kind: piece
@@ -55,10 +57,11 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
             if not piece.is_cut:  # what tensor parallelism cuts afterwards is copied there
                 local = take_ranges(local, piece.layout.expert_dim, [(0, stop - start)])
             setattr(module, kind, nn.Parameter(local, requires_grad=parameter.requires_grad))
-            mark_dealt(getattr(module, kind), dist.get_world_size(group))
+            mark_dealt(getattr(module, kind), dist.get_world_size(group), group_size(tp) if folds else 1)
+            if folds:
+                mark_shard(getattr(module, kind))
         if pieces:
-            tp = mesh.parallel_group(Axis.TP)
-            Dispatched(module, group, tp, tp if any(piece.is_cut for piece in pieces.values()) else None)
+            Dispatched(module, group, tp, None if folds else tp)
 
 
 class Dispatched:

@@ -71,6 +71,8 @@ def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Mod
             raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
         dims = parameters[weight].dim()
         wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
+        if slices.folds_experts and slices.of(weight).experts is not None:
+            continue  # what transformers cuts over tp is dealt, whole
         if _multiplies_from_the_left(name, slices):
             # "row because not linear": [experts, in, out] is named by how it is stored.
             wanted = dims - 1 if style in _ROW else dims - 2

@@ -198,6 +198,8 @@ def register_gradient_sums(model: nn.Module, mesh: Mesh) -> None:
         owner = model.get_submodule(name.rpartition(".")[0])
         # A row-parallel linear adds up the gradient of its bias itself.
         of_tokens = sequence_parallel and piece.parameter.sequence_parallel
+        if slices.folds_experts and piece.experts is not None:
+            continue  # no other rank of tp has these experts
         if piece.parameter.partial or (of_tokens and not isinstance(owner, RowParallelLinear)):
             sum_in_backward(parameter, group)
         elif piece.replica_group is not None and getattr(owner, "replica_group", None) is None:

@@ -70,6 +70,11 @@ class Slices:
         self._rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
         self._holding = Holding(mesh.plan, mesh.index("pp"))
 
+    @property
+    def folds_experts(self) -> bool:
+        """Whether tensor-parallel ranks hold other experts, each whole."""
+        return self._mesh.plan.spec.parallelism.folds_experts
+
     def holds(self, name: str) -> bool:
         """Whether this rank's stages have the parameter of that name in the whole model."""
         return name in self._holding

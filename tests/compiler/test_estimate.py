@@ -78,6 +78,10 @@ def test_tensor_parallel_ranks_share_the_tokens_that_travel_to_experts() -> None
     without = {group.group: group for group in estimate(replace(one, tp=2, ep=1)).traffic}
     assert shared["tp"].messages == without["tp"].messages + 32 * 8 * 4
     assert shared["tp"].wire_bytes == without["tp"].wire_bytes + 32 * 8 * 4 * rows / 2
+    # Whole experts: nothing is gathered.
+    folded = {group.group: group for group in estimate(replace(one, tp=2, expert_tp=1)).traffic}
+    assert folded["tp"] == without["tp"]
+    assert folded["ep"].wire_bytes == 32 * 8 * (4 * rows / 2 * 7 / 8 + counts)
 
 
 def test_moe_computes_only_the_experts_of_a_token() -> None:

@@ -156,3 +156,10 @@ class TestCommand:
         result = self.run(plan, *arguments)
         assert result.exit_code != 0
         assert message in result.output
+
+
+def test_whole_experts_are_dealt_over_the_ranks_of_tp_too() -> None:
+    groups = Groups(Grid.of(("tp", "cp", "ep", "dp", "pp"), {"tp": 2, "dp": 4}), ep=4, expert_tp=1)
+    assert groups.of_rank("ep", 5) == (4, 5, 6, 7)
+    assert groups.of_rank("expert-dp", 5) == (1, 5)
+    assert groups.of_rank("expert-tp", 5) == (5,)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 DEALT = Case("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2})
 OTHERS = {
     "one rank": Case("deepseek_v3", {}),
-    "cp2 × dp2 × ep4": Case("deepseek_v3", {"cp": 2, "dp": 2, "ep": 4}),
+    "tp2 × cp2 × ep4, each expert whole": Case("deepseek_v3", {"tp": 2, "cp": 2, "ep": 4, "expert_tp": 1}),
     "dp4 × ep2, ZeRO stage 0": Case("deepseek_v3", {"dp": 4, "ep": 2}, zero=0),
     "pp2 × dp2 × ep2": Case("deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}),
 }
@@ -59,7 +59,7 @@ def test_other_layouts_go_on_and_back(name: str, folder: Path, uninterrupted: li
 def test_files_are_converted_to_dealt_experts_and_back_to_the_bit(
     folder: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
-    there = convert(folder / "end", OTHERS["cp2 × dp2 × ep4"].plan(), folder / "converted")
+    there = convert(folder / "end", OTHERS["tp2 × cp2 × ep4, each expert whole"].plan(), folder / "converted")
     unsharded = convert(there, OTHERS["dp4 × ep2, ZeRO stage 0"].plan(), folder / "not sharded")
     back = convert(unsharded, DEALT.plan(), folder / "converted back")
     first, last = SavedRun(read_note(folder / "end")), SavedRun(read_note(back))
@@ -72,7 +72,10 @@ def test_files_are_converted_to_dealt_experts_and_back_to_the_bit(
             assert torch.equal(one, other), (name, kind)
     # What was written is what an engine of that layout goes on with.
     assert_close(
-        run(OTHERS["cp2 × dp2 × ep4"], convert(folder / "a", OTHERS["cp2 × dp2 × ep4"].plan(), folder / "b"))[0],
+        run(
+            OTHERS["tp2 × cp2 × ep4, each expert whole"],
+            convert(folder / "a", OTHERS["tp2 × cp2 × ep4, each expert whole"].plan(), folder / "b"),
+        )[0],
         uninterrupted[0],
         2,
     )

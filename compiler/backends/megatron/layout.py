@@ -28,15 +28,23 @@ _IMPLEMENTATION, _SIZES = ("parallelism", "cp_implementation"), ("parallelism", 
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 _GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
 _ORDER = ("parallelism", "order")
+_EXPERT_TP = ("parallelism", "expert_tp")
 _STAGE = ("zero", "stage")
 
 
 def _write_experts(spec: Spec) -> Arguments:
-    return {"expert_tensor_parallel_size": spec.parallelism.tp}
+    return {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp}
 
 
-def _read_experts(source: Source, _draft: Draft) -> None:
-    source.value("expert_tensor_parallel_size", ("parallelism", "tp"))
+def _read_experts(source: Source, draft: Draft) -> None:
+    """Said where it is another than tp: a spec without it means tp."""
+    size = source.value("expert_tensor_parallel_size", ("parallelism", "tp"))
+    if size is None or size == source.value("tensor_model_parallel_size"):
+        return
+    if source.value("num_experts"):
+        draft.set(_EXPERT_TP, size, said=True)
+    else:
+        source.ignore("expert_tensor_parallel_size", "the model has no experts")
 
 
 def _write_context(spec: Spec) -> Arguments:

@@ -151,6 +151,15 @@ def losses(plan: Plan) -> list[Loss]:
                 fatal=True,
             )
         )
+    if parallelism.folds_experts:
+        found.append(
+            Loss(
+                f"expert_tp {parallelism.expert_tp} beside tp {parallelism.tp}",
+                "the emitted configuration has no tensor parallelism of its own for experts",
+                "leave expert_tp out",
+                fatal=True,
+            )
+        )
     if parallelism.pp > 1 and shape.tie_word_embeddings:
         found.append(Loss("tied embeddings with pp", "torchtitan refuses them", "pp 1", fatal=True))
     if training.precision is Precision.FP16:

@@ -112,6 +112,12 @@ class ParallelismValues(SpecReader):
         return size
 
     @property
+    def expert_tp(self) -> int | None:
+        """Ranks that share each routed expert; None: those of tp."""
+        found = self.get("parallelism", "expert_tp") if self.given("parallelism", "expert_tp") else None
+        return None if found is None or int(found) == self.axis(Axis.TP) else int(found)
+
+    @property
     def order(self) -> tuple[Axis, ...]:
         """The axes, innermost first. An axis that is not named comes last: it has size 1 (rule W004)."""
         named = tuple(map(Axis, self.get("parallelism", "order").split("-")))
@@ -181,4 +187,5 @@ class ParallelismValues(SpecReader):
             num_layers_in_last_pipeline_stage=split.last,
             num_virtual_stages_per_pipeline_rank=split.virtual,
             microbatch_group_size_per_virtual_pipeline_stage=self.microbatch_group_size,
+            expert_tp=self.expert_tp,
         )
