@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parcompile.runtime.transport import Pending
+
 
 def exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Sends the first `send[0]` rows to rank 0 of the group, the next to rank 1, …; [Q, H] in the order of ranks.
@@ -23,6 +25,65 @@ def exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group
     Its backward is the exchange the other way. Every rank takes part in both, also one that sends or gets nothing.
     """
     return cast(Tensor, cast(Any, _Exchange).apply(rows_RH, list(send), list(receive), group))
+
+
+def start_exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Started:
+    """The same, under way: what is computed until `wait` runs meanwhile, and so does its backward in backward."""
+    started = Started(list(send), list(receive), group)
+    started.rows = cast(Tensor, cast(Any, _Start).apply(rows_RH, started))
+    return started
+
+
+class Started:
+    """An exchange under way."""
+
+    def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        self.rows: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def wait(self) -> Tensor:
+        """[Q, H], when they have come."""
+        rows_QH, self.rows = self.rows, None
+        return cast(Tensor, cast(Any, _Wait).apply(rows_QH, self))
+
+    def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Starts one way; returns what the rows come to."""
+        got, rows = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(got, rows, receive, send, group=self.group, async_op=True)
+        # Keeps what is sent alive until it has left.
+        self._pending = Pending([work], lambda: (got, rows)[0])
+        return got
+
+    def end(self) -> Tensor:
+        """Waits for it (on CUDA: makes the current stream wait)."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return pending.wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, started: Started) -> Tensor:
+        ctx.started = started
+        return started.begin(rows_RH, started.send, started.receive)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.started.end(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_QH: Tensor, started: Started) -> Tensor:
+        ctx.started = started
+        return started.end().view_as(rows_QH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        started = ctx.started
+        started.begin(gradients[0], started.receive, started.send)
+        return gradients[0], None
 
 
 class _Exchange(torch.autograd.Function):

@@ -22,14 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.grid import Axis
+from parcompile.model.families import FAMILIES
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 
-from .exchange import exchange, gather_rows, sum_rows
+from .exchange import exchange, gather_rows, start_exchange, sum_rows
 from .marking import mark_dealt
 from .routing import Sharing, in_order_of_choices, route, rows_of
+from .shared import SharedExpert
 
 
 def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
@@ -42,6 +44,8 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
         return
     # Tensor-parallel ranks then hold other experts, not slices of the same ones.
     folds = slices.folds_experts
+    family = FAMILIES[mesh.plan.spec.model.shape.model_type]
+    shared_name = family.experts.shared if family.experts is not None else ""
     for name, module in list(model.named_modules()):
         pieces = {
             kind: piece
@@ -61,7 +65,9 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
             if folds:
                 mark_shard(getattr(module, kind))
         if pieces:
-            Dispatched(module, group, tp, None if folds else tp)
+            block = model.get_submodule(name.rpartition(".")[0])
+            shared = getattr(block, shared_name, None) if shared_name else None
+            Dispatched(module, group, tp, None if folds else tp, shared)
 
 
 class Dispatched:
@@ -72,6 +78,7 @@ class Dispatched:
         group: the ranks over which they are dealt.
         tp: the tensor-parallel ranks, which have the same tokens; None: there are no others.
         holders: those of them that hold slices of the same experts; None: no others do.
+        shared: the shared expert of the block, which is computed while rows travel.
     """
 
     def __init__(
@@ -80,10 +87,12 @@ class Dispatched:
         group: dist.ProcessGroup,
         tp: dist.ProcessGroup | None = None,
         holders: dist.ProcessGroup | None = None,
+        shared: nn.Module | None = None,
     ) -> None:
         experts: Any = module
         self._module, self._group, self._experts = module, group, int(experts.num_experts)
         self._holders = holders
+        self._shared = None if shared is None else SharedExpert(shared)
         self._sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
         self._compute: Callable[..., Tensor] = experts.forward
         experts.num_experts = self._experts // dist.get_world_size(group)
@@ -94,7 +103,10 @@ class Dispatched:
         routing = route(chosen_Ak, self._experts, self._group, self._sharing)
         start, stop = routing.tokens
         rows_RH = rows_of(hidden_AH[start:stop], routing)
-        rows_QH = exchange(rows_RH, routing.send, routing.receive, self._group)
+        on_their_way = start_exchange(rows_RH, routing.send, routing.receive, self._group)
+        if self._shared is not None:
+            self._shared.compute(hidden_AH)
+        rows_QH = on_their_way.wait()
         rows_NH = gather_rows(rows_QH, routing.gathered, self._holders)
         done_NH = self._local(rows_NH, routing.expert_of_row)
         done_QH = sum_rows(done_NH, routing.gathered, self._holders)
