@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
+from parcompile.model.catalogue import WEIGHTED_IN_TYPE
 
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
@@ -18,9 +19,9 @@ LOSS_CHUNK_ELEMENTS = 2**25
 """Logits that the loss holds in fp32 at a time, on an accelerator."""
 
 
-EXCHANGED_COPIES = 5
-"""Rows of an exchange between experts, in copies in the type of the weights, that are in memory while they are
-weighted; counted by preflight on models in bf16."""
+IN_FLIGHT_COPIES = 3
+"""Rows of tokens for their experts, in copies that are in memory while experts run or go backward, beyond those that a
+layer keeps; counted by preflight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,12 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
     if work.ep == 1:
-        return of_weight
-    # With few experts on a rank the peak is where rows come back: in the type of the weights and, weighted, in fp32.
-    return max(0.0, of_weight) + EXCHANGED_COPIES * work.element_bytes * rows / slices * h
+        # With many tokens the peak is where rows are weighted, by what a router gives in fp32 or casts.
+        width = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
+        return max(of_weight, IN_FLIGHT_COPIES * width * rows * h)
+    # Of the rows that came, which ranks with slices gather; and of this rank's, weighted in fp32 when they are back.
+    came = (IN_FLIGHT_COPIES + (slices > 1)) * work.element_bytes * rows * h
+    return max(0.0, of_weight) + came + 4 * rows / slices * h
 
 
 def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:

@@ -55,6 +55,23 @@ CORRECTED = frozenset(
 )
 """Model types whose routers have such scores."""
 
+WEIGHTED_IN_TYPE = frozenset(
+    (
+        "cohere2_moe",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "hunyuan_v1_moe",
+        "laguna",
+        "mellum",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    )
+)
+"""Model types whose routers weight experts in the type of the weights; others do in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
