@@ -3,6 +3,7 @@
 | quantity | formula, for one layer | source |
 |---|---|---|
 | operations of a token and head, forward | 6 K V + 2 c (2 K + V) + c (K + V) | chunkwise form, arXiv 2412.06464, 3.3 |
+| the same of a short convolution, all channels | 2 n C | |
 | message of a state | 4 b H K V bytes | the runtime keeps states in fp32 |
 | message of a halo | w b C (n − 1) bytes | C channels and n tokens of the convolution |
 
@@ -13,6 +14,7 @@ each token reads of that state, beside its own state what is left of that one.
 
 from __future__ import annotations
 
+from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -35,6 +37,8 @@ def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
     if one is None:
         return 0.0
     keys, values = one.key_dim, one.value_dim + (one.key_dim if carried else 0)
+    if one.kind is RecurrentKind.SHORT_CONVOLUTION:
+        return 2.0 * one.kernel * one.channels
     return float(one.heads * (6 * keys * values + 2 * CHUNK * (2 * keys + values) + CHUNK * (keys + values)))
 
 
@@ -85,6 +89,9 @@ def kept_bytes(work: Workload) -> float:
         return 0.0
     width, pieces = work.element_bytes, 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
     length = -(-work.sequence_length // work.cp // pieces)
+    if one.kind is RecurrentKind.SHORT_CONVOLUTION:
+        # Counted the same way: 7 numbers of each channel, in the type of the weights.
+        return work.micro_batch * pieces * length * 7 * width * one.values / work.tp
     tokens = work.micro_batch * pieces * -(-length // CHUNK) * CHUNK
     values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
     of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * CHUNK + 9))

@@ -172,8 +172,6 @@ _NEAREST = {
     "dots3_note_text": "dots1",
     "hy_v4": "hy_v3",
     "gemma4_unified_text": "gemma3_text",
-    "lfm2": "llama",
-    "lfm2_moe": "mixtral",
     "zamba2": "llama",
     "recurrent_gemma": "gemma2",
     "mistral4": "deepseek_v3",

@@ -156,6 +156,8 @@ class Family:
     """Empty: its linears stand in the layer itself."""
     mlp_ratio: int | None = None
     """The width of the MLP in hidden sizes, where the configuration does not say."""
+    mlp_width: Callable[[Mapping[str, Any], int], int] | None = None
+    """What the MLP makes of `intermediate_size`."""
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True
     """Two column-parallel projections; fused when `up` has one name."""

@@ -71,7 +71,7 @@ def shape_from_config(config: Config) -> ModelShape:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
-        intermediate_size=_width(read, family, name, hidden),
+        intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
         tie_word_embeddings=family.is_on("tie_word_embeddings", config),
@@ -177,10 +177,11 @@ class _Reader:
         return value
 
 
-def _width(read: _Reader, family: Family, name: str, hidden: int) -> int:
+def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config) -> int:
     """The width of the dense MLP."""
     if family.experts is None:
-        return read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
+        width = read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
+        return width if family.mlp_width is None else family.mlp_width(config, width)
     key, default = family.experts.dense_width
     # Where no layer is dense, a class may have no such key, or none for it.
     missing = name in {"solar_open", "kolibri1", "cohere2_moe", "qwen3_5_moe_text"} and not read.has(key)

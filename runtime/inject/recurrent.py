@@ -69,7 +69,13 @@ def recurrent_modules(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     traits = FAMILIES[shape.model_type].recurrent if shape.user_module is None else None
     if traits is None or shape.recurrent is None:
         return []
-    return [module for name, module in model.named_modules() if name.endswith(f".{traits.module}")]
+    return [module for name, module in model.named_modules() if _is_layers(name, traits.module)]
+
+
+def _is_layers(name: str, module: str) -> bool:
+    """Whether a module stands in a layer itself under that name."""
+    *_, parent, own = ("", "", *name.split("."))
+    return own == module and parent.isdigit()
 
 
 def use_pieces(model: nn.Module, mesh: Mesh) -> None:

@@ -205,6 +205,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_bias": True, "block_multiple_of": 8},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+    },
     "qwen3_next": {
         "head_dim": 8,
         "num_experts": 4,
@@ -316,7 +324,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 ONE_LAYOUT = (
-    *("qwen3_next", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),

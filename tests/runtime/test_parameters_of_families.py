@@ -75,6 +75,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2} if family == "dots1" else {})
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
     config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
+    config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None

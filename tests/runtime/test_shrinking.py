@@ -91,9 +91,9 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more = {"num_kv_heads": 4}
     if family == "opt":
         more = {"word_embed_proj_dim": None}
-    if FAMILIES[family].recurrent:
-        kinds = (["linear_attention"] * 3 + ["full_attention"]) * 2
-        more = {"layer_types": kinds, "linear_num_key_heads": 4}
+    if (states := FAMILIES[family].recurrent) is not None:
+        more = {"layer_types": ([states.word] * 3 + ["full_attention"]) * 2}
+        more |= {"linear_num_key_heads": 4} if "linear_num_key_heads" in tiny_config(family) else {}
     if "mlp_layer_types" in tiny_config(family):
         more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
     plan = family_plan(family, 8, {"tp": 4, "pp": 2}, **(wide | sizes | special | mixed | more))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from parcompile.model.family import Experts, Family, QkNorm
+from parcompile.model.family import Experts, Family, QkNorm, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
-from .traits import defaults_of
+from .traits import TIED, defaults_of
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
@@ -27,7 +28,70 @@ def _experts(count: int, per_token: int) -> Experts:
     )
 
 
+_SHORT = Recurrent(
+    RecurrentKind.SHORT_CONVOLUTION,
+    module="conv",
+    word="conv",
+    attending_key="full_attn_idxs",
+    attends_by_default=True,
+    every_key=None,
+)
+_OLD_NAME = Refusal(
+    "tie_embedding",
+    lambda config: config.get("tie_embedding") not in (None, config.get("tie_word_embeddings", True)),
+    "it is the old name of tie_word_embeddings, and says something else: write tie_word_embeddings alone",
+)
+
+
+def _adjusted(config: Mapping[str, Any], width: int) -> int:
+    """The width of LFM2's MLP (`Lfm2MLP` of transformers)."""
+    width = config.get("block_ff_dim") or width
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
+    return width if factor is None else multiple * -(-int(factor * width) // multiple)
+
+
+_LISTED = Refusal(
+    "layer_types",
+    lambda config: config.get("layer_types") is None,
+    "transformers builds no such model without it: write the kind of each layer",
+)
+
+
+def _lfm2(*refusals: Refusal, **others: Any) -> Family:
+    return Family(
+        final_norm="embedding_norm",
+        output="out_proj",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        mlp="feed_forward",
+        up=("w1", "w3"),
+        down="w2",
+        norms=("operator_norm", "ffn_norm"),
+        qkv_bias=False,
+        output_bias=False,
+        recurrent=_SHORT,
+        refusals=(_OLD_NAME, *refusals),
+        **others,
+    )
+
+
 HYBRIDS: Mapping[str, Family] = {
+    "lfm2": _lfm2(mlp_width=_adjusted, defaults=defaults_of(8, **TIED)),
+    "lfm2_moe": _lfm2(
+        _LISTED,
+        experts=Experts(
+            block="feed_forward",
+            router_first=False,
+            count=("num_experts", 32),
+            per_token=("num_experts_per_tok", 4),
+            width=("moe_intermediate_size", 1792),
+            dense_layers=("num_dense_layers", 2),
+        ),
+        defaults=defaults_of(8, **TIED),
+    ),
     "qwen3_next": Family(
         qk_norm=QkNorm.HEAD,
         query_gate=True,

@@ -8,5 +8,7 @@ import enum
 class RecurrentKind(str, enum.Enum):
     """What a layer computes in the place of attention."""
 
+    SHORT_CONVOLUTION = "short convolution"
+    """A convolution over the last few tokens between two gates: no state but those tokens."""
     GATED_DELTA_NET = "gated delta net"
     """S ← exp(g) S, then S ← S + β k (v − Sᵀ k)ᵀ, read as Sᵀ q (arXiv 2412.06464, equation 10)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .kind import RecurrentKind
 from .shape import RecurrentShape
 from .traits import Recurrent
 
@@ -29,6 +30,16 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
     layers = _layers(traits, config, num_layers, size)
     if not layers:
         return None
+    if traits.kind is RecurrentKind.SHORT_CONVOLUTION:
+        hidden, bias = size("hidden_size", 1), bool(config.get("conv_bias", False))
+        kernel = size("conv_L_cache", 3)
+        return RecurrentShape(
+            traits.kind, layers, hidden, hidden, 0, 1, kernel, projection_bias=bias, convolution_bias=bias
+        )
+    return _delta(traits, layers, size)
+
+
+def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentShape:
     heads, groups = size("linear_num_value_heads", 32), size("linear_num_key_heads", 16)
     if heads % groups:
         raise LayerListError(
@@ -50,8 +61,11 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
 def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size: Size) -> tuple[int, ...]:
     kinds = config.get(traits.layers_key)
     if kinds is None:
+        attending = config.get(traits.attending_key)
         if traits.every_key is None:
-            return ()
+            if attending is None and traits.attends_by_default:
+                return ()
+            return tuple(layer for layer in range(num_layers) if layer not in (attending or ()))
         interval = size(*traits.every_key)
         return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:

@@ -5,13 +5,28 @@ from __future__ import annotations
 from parcompile.model.rows import Rows
 from parcompile.model.table import Part, Split, column, row
 
+from .kind import RecurrentKind
 from .shape import RecurrentShape
 from .traits import Recurrent
 
 
 def recurrent_rows(rows: Rows, hidden: int, shape: RecurrentShape, traits: Recurrent) -> None:
     """Adds the rows of a layer's module in the order in which Hugging Face registers them."""
-    _gated_delta_net(rows.of(shape.layers), hidden, shape, traits)
+    kinds = {
+        RecurrentKind.GATED_DELTA_NET: _gated_delta_net,
+        RecurrentKind.SHORT_CONVOLUTION: _short_convolution,
+    }
+    kinds[shape.kind](rows.of(shape.layers), hidden, shape, traits)
+
+
+def _short_convolution(rows: Rows, hidden: int, shape: RecurrentShape, traits: Recurrent) -> None:
+    name, channels = traits.module, Part(hidden, hidden)
+    rows.add(f"{name}.conv.weight", (hidden, 1, shape.kernel), column(hidden))
+    if shape.convolution_bias:
+        rows.add(f"{name}.conv.bias", (hidden,), column(hidden))
+    # Two gates and the values.
+    rows.linear(f"{name}.in_proj", 3 * hidden, hidden, Split(0, (channels,) * 3), bias=shape.projection_bias)
+    rows.linear(f"{name}.out_proj", hidden, hidden, row(hidden), bias=shape.projection_bias)
 
 
 def _gated_delta_net(rows: Rows, hidden: int, shape: RecurrentShape, traits: Recurrent) -> None:

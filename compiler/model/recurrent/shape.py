@@ -23,11 +23,13 @@ class RecurrentShape:
     value_dim: int
     kernel: int
     """Tokens that the causal convolution in front of the recurrence sees; 1: there is none."""
+    projection_bias: bool = False
+    convolution_bias: bool = False
 
     @property
     def groups_key(self) -> str:
         """The configuration's key of the groups."""
-        return "linear_num_key_heads"
+        return "linear_num_key_heads" if self.kind is RecurrentKind.GATED_DELTA_NET else "hidden_size"
 
     @property
     def values(self) -> int:
@@ -46,7 +48,12 @@ class RecurrentShape:
 
     @property
     def projected(self) -> int:
-        """Features that the input projections give: queries, keys, values, their gate, and two numbers of each head."""
+        """Features that the input projections give: queries, keys, values, their gate, and two numbers of each head.
+
+        A short convolution has values and two gates.
+        """
+        if self.kind is RecurrentKind.SHORT_CONVOLUTION:
+            return 3 * self.values
         return 2 * self.keys + 2 * self.values + 2 * self.heads
 
     @property

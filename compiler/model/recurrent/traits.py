@@ -16,6 +16,10 @@ class Recurrent:
     word: str = "linear_attention"
     """What stands for such a layer in the list of layers."""
     layers_key: str = "layer_types"
+    attending_key: str = ""
+    """Where there is no list: the key of the numbers of the layers that attend."""
+    attends_by_default: bool = False
+    """Whether all layers attend where neither is given."""
     every_key: tuple[str, int] | None = ("full_attention_interval", 4)
     """Where there is no list: the key of a number n, whose every nth layer attends, with its default."""
     projections: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
