@@ -175,7 +175,5 @@ def _training(spec: Spec) -> dict[str, Any]:
     training = asdict(spec.training)
     training["precision"] = spec.training.precision.value
     training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
-    if training["moe_router_bias_update_rate"] is None:
-        del training["moe_router_bias_update_rate"]
     training["optimizer"]["betas"] = list(spec.training.optimizer.betas)
     return training
