@@ -1,9 +1,9 @@
 """The layouts of a spec whose axes are open, and which of them the rules allow.
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp with the cut of the layers into stages and virtual stages
-(`cuts`), ep (of models with experts), the micro-batch, recomputation and sequence parallelism; and of each layout its
-execution, the order of the axes and the implementation
-of cp. dp follows from the world unless it is given. What the spec gives stays.
+(`cuts`), ep (of models with experts) and whether experts are cut over tp, the micro-batch, recomputation and sequence
+parallelism; and of each layout its execution, the order of the axes and the implementation of cp. dp follows from the
+world unless it is given. What the spec gives stays.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Candidate:
         marks = [f"v{work.virtual_stages}"] * (work.virtual_stages > 1)
         counts = [len(stage.layers) for stage in work.stages]
         marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
+        marks += [f"etp{work.expert_tp}"] * (work.expert_tp not in (None, work.tp))
         marks += ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
@@ -79,6 +80,8 @@ class Space:
     accumulation_steps: int | None
     """Micro-batches of a step where they are given: the size of each then follows from the layout."""
     sequence_parallel: tuple[bool, ...]
+    whole_experts: bool
+    """Whether experts may also stay whole beside tp (`expert_tp` 1): the model has some and the spec does not say."""
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...]
     choices: OpenChoices
@@ -95,13 +98,19 @@ class Space:
                 continue
             ways = cuts(self.layers, named[Axis.PP]) if self.layers is not None else [{}]
             shares = self.sequence_parallel if named[Axis.TP] > 1 else self.sequence_parallel[:1]
-            for split, way in itertools.product(shares, ways):
-                changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way
+            for split, way, whole in itertools.product(shares, ways, self._ways_of_experts(named)):
+                changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way | whole
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
                 changes["sequence_parallel"] = split and named[Axis.TP] > 1
                 found.append(changes)
         return found
+
+    def _ways_of_experts(self, named: Mapping[Axis, int]) -> list[dict[str, int]]:
+        """Cut over tp as everything else is, or whole: then the ranks of tp are among those of ep."""
+        tp = named[Axis.TP]
+        whole = self.whole_experts and tp > 1 and named[Axis.EP] > 1 and named[Axis.EP] % tp == 0
+        return [{}, {"expert_tp": 1}] if whole else [{}]
 
 
 def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layers: int, experts: int) -> Space:
@@ -148,6 +157,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         dp=None if copies == "auto" else copies,
         accumulation_steps=training.get("gradient_accumulation_steps"),
         sequence_parallel=(True, False) if split is None else (split,),
+        whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if recompute is None else (recompute,),
         choices=OpenChoices(

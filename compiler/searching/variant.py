@@ -29,7 +29,7 @@ CUT_KEYS = (
 _CP = ("cp_implementation", "hierarchical_cp_sizes")
 
 SECTIONS: Mapping[str, str] = {
-    **dict.fromkeys((*AXES, "sequence_parallel", "order", "cp_layout", *_CP, *CUT_KEYS), "parallelism"),
+    **dict.fromkeys((*AXES, "expert_tp", "sequence_parallel", "order", "cp_layout", *_CP, *CUT_KEYS), "parallelism"),
     "micro_batch_size": "training",
     "global_batch_size": "training",
     "sequence_length": "training",

@@ -122,7 +122,13 @@ def test_experts_open_their_axis() -> None:
     choices = space(tree, executable=False, experts=8)
     assert choices.axes["ep"] == (1, 2, 4, 8)
     outcome = search(choices)
-    assert {one.candidate.work.ep for one in (*outcome.fitting, *outcome.too_large)} >= {1, 4}
+    works = [one.candidate.work for one in (*outcome.fitting, *outcome.too_large)]
+    assert {one.ep for one in works} >= {1, 4}
+    # Beside tp 4, experts of ep 4 are cut over tp, or whole on the tp ranks among those 4.
+    assert {one.expert_tp for one in works if one.ep == 4} == {None, 1}
+    assert {one.expert_tp for one in works if one.ep == 2} == {None}
+    tree["parallelism"]["expert_tp"] = 4
+    assert not space(tree, executable=False, experts=8).whole_experts
 
 
 def test_layouts_without_a_common_batch_are_not_compared() -> None:
