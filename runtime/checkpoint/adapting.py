@@ -58,7 +58,8 @@ def group_sizes(optimizer: Any) -> list[int]:
 def _local(saved: SavedRun, slices: Slices, name: str, kind: str) -> Tensor | None:
     """This rank's part of a saved tensor; of experts only its own are read."""
     plain = plain_name(name)
-    experts = None if matrix_of(name) is not None else slices.of(plain).experts
+    matrix = matrix_of(name)
+    experts = slices.of(plain if matrix is None else matrix.weight).experts
     whole = saved.whole(plain, kind, experts)
     if whole is None:
         return None

@@ -16,7 +16,7 @@ from parcompile.progress import tracked
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder, saved_config
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
-from parcompile.runtime.model.lora import matrix_of, merged, saved_name
+from parcompile.runtime.model.lora import OF_EXPERTS, as_saved, matrix_of, merged
 from parcompile.runtime.model.pretrained import PretrainedFolder
 
 from .reading import SavedRun
@@ -89,7 +89,8 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     for name in saved.adapters:
         whole = saved.whole(name)
         assert whole is not None
-        state[saved_name(name)] = whole.to(dtype).contiguous()
+        stored, matrix = as_saved(name, whole, note.adapters)
+        state[stored] = matrix.to(dtype).contiguous()
     config, weights = output / "adapter_config.json", output / "adapter_model.safetensors"
     save_file(state, str(weights), metadata={"format": "pt"})
     values = {**note.adapters["config"], "inference_mode": True}
@@ -115,9 +116,9 @@ def _empty(folder: Path) -> Path:
 
 
 def _merged(saved: SavedRun, name: str, weight: Tensor) -> Tensor:
-    linear = name.removesuffix(".weight")
+    linear = name.removesuffix(".weight") if name.endswith(".weight") else name + OF_EXPERTS
     adapter = (saved.note.adapters or {"linears": {}})["linears"].get(linear)
-    if adapter is None or linear == name:
+    if adapter is None:
         return weight
     down, up = (saved.whole(one) for kind in "AB" for one in saved.adapters if matrix_of(one) == (linear, kind))
     assert down is not None

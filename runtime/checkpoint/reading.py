@@ -213,7 +213,7 @@ class SavedRun:
     def _holder(self, name: str) -> int:
         """The first stage that holds a parameter."""
         matrix = matrix_of(name)
-        weight = name if matrix is None else f"{matrix.linear}.weight"
+        weight = name if matrix is None else matrix.weight
         return next(pp_rank for pp_rank, stage in enumerate(self._stages) if weight in stage)
 
     def _layout(self, name: str, pp_rank: int) -> tuple[TensorLayout, tuple[int, ...]]:
@@ -222,7 +222,7 @@ class SavedRun:
         if matrix is None:
             parameter = self.parameters[name]
             return self._rows[parameter.name][1], parameter.shape
-        weight = self._rows[self.parameters[f"{matrix.linear}.weight"].name][1]
+        weight = self._rows[self.parameters[matrix.weight].name][1]
         stored: Tensor = self.weights(pp_rank, 0)["module"][self._stored(pp_rank)[name]]
         layout = matrix_layout(matrix, weight, tuple(stored.shape))
         return layout, layout.full_shape

@@ -1,6 +1,6 @@
 """Expert parallelism: the routed experts of a layer are dealt over the ep ranks, and tokens travel to them and back."""
 
 from .experts import deal_experts
-from .marking import for_deepspeed, is_dealt, take_over_norm
+from .marking import for_deepspeed, is_dealt, mark_dealt, take_over_norm
 
-__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "take_over_norm"]
+__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "mark_dealt", "take_over_norm"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parcompile.runtime.drawing import hold_features
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.lora import Matrix, matrix_layout, matrix_of, saved_name
+from parcompile.runtime.model.lora import Matrix, as_saved, describe_adapters, matrix_layout, matrix_of
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
@@ -27,6 +27,7 @@ from parcompile.runtime.tensor_parallel import (
 )
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
+from .expert_adapters import ExpertAdapters, why_not
 from .regions import BLOCK_TAKES_INPUT, Region
 from .shared_rows import mark, sum_repeated_gradient
 
@@ -45,9 +46,16 @@ class Adapters:
     def __init__(self, model: nn.Module, slices: Slices) -> None:
         self._model = model
         kinds = _kinds(model)
-        self._found = [_Adapted(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-        for one in self._found:
+        found = [_Adapted(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+        # A wrapper of experts has those inside it, which it reaches itself.
+        found = [one for one in found if not one.name.endswith(".base_layer")]
+        for one in found:
             _check(one, slices)
+        self._found = [one for one in found if not _is_of_experts(one.layer)]
+        self._experts = [ExpertAdapters(one.name, one.layer) for one in found if _is_of_experts(one.layer)]
+        for experts in self._experts:
+            parent, child = self._place(experts.name)
+            setattr(parent, child, experts.experts)
         for one in self._found:
             parent, child = self._place(one.name)
             setattr(parent, child, one.layer.base_layer)
@@ -58,8 +66,10 @@ class Adapters:
         parent, _, child = name.rpartition(".")
         return self._model.get_submodule(parent), child
 
-    def put_back(self, slices: Slices, region: Region | None) -> None:
-        """Around the injected linears that this rank holds, cut."""
+    def put_back(self, slices: Slices, region: Region | None, mesh: Mesh) -> None:
+        """Around the injected linears and beside the experts that this rank holds, cut."""
+        for experts in self._experts:
+            experts.put_back(slices, mesh)
         for one in self._found:
             if not slices.holds(f"{one.name}.weight"):
                 continue
@@ -80,12 +90,20 @@ def _kinds(model: nn.Module) -> tuple[type, ...]:
     return (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
+def _is_of_experts(layer: Any) -> bool:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return isinstance(layer, ParamWrapper)
+
+
 def _check(one: _Adapted, slices: Slices) -> None:
     from peft.tuners.lora import Linear
 
     layer, why = one.layer, ""
-    if not isinstance(layer, Linear) or type(layer.base_layer) is not nn.Linear:
-        why = f"is a {type(layer).__name__} of peft: only LoRA on nn.Linear is injected"
+    if _is_of_experts(layer):
+        why = why_not(one.name, layer, slices)
+    elif not isinstance(layer, Linear) or type(layer.base_layer) is not nn.Linear:
+        why = f"is a {type(layer).__name__} of peft: only LoRA on nn.Linear and on stacks of experts is injected"
     elif len(layer.lora_magnitude_vector) or getattr(layer, "lora_variant", None):
         why = "uses a variant of LoRA (DoRA or the like), which is not injected"
     elif any(matrix.bias is not None for matrix in layer.lora_B.values()):
@@ -168,11 +186,13 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
     A collective call; every rank gets all of them.
     """
-    slices, found = Slices(mesh), {}
+    slices, found, described = Slices(mesh), {}, describe_adapters(model) or {}
     for name, parameter in model.named_parameters():
         matrix = matrix_of(name)
         if matrix is not None:
-            found[saved_name(name)] = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
+            whole = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
+            stored, tensor = as_saved(name, whole, described)
+            found[stored] = tensor.contiguous()
     if (group := mesh.parallel_group("pp")) is None:
         return found
     stages: list[Any] = [None] * mesh.size("pp")
@@ -181,7 +201,11 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def _whole(local: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh) -> Tensor:
-    layout = matrix_layout(matrix, slices.of(f"{matrix.linear}.weight").layout, tuple(local.shape))
+    layout = matrix_layout(matrix, slices.of(matrix.weight).layout, tuple(local.shape))
+    if layout.ep > 1:
+        of_experts = [torch.empty_like(local) for _ in range(layout.ep)]
+        dist.all_gather(of_experts, local.contiguous(), group=mesh.group("ep"))
+        local = torch.cat(of_experts, layout.expert_dim)
     group = mesh.parallel_group("tp")
     if group is None or layout.ranges is None:
         return local

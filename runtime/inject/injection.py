@@ -101,7 +101,7 @@ class _Injection:
         cut_vocabulary(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             register_gradient_sums(self.model, self.mesh)
-        adapters.put_back(self.slices, region)
+        adapters.put_back(self.slices, region, self.mesh)
         loss: Any = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         if balances_experts(self.model):
             loss = BalancedLoss(loss, self.model, self.mesh)

@@ -33,6 +33,7 @@ from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
 
 from .agreement import EXPERTS, entries
+from .expert_adapters import by_stack
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
@@ -130,7 +131,7 @@ class SelfCheck:
                 forward_and_backward(model, self._mesh, batch)
             else:
                 model(**batch).loss.backward()
-        gradients = {
+        raw = {
             name: parameter.grad.detach().clone()
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
@@ -138,7 +139,7 @@ class SelfCheck:
         model.zero_grad(set_to_none=True)
         for module, mode in modes.items():
             module.training = mode
-        return _Record(outputs, gradients)
+        return _Record(outputs, by_stack(model, raw))
 
     def _first_difference(self, model: nn.Module, found: _Record) -> tuple[int, str] | None:
         place, plan = 0, self._mesh.plan

@@ -133,6 +133,6 @@ def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:
     matrix = matrix_of(name)
     if matrix is None:
         return slices.of(plain_name(name))
-    weight = slices.of(f"{matrix.linear}.weight")
+    weight = slices.of(matrix.weight)
     layout = matrix_layout(matrix, weight.layout, shape)
-    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None, experts=None)
+    return replace(weight, layout=layout, ranges=weight.ranges if layout.ranges else None)
