@@ -10,6 +10,9 @@ sequence.
 | row, forward | all-reduce after the matmul | reduce-scatter under the matmul of the own tokens |
 | row, backward | – | all-gather of dy under the dx matmul of the own tokens |
 
+On GPUs "of the own tokens" reads "of the piece before": there a large gather or reduce-scatter is several collectives,
+each of some tokens of all ranks.
+
 A column matmul takes several weights, so that q, k and v (or gate and up) share one collective in each direction.
 
 Traffic against memory: with sequence parallelism a column matmul keeps only its own tokens for backward and gathers x
@@ -31,7 +34,11 @@ from torch.autograd.function import once_differentiable
 from parcompile.runtime.transport import (
     Pending,
     PendingGather,
+    Piece,
+    gather_in_pieces,
     group_size,
+    pieces_of,
+    reduce_scatter_in_pieces,
     slice_size,
     start_all_gather,
     start_all_reduce,
@@ -78,20 +85,8 @@ class _Column(torch.autograd.Function):
         if dim is None:
             outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
-            gathering = start_all_gather(x, group)
-            joined: Tensor | None = None
-            if travels_in_pieces(x.device, x.nbytes):
-                shape = [size * group_size(group) if d == dim else size for d, size in enumerate(x.shape)]
-                outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
-                for rank, piece in gathering.arrivals():
-                    for out, w, b in zip(outs, weights, biases, strict=True):
-                        _linear_into(out.narrow(dim, rank * x.shape[dim], x.shape[dim]), piece, w, b)
-            else:
-                joined = gathering.wait(dim)
-                outs = [F.linear(joined, w, b) for w, b in zip(weights, biases, strict=True)]
-            if keep:
-                # Once: joining copies the pieces where there are several rows.
-                kept = gathering.wait(dim) if joined is None else joined
+            outs, joined = _gathered_products(x, group, dim, keep, weights, biases)
+            kept = x if joined is None else joined
         ctx.group, ctx.dim, ctx.keep, ctx.has_bias = group, dim, keep, [b is not None for b in biases]
         ctx.save_for_backward(kept, *weights)
         return tuple(outs)
@@ -127,8 +122,21 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if dim is None:
             return start_all_reduce(F.linear(x, weight).contiguous(), group).wait()
-        size = slice_size(x.shape, dim, group_size(group))
-        piece_bytes = x.nbytes // x.shape[-1] * len(weight) // group_size(group)
+        ranks = group_size(group)
+        size = slice_size(x.shape, dim, ranks)
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 : -1], len(weight))
+        pieces = pieces_of(shape, dim, x.nbytes // x.shape[-1] * len(weight), x.device)
+        if len(pieces) > 1:
+            x, total = x.contiguous(), x.new_empty(shape)
+
+            def part(piece: Piece) -> Tensor:
+                rows = piece.whole(x, dim, ranks)
+                out = x.new_empty(*rows.shape[:-1], len(weight))
+                _products_into(out, rows, weight)
+                return out
+
+            return reduce_scatter_in_pieces(part, total, dim, pieces, group).wait()
+        piece_bytes = x.nbytes // x.shape[-1] * len(weight) // ranks
         if not travels_in_pieces(x.device, piece_bytes):
             return start_reduce_scatter(F.linear(x, weight), dim, group).wait()
         return start_sum_of_pieces(lambda rank: F.linear(x.narrow(dim, rank * size, size), weight), group).wait()
@@ -142,16 +150,66 @@ class _Row(torch.autograd.Function):
         dx: Tensor | None = None
         if dim is None:
             dx = dy @ weight if needs_x else None
+        elif needs_x and len(pieces := pieces_of(dy.shape, dim, dy.nbytes * group_size(group), dy.device)) > 1:
+            ranks, dy = group_size(group), dy.contiguous()
+            whole = dy.new_empty(*x.shape[:-1], dy.shape[-1]) if needs_w else None
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for piece, rows in gather_in_pieces(dy, dim, pieces, group, whole):
+                _products_into(piece.whole(dx, dim, ranks), rows, weight.t())
+            dy = dy if whole is None else whole
         else:
             gathering = start_all_gather(dy, group)
             if needs_x and travels_in_pieces(dy.device, dy.nbytes):
                 dx, size = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[dim]
-                for rank, piece in gathering.arrivals():
-                    _linear_into(dx.narrow(dim, rank * size, size), piece, weight.t())
+                for rank, arrived in gathering.arrivals():
+                    _linear_into(dx.narrow(dim, rank * size, size), arrived, weight.t())
             dy = gathering.wait(dim)
             if needs_x and dx is None:
                 dx = dy @ weight
         return dx, (_weight_grad(dy, x) if needs_w else None), None, None
+
+
+def _gathered_products(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    dim: int,
+    keep: bool,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[list[Tensor], Tensor | None]:
+    """The products of a column layer, each under the gathering of what comes next; with `keep` the gathered x too."""
+    ranks = group_size(group)
+    shape = [size * ranks if d == dim else size for d, size in enumerate(x.shape)]
+    if len(pieces := pieces_of(x.shape, dim, x.nbytes * ranks, x.device)) > 1:
+        outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
+        joined = x.new_empty(shape) if keep else None
+        for piece, rows in gather_in_pieces(x.contiguous(), dim, pieces, group, joined):
+            for out, w, b in zip(outs, weights, biases, strict=True):
+                _products_into(piece.whole(out, dim, ranks), rows, w, b)
+        return outs, joined
+    gathering = start_all_gather(x, group)
+    if not travels_in_pieces(x.device, x.nbytes):
+        joined = gathering.wait(dim)
+        return [F.linear(joined, w, b) for w, b in zip(weights, biases, strict=True)], joined if keep else None
+    outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
+    for rank, arrived in gathering.arrivals():
+        for out, w, b in zip(outs, weights, biases, strict=True):
+            _linear_into(out.narrow(dim, rank * x.shape[dim], x.shape[dim]), arrived, w, b)
+    # Once: joining copies the pieces where there are several rows.
+    return outs, gathering.wait(dim) if keep else None
+
+
+def _products_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """X · Wᵀ + b of [ranks, rows, I] into `out` [ranks, rows, O], which may be rows in the middle of each rank's."""
+    if out.is_contiguous() and x.is_contiguous():
+        _linear_into(out, x, weight, bias)
+        return
+    # One product for all ranks: BLAS strides over what lies between their rows, so that nothing is copied.
+    weights = weight.t().expand(len(x), -1, -1)
+    if bias is None:
+        torch.bmm(x, weights, out=out)
+    else:
+        torch.baddbmm(bias, x, weights, out=out)
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

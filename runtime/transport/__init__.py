@@ -1,6 +1,7 @@
 """Collectives under way: started here, waited for by the caller, who can compute while the bytes travel.
 
-`backend` has what a backend's own collectives do, `gloo` what CPUs need in their place, and `dispatch` chooses.
+`backend` has what a backend's own collectives do, `pieces` cuts them, `gloo` has what CPUs need in their place, and
+`dispatch` chooses.
 """
 
 from .dispatch import start_all_gather, start_all_reduce, start_reduce_scatter
@@ -8,6 +9,7 @@ from .gloo import start_sum_of_pieces, travels_in_pieces
 from .group import Group, group_rank, group_size, slice_size
 from .lanes import Arrival, Lanes, Like
 from .pending import Pending, PendingGather
+from .pieces import Piece, gather_in_pieces, pieces_of, reduce_scatter_in_pieces
 
 __all__ = [
     "Arrival",
@@ -16,8 +18,12 @@ __all__ = [
     "Like",
     "Pending",
     "PendingGather",
+    "Piece",
+    "gather_in_pieces",
     "group_rank",
     "group_size",
+    "pieces_of",
+    "reduce_scatter_in_pieces",
     "slice_size",
     "start_all_gather",
     "start_all_reduce",

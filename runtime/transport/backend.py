@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,13 +35,21 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:
     """Collect the ranks' contiguous, equally shaped tensors."""
     rank, ranks = group_rank(group), group_size(group)
     buffer = x.new_empty(ranks, *x.shape)
-    work = _all_gather(buffer.flatten(0, 1), x, group=group, async_op=asynchronous())
+    work = all_gather_into(buffer, x, group)
     return PendingGather(buffer, [(rank, [work]), *((peer, []) for peer in peers(rank, ranks))], [])
 
 
 def reduce_scatter(slices: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum the contiguous `slices` [ranks, *slice] over the ranks; each keeps its own."""
-    ranks, first, *rest = slices.shape
-    total = slices.new_empty(first, *rest)
-    work = _reduce_scatter(total, slices.view(ranks * first, *rest), group=group, async_op=asynchronous())
-    return Pending([work], lambda: total)
+    total = slices.new_empty(slices.shape[1:])
+    return Pending([reduce_scatter_into(total, slices, group)], lambda: total)
+
+
+def all_gather_into(buffer: Tensor, x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Collect the ranks' contiguous tensors in the contiguous `buffer` [ranks, *x]; returns what to wait for."""
+    return _all_gather(buffer.flatten(0, 1), x, group=group, async_op=asynchronous())
+
+
+def reduce_scatter_into(total: Tensor, slices: Tensor, group: dist.ProcessGroup) -> Any:
+    """Sum the contiguous `slices` [ranks, *total] into the own contiguous `total`; returns what to wait for."""
+    return _reduce_scatter(total, slices.flatten(0, 1), group=group, async_op=asynchronous())

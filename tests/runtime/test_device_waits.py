@@ -15,10 +15,13 @@ from device_waits import DeviceCounter
 from training_runs import make_plan
 
 from parcompile.runtime.data.placing import to_device
+from parcompile.runtime.preflight.compare import compare_messages
+from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, stand_in
 from parcompile.runtime.preflight.step import run_step
 from parcompile.runtime.preflight.tracker import MetaTracker
+from parcompile.runtime.transport import pieces
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,26 @@ def test_forward_loss_and_backward_never_wait(ranks: int, parallelism: dict[str,
     places = [wait.rpartition("/")[2].partition(":")[0] for wait in device.waits if "/deepspeed/" in wait]
     assert places == ["stage_1_and_2.py", "utils.py", "utils.py"]
     assert [wait for wait in device.waits if "/deepspeed/" not in wait] == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tensor_parallel_pieces_never_wait_and_count_as_planned(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = {"precision": "bf16", "micro_batch_size": rows, "sequence_length": 64}
+    cluster = {"gpus_per_node": 2, "accelerator": "h100-sxm"}
+    parallelism = {"tp": 2, "sequence_parallel": True}
+    plan = make_plan(2, parallelism, training=training, extra={"cluster": cluster})
+    launches = []
+    for least in (pieces.PIECE_BYTES, 1):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", least)
+        with stand_in(plan, 1) as mesh, MetaTracker(mesh) as tracker:
+            built, _ = build_sharded(mesh, tracker)
+            with DeviceCounter() as device:
+                step = run_step(built, mesh, tracker)
+            assert [one for one in compare_messages(mesh, step) if one.verdict is not Verdict.AGREES] == []
+        assert [wait for wait in device.waits if "/deepspeed/" not in wait] == []
+        launches.append(device.launches)
+    for name in ("c10d._allgather_base_", "c10d._reduce_scatter_base_"):
+        assert launches[1][name] > launches[0][name]
 
 
 def test_batches_go_through_pinned_memory_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

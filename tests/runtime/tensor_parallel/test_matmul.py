@@ -6,6 +6,8 @@ one-process result, which is what another order of summation does.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +25,9 @@ from parcompile.runtime.tensor_parallel import (
     share_input,
 )
 from parcompile.runtime.transport import PendingGather
+from parcompile.runtime.transport.pieces import MOST_PIECES
 
-from .world import World, each_transport, relative_error
+from .world import World, as_on_gpus, each_transport, relative_error
 
 CUT = {"gate": 0, "up": 0, "down": 1}
 
@@ -114,6 +117,16 @@ def check_mlp(dtype: torch.dtype, sequence_dim: int | None, shape: tuple[int, ..
     for _ in each_transport():
         actual = merged(step(parallel, *own), sequence_dim)
         errors += [relative_error(actual[name], expected[name]) for name in expected]
+    with as_on_gpus(), CountCollectives() as sent:
+        local = step(parallel, *own)
+    actual = merged(local, sequence_dim)
+    errors += [relative_error(actual[name], expected[name]) for name in expected]
+    if sequence_dim is not None:
+        rows = math.prod(shape[: sequence_dim % len(shape)])
+        pieces = rows if rows > 1 else min(MOST_PIECES, math.prod(own[0].shape[:-1]))
+        # In pieces: x forward, y forward, dy backward. Whole: dx, and x once more unless it was kept.
+        assert sent.count == 3 * pieces + (1 if keep_gathered else 2)
+        assert pieces > 1
     return max(errors)
 
 

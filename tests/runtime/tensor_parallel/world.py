@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 
 from parcompile.runtime.local import LocalWorld, RankError
-from parcompile.runtime.transport import gloo
+from parcompile.runtime.transport import gloo, pieces
 
 
 class World:
@@ -49,6 +50,19 @@ def each_transport() -> Iterator[str]:
             yield name
     finally:
         gloo.EXCHANGE_BYTES, gloo.SWAP_BYTES = usual
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Messages of the CPU go the way of those of a GPU: by the backend's own collectives, in pieces."""
+    usual = pieces.PIECE_BYTES
+    gloo._DEVICE_TYPES.discard("cpu")
+    pieces.PIECE_BYTES = 1
+    try:
+        yield
+    finally:
+        gloo._DEVICE_TYPES.add("cpu")
+        pieces.PIECE_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
