@@ -1,21 +1,27 @@
-"""A layer of routed experts, forward and backward, on two ranks of one thread: dealt over ep by this project, cut over
-tp by it, and in DeepSpeed's own MoE layer without dropped tokens.
+"""A layer of routed experts, forward and backward, each rank with one thread: this project's, beside DeepSpeed's MoE
+layer and AutoEP, the ep plan of transformers, Megatron-Core's token dispatcher, and experts cut over tp.
 
-    python benchmarks/experts.py [--rounds 15] [--sizes 1024] [--json FILE]
+    python benchmarks/experts.py [--rounds 15] [--sizes 1024] [--layouts "ep 2"] [--tokens 1024] [--json FILE]
 
-Every number is from one run in which the methods take turns, step by step. Each rank has half of the tokens; with tp
-both ranks have all of them. Bytes are what a rank sends per step; the least is four times top-k · tokens · hidden, of
-which half stays on its rank when rows are dealt evenly. "limit" computes as many rows with experts of the rank's own,
-without any exchange: nobody can be faster. The router is random, so that rows are dealt nearly evenly.
+Every number of a table is from one run in which the methods take turns, step by step. A method that cannot run here has
+a row that says why; the others are measured all the same.
+
+Data-parallel ranks have tokens of their own, those of one tp have the same. Sent is what leaves a rank per step.
+Exchanged is what it gives to all-to-alls over the ranks of ep, whatever part stays, to four times top-k · tokens ·
+hidden: out and back, forward and backward. Loss and input gradient are compared with this project's. "limit" computes
+as many rows with experts of the rank's own, without any exchange: nobody can be faster. The router is random, which
+deals rows nearly evenly.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +29,31 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from meters import Wire, in_turns, quartiles
+from peers.experts import Megatron, keep_local, of_autoep, of_deepspeed, of_transformers
 from torch import Tensor, nn
 
-RANKS = 2
-SIZES = {  # name: hidden, width of an expert, experts, experts of a token, tokens of a rank
+SIZES = {  # name: hidden, width of an expert, experts, experts of a token, tokens of a batch
     "hidden 1024, 8 experts": (1024, 1408, 8, 2, 1024),
     "hidden 256, 16 experts": (256, 384, 16, 4, 1024),
 }
-METHODS = ("ep 2, this project", "tp 2, this project", "DeepSpeed MoE, ep 2", "limit")
+LAYOUTS = {"ep 2": 1, "tp 2, dp 2": 2}  # name: tp; there are two batches, one for each data-parallel rank
+BATCHES = 2
+OTHERS_WAIT_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to run the layer."""
+
+    build: Callable[[Any], nn.Module]
+    """Of the block with all experts, which is the same on every rank."""
+    batches: int = 1
+    """Of how many batches this rank has the tokens."""
+    comparable: bool = True
+    """Whether it computes what the block computes."""
+    ep: tuple[int, ...] = ()
+    """The ranks over which experts are dealt."""
+    experts: Callable[[int], int] = lambda all_of_them: all_of_them
 
 
 def mixtral_block(hidden: int, width: int, experts: int, chosen: int) -> nn.Module:
@@ -39,7 +62,12 @@ def mixtral_block(hidden: int, width: int, experts: int, chosen: int) -> nn.Modu
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(
-        hidden_size=hidden, intermediate_size=width, num_local_experts=experts, num_experts_per_tok=chosen
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        num_hidden_layers=1,  # AutoEP looks for the block in a model
+        vocab_size=32,
     )
     config._experts_implementation = "grouped_mm"
     block = MixtralSparseMoeBlock(config)
@@ -50,105 +78,156 @@ def mixtral_block(hidden: int, width: int, experts: int, chosen: int) -> nn.Modu
 
 
 def dealt(block: Any) -> nn.Module:
-    """Each rank has half of the experts."""
+    """Each rank has an equal run of the experts."""
     from parcompile.runtime.expert_parallel.experts import Dispatched
 
-    share = block.experts.num_experts // RANKS
-    for name, parameter in list(block.experts.named_parameters()):
-        local = parameter.detach()[dist.get_rank() * share :][:share].clone()
-        setattr(block.experts, name, nn.Parameter(local))
+    keep_local(block, dist.group.WORLD)
     Dispatched(block.experts, dist.group.WORLD)
     return block
 
 
-def cut(block: Any) -> nn.Module:
-    """Each rank has half of each expert."""
+def cut(block: Any, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Each rank of the group has a slice of each expert."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    share = block.experts.intermediate_dim // ranks
+    mine = slice(rank * share, (rank + 1) * share)
+    gate, up = block.experts.gate_up_proj.detach().chunk(2, dim=1)
+    block.experts.gate_up_proj = nn.Parameter(torch.cat([gate[:, mine], up[:, mine]], dim=1))
+    block.experts.down_proj = nn.Parameter(block.experts.down_proj.detach()[:, :, mine].clone())
+    return summed(block, dist.group.WORLD if group is None else group)
+
+
+def summed(block: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """A block whose ranks all have the same tokens, and parts of the sum that is its output."""
     from parcompile.runtime.inject.regions import Region
 
-    rank, width = dist.get_rank(), block.experts.intermediate_dim
-    half = slice(rank * width // RANKS, (rank + 1) * width // RANKS)
-    gate, up = block.experts.gate_up_proj.detach().chunk(2, dim=1)
-    block.experts.gate_up_proj = nn.Parameter(torch.cat([gate[:, half], up[:, half]], dim=1))
-    block.experts.down_proj = nn.Parameter(block.experts.down_proj.detach()[:, :, half].clone())
-    region = Region(dist.group.WORLD, sequence_parallel=False)
+    region = Region(group, sequence_parallel=False)
     region.enter_block(block)
     block.register_forward_hook(lambda _, __, output: region.leave(output))
     return block
 
 
-class Expert(nn.Module):
-    """The same MLP for DeepSpeed's layer."""
+def dealt_and_cut(block: Any, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> nn.Module:
+    """Experts over ep, and each cut over tp."""
+    from parcompile.runtime.expert_parallel.experts import Dispatched
 
-    def __init__(self, hidden: int, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, 2 * width, bias=False), nn.Linear(width, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(nn.functional.silu(gate) * up)
+    keep_local(block, ep)
+    Dispatched(block.experts, ep, tp, holders=tp)
+    return cut(block, tp)
 
 
-def of_deepspeed(hidden: int, width: int, experts: int, chosen: int) -> nn.Module:
-    """DeepSpeed's layer: as many places for each expert as the fullest one needs."""
-    import deepspeed
-    from deepspeed.moe.layer import MoE
+def folded(block: Any, tp: dist.ProcessGroup) -> nn.Module:
+    """Whole experts over all ranks, beside tp."""
+    from parcompile.runtime.expert_parallel.experts import Dispatched
 
-    from parcompile.runtime.deepspeed_patches import forbid_jit_builds
-
-    forbid_jit_builds()
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo")
-    layer = MoE(hidden, Expert(hidden, width), experts, ep_size=RANKS, k=chosen, drop_tokens=False)
-    layer.set_deepspeed_parallelism()
-    return layer
+    keep_local(block, dist.group.WORLD)
+    Dispatched(block.experts, dist.group.WORLD, tp)
+    return summed(block, tp)
 
 
-def step_of(layer: nn.Module, tokens: int, hidden: int) -> Callable[[], None]:
-    """Forward and backward of a batch of so many tokens."""
-    x = torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(2 + dist.get_rank()))
+def methods_of(layout: str) -> dict[str, Method]:
+    """This project's first, which the others are compared with."""
+    rank, world = dist.get_rank(), tuple(range(dist.get_world_size()))
+    if layout == "ep 2":
+        return {
+            "this project, ep 2": Method(dealt, ep=world),
+            "this project, tp 2": Method(cut, batches=BATCHES),
+            "DeepSpeed MoE, ep 2": Method(of_deepspeed, comparable=False, ep=world),
+            "DeepSpeed AutoEP, ep 2": Method(lambda block: of_autoep(block, whole=True), ep=world),
+            "DeepSpeed AutoEP's layer alone, ep 2": Method(lambda block: of_autoep(block, whole=False), ep=world),
+            "transformers, ep 2": Method(of_transformers, ep=world),
+            "Megatron-Core's dispatcher, ep 2": Method(lambda block: Megatron(block, without_cuda=False), ep=world),
+            "the same without CUDA, ep 2": Method(lambda block: Megatron(block, without_cuda=True), ep=world),
+            "limit": Method(lambda block: block, comparable=False, experts=lambda count: count // BATCHES),
+        }
+    tps = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    eps = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    tp, ep = tps[rank // 2], eps[rank % 2]
+    across = (rank % 2, rank % 2 + 2)
+    return {
+        "this project, ep 2": Method(lambda block: dealt_and_cut(block, tp, ep), ep=across),
+        "this project, ep 4, expert_tp 1": Method(lambda block: folded(block, tp), ep=world),
+        "transformers, ep 4": Method(lambda block: of_transformers(block, tp=2), ep=world),
+    }
 
-    def step() -> None:
+
+def step_of(layer: nn.Module, batches: list[int], tokens: int, hidden: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Forward and backward of these batches: their part of the mean over all, and the input gradient."""
+    drawn = [torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(2 + batch)) for batch in batches]
+    x = torch.cat(drawn, dim=1)
+
+    def step() -> tuple[Tensor, Tensor]:
         layer.zero_grad(set_to_none=True)
         given = x.clone().requires_grad_()
         output = layer(given)
-        (output[0] if isinstance(output, tuple) else output).square().mean().backward()
+        loss = (output[0] if isinstance(output, tuple) else output).square().sum() / (BATCHES * tokens * hidden)
+        loss.backward()
+        assert given.grad is not None
+        return loss.detach(), given.grad
 
     return step
 
 
-def measure(rank: int, rendezvous: str, sizes: dict[str, Any], rounds: int, results: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+def try_out(method: Method, shape: tuple[int, ...], tp: int) -> tuple[Callable[[], tuple[Tensor, Tensor]] | None, Any]:
+    """The step, and what it computes and sends; or, where any rank has an error, that error."""
+    hidden, width, experts, chosen, tokens = shape
+    error, step, outcome, wire = "", None, None, Wire()
+    try:
+        count = method.experts(experts)
+        layer = method.build(mixtral_block(hidden, width, count, min(chosen, count)))
+        batches = [dist.get_rank() // tp] if method.batches == 1 else list(range(BATCHES))
+        step = step_of(layer, batches, tokens, hidden)
+        step()
+        with wire:
+            outcome = step()
+    except Exception as problem:  # a peer's own, which becomes its row
+        error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem).strip() else ''}"
+    errors: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        return None, next(text for text in errors if text)
+    assert step is not None
+    assert outcome is not None
+    same = dist.get_world_size() // BATCHES * method.batches  # ranks that computed the same part
+    loss, square = outcome[0].item() / same, outcome[1].double().square().sum().item() / same
+    total = torch.tensor([wire.bytes, wire.exchanged[method.ep], loss, square], dtype=torch.float64)
+    dist.all_reduce(total)
+    sent, exchanged, loss, square = total.tolist()
+    return step, {
+        "bytes": sent / dist.get_world_size(),
+        "exchanged_to_rows": exchanged / (4 * chosen * BATCHES * tokens * hidden * 4) if method.ep else None,
+        "loss": loss if method.comparable else None,
+        "input_gradient": square**0.5 if method.comparable else None,
+    }
+
+
+def measure(rank: int, rendezvous: str, layout: str, sizes: dict[str, Any], rounds: int, results: str) -> None:
+    tp = LAYOUTS[layout]
+    ranks = BATCHES * tp
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    found = {}
-    for name, (hidden, width, experts, chosen, tokens) in sizes.items():
-        shape = hidden, width, experts, chosen
-        layers = {
-            METHODS[0]: (dealt(mixtral_block(*shape)), tokens),
-            METHODS[1]: (cut(mixtral_block(*shape)), RANKS * tokens),
-            METHODS[2]: (of_deepspeed(*shape), tokens),
-            METHODS[3]: (mixtral_block(hidden, width, experts // RANKS, min(chosen, experts // RANKS)), tokens),
-        }
-        steps = {method: step_of(layer, count, hidden) for method, (layer, count) in layers.items()}
-        sent = {}
-        for method, step in steps.items():
-            step()
-            with Wire() as wire:
-                step()
-            sent[method] = wire.bytes
+    waits = datetime.timedelta(seconds=OTHERS_WAIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=waits)
+    methods, found = methods_of(layout), {}
+    for name, shape in sizes.items():
+        steps, rows = {}, {}
+        for method, how in methods.items():
+            step, rows[method] = try_out(how, shape, tp)
+            if step is not None:
+                steps[method] = step
         seconds, _ = in_turns(steps, rounds)
-        # Both ranks' bytes: what one sends more, the other sends less.
-        total = torch.tensor([sent[method] for method in METHODS], dtype=torch.float64)
-        dist.all_reduce(total)
-        least = 4 * chosen * tokens * hidden * 4 / RANKS
-        found[name] = {
-            method: {"seconds": seconds[method], "bytes": float(bytes_) / RANKS, "least_bytes": least}
-            for method, bytes_ in zip(METHODS, total, strict=True)
-        }
+        for method, values in seconds.items():
+            rows[method]["seconds"] = values
+        found[f"{layout}: {name}"] = rows
     if rank == 0:
         Path(results).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def difference(method: dict[str, Any], ours: dict[str, Any], figure: str) -> str:
+    """Relative, to this project's."""
+    return "–" if method[figure] is None else f"{abs(method[figure] / ours[figure] - 1):.0e}"
 
 
 def main() -> None:
@@ -156,26 +235,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes", default="", help="only those whose name has this in it")
+    parser.add_argument("--layouts", default="", help="only those whose name has this in it")
+    parser.add_argument("--tokens", type=int, help="of a batch, instead of 1,024")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    sizes = {name: size for name, size in SIZES.items() if options.sizes in name}
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        arguments = (str(Path(folder) / "rendezvous"), sizes, options.rounds, str(results))
-        mp.start_processes(measure, arguments, nprocs=RANKS, start_method="spawn")
-        found = json.loads(results.read_text(encoding="utf-8"))
+    sizes = {name: (*size[:-1], options.tokens or size[-1]) for name, size in SIZES.items() if options.sizes in name}
+    found: dict[str, Any] = {}
+    for layout, tp in LAYOUTS.items():
+        if options.layouts not in layout:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results.json"
+            arguments = (str(Path(folder) / "rendezvous"), layout, sizes, options.rounds, str(results))
+            mp.start_processes(measure, arguments, nprocs=BATCHES * tp, start_method="spawn")
+            found |= json.loads(results.read_text(encoding="utf-8"))
     if options.json:
         options.json.write_text(json.dumps(found), encoding="utf-8")
     for name, methods in found.items():
-        print(f"\n{name}\n| method | ms per step (quartiles) | to this project's ep | MB sent | to the least |")
-        print("|---|---|---|---|---|")
-        ours = quartiles(methods[METHODS[0]]["seconds"])[1]
+        print(f"\n{name}\n| method | ms per step (quartiles) | to ours | MB sent | exchanged | loss | input gradient |")
+        print("|---|---|---|---|---|---|---|")
+        ours = next(iter(methods.values()))
+        if isinstance(ours, str):
+            raise SystemExit(f"this project's layer does not run: {ours}")
+        our_middle = 1e3 * quartiles(ours["seconds"])[1]
         for method, one in methods.items():
+            if isinstance(one, str):
+                print(f"| {method} | does not run: {one} | – | – | – | – | – |")
+                continue
             low, middle, high = (1e3 * value for value in quartiles(one["seconds"]))
-            ratio, sent = middle / 1e3 / ours, one["bytes"] / 1e6
+            part = one["exchanged_to_rows"]
+            exchanged = "–" if part is None else f"{part:.4f}"
             print(
-                f"| {method} | {middle:.1f} ({low:.1f}-{high:.1f}) | {ratio:.2f} | {sent:.1f} | "
-                f"{one['bytes'] / one['least_bytes']:.2f} |"
+                f"| {method} | {middle:.1f} ({low:.1f}-{high:.1f}) | {middle / our_middle:.2f} | "
+                f"{one['bytes'] / 1e6:.1f} | {exchanged} | {difference(one, ours, 'loss')} | "
+                f"{difference(one, ours, 'input_gradient')} |"
             )
 
 

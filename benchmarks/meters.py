@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,24 +16,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts the calls of collectives and the bytes that this rank sends."""
+    """Counts the calls of collectives and the bytes that this rank sends.
+
+    `exchanged` are the bytes it gives to all-to-alls, with those that stay on the rank, by the ranks of their group.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.bytes = 0, 0.0
+        self.exchanged: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         namespace, name = function._schema.name.split("::")
-        ranks = dist.get_world_size()
+        if namespace not in ("c10d", "_c10d_functional") or "wait" in name or "wrap" in name:
+            return out
+        group = _group_of(args)
+        ranks = dist.get_world_size(group)
         share = (ranks - 1) / ranks
         factor = {"allreduce": 2 * share, "all_reduce": 2 * share, "send": 1.0, "reduce_scatter": share}
         factor |= {"all_gather": ranks - 1, "allgather": ranks - 1, "_reduce_scatter": share, "_allgather": ranks - 1}
-        if name == "alltoall_base_":  # (output, input, group, output splits, input splits, …)
-            splits, own = args[4] or [args[1].shape[0] // ranks] * ranks, dist.get_rank()
+        if name in ("alltoall_base_", "all_to_all_single"):
+            # (output, input, group, output splits, input splits, …) or (input, output splits, input splits, group)
+            given, splits = (args[1], args[4]) if name == "alltoall_base_" else (args[0], args[2])
+            splits = splits or [given.shape[0] // ranks] * ranks
             self.calls += 1
-            self.bytes += args[1].nbytes * (1 - splits[own] / sum(splits))
-        elif namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            self.exchanged[tuple(dist.get_process_group_ranks(group))] += given.nbytes
+            self.bytes += given.nbytes * (1 - splits[dist.get_rank(group)] / max(1, sum(splits)))
+        else:
             for prefix, times in factor.items():
                 if name.startswith(prefix):
                     tensors = [args[1] if name.startswith(("_allgather", "_reduce_scatter")) else args[0]]
@@ -40,6 +51,16 @@ class Wire(TorchDispatchMode):
                     self.calls += 1
                     self.bytes += times * sum(t.numel() * t.element_size() for t in tensors)
         return out
+
+
+def _group_of(args):
+    """The group that a collective is called with: an object, or its name, which comes last."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(arg)
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+    return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
 def kept_bytes(step: Callable[[], None], weights: set[int]) -> int:
