@@ -6,14 +6,15 @@ Its own unpickles whatever a glob finds, and raises on one rank while the others
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from parcompile.runtime.errors import RunError
 
-from .deepspeed_files import WEIGHTS_FILE, experts_file
 from .expert_weights import with_experts
 from .manifest import Note
 from .state_file import StateFile
@@ -84,12 +85,13 @@ class Reader(_Engine):
 
     Args:
         note: of the checkpoint.
-        ep_rank: whose experts are read with the weights; None: those that are in the file of weights.
+        experts: files of experts by the file of weights that they are read with. DeepSpeed opens files of other ranks,
+            too, to look at them; these are read as they are.
     """
 
-    def __init__(self, note: Note, ep_rank: int | None = None) -> None:
+    def __init__(self, note: Note, experts: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
-        self._note, self._ep_rank = note, ep_rank
+        self._note, self._experts = note, experts
 
     def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ARG002 -- DeepSpeed's
         """The content of a file, mapped.
@@ -101,8 +103,6 @@ class Reader(_Engine):
         if name not in self._note.files or Path(path).parent.resolve() != self._note.folder.resolve():
             raise RunError(f"{path} is not of the checkpoint {self._note.folder}: not loaded")
         content = load_trusted(self._note.folder / name)
-        weights = WEIGHTS_FILE.fullmatch(name)
-        if weights is None or self._ep_rank is None:
+        if name not in self._experts:
             return content
-        experts = load_trusted(self._note.folder / experts_file(self._ep_rank, int(weights[1])))
-        return with_experts(content, experts)
+        return with_experts(content, load_trusted(self._note.folder / self._experts[name]))

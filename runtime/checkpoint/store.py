@@ -22,6 +22,7 @@ from parcompile.runtime.model.lora import describe_adapters
 from .adapting import adapt, group_sizes
 from .agreement import on_all_ranks
 from .contents import strange_contents
+from .deepspeed_files import experts_file, weights_file
 from .manifest import Note, damages, read_note
 from .random_state import load_random_state, random_file
 from .reading import SavedRun
@@ -156,10 +157,12 @@ def _load_as_it_is(engine: Any, note: Note) -> None:
 
     mesh = engine.mesh
     if mesh.plan.spec.zero_stage:
+        experts = {}
         ep_rank = None if mesh.parallel_group(Axis.EP) is None else mesh.index(Axis.EP)
-        if ep_rank not in further_ep_ranks(note.plan, mesh.index(Axis.TP)):
-            ep_rank = None  # its experts are in the file of weights
-        with use_checkpoint_engine(engine, Reader(note, ep_rank)):
+        if ep_rank in further_ep_ranks(note.plan, mesh.index(Axis.TP)):  # those of others are in the file of weights
+            place = mesh.index("tp-pp")
+            experts[weights_file(place)] = experts_file(ep_rank, place)
+        with use_checkpoint_engine(engine, Reader(note, experts)):
             path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
         if path is None or state.get("step") != note.step:
             raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)

@@ -8,6 +8,7 @@ Source: `create_chunked_causal_mask` and `Llama4TextAttention` of transformers 5
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def tempered(module: nn.Module, query: Tensor, layout: CpLayout, group: dist.Pro
 
 
 def chunked(documents: list[list[int]] | None, rows: int, length: int, chunk: int) -> list[list[int]]:
-    """Borders of the documents of each row, with those of chunks among them."""
-    edges = range(0, length, chunk)
-    return [sorted({*borders, *edges}) for borders in documents or [[0, length]] * rows]
+    """Borders of the documents of each row and of their chunks: each document begins with a chunk of its own."""
+    return [
+        sorted({edge for start, end in pairwise(borders) for edge in (*range(start, end, chunk), end)})
+        for borders in documents or [[0, length]] * rows
+    ]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.grid import Axis
+from parcompile.model.table import Parameter
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import mark_dealt
 from parcompile.runtime.groups import Mesh
@@ -111,12 +112,18 @@ def why_not(name: str, outermost: Any, slices: Slices) -> str:
         parameter = slices.of(weight).parameter if slices.has(weight) else None
         if parameter is None or parameter.expert_dim != 0 or len(parameter.shape) != 3:
             return f"has LoRA on {wrapper.parameter_name}: of target_parameters only stacks of experts are injected"
-        if getattr(module, "is_transposed", False):
+        if getattr(module, "is_transposed", False) or _is_transposed(parameter):
             return f"stores {wrapper.parameter_name} as [experts, in, out]: LoRA on such experts is not injected"
         if not getattr(wrapper, "_did_swap_in_out_features", False):
             return "has adapters of an older peft, which takes the inputs of experts for their outputs: update peft"
         wrapper = wrapper.base_layer
     return ""
+
+
+def _is_transposed(parameter: Parameter) -> bool:
+    """Whether a stack is [experts, in, out]: tp cuts outputs of the first projection and inputs of the second."""
+    dim = None if parameter.split is None else parameter.split.dim
+    return dim == (2 if parameter.name.endswith("gate_up_proj") else 1)
 
 
 def by_stack(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def check_masks(model: nn.Module, path: str, sequence_length: int, attending: Co
 def separates_documents(model: nn.Module, path: str) -> bool:
     """Whether transformers' own masks keep the documents of a packed sequence apart, as positions tell them.
 
-    Some models do not hand their positions to what builds the mask.
+    Some models do not hand their positions to what builds the mask, others build none (their biases mask, as ALiBi).
 
     Args:
         model: a causal language model of transformers, whole.
@@ -87,7 +87,7 @@ def separates_documents(model: nn.Module, path: str) -> bool:
     with _observed(model):
         calls = _calls(model, path, position_ids=torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
     masks = [one for args, kwargs in calls for one in (*args, *kwargs.values()) if isinstance(one, _Mask)]
-    return not any(bool(mask.sees(zero, zero, second, first).any()) for mask in masks)
+    return bool(masks) and not any(bool(mask.sees(zero, zero, second, first).any()) for mask in masks)
 
 
 @contextmanager

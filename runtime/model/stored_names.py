@@ -41,6 +41,8 @@ _EXPERTS = (
     # the model's name, where the experts lie, their parts in order
     (r"\.experts\.gate_up_proj$", ".experts.{}", ("gate_proj", "up_proj")),
     (r"\.experts\.down_proj$", ".experts.{}", ("down_proj",)),
+    (r"\.experts\.gate_up_proj$", ".experts.{}", ("w1", "w3")),
+    (r"\.experts\.down_proj$", ".experts.{}", ("w2",)),
     (r"\.mlp\.experts\.gate_up_proj$", ".block_sparse_moe.experts.{}", ("w1", "w3")),
     (r"\.mlp\.experts\.down_proj$", ".block_sparse_moe.experts.{}", ("w2",)),
 )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import Group, group_size
+from parcompile.runtime.collectives import Group, copy_to_group, group_size
 
 __all__ = ["leave_partial", "sum_gradients", "sum_in_backward", "sum_partial_gradients", "sum_together"]
 
@@ -55,11 +55,21 @@ def sum_in_backward(parameter: nn.Parameter, group: Group) -> None:
 
     if parameter.requires_grad:
         parameter.register_hook(summed)  # type: ignore[no-untyped-call]
-        setattr(parameter, _GROUP, group)
+        mark_summed(parameter, group)
+
+
+def mark_summed(parameter: nn.Parameter, group: Group) -> None:
+    """Say that backward sums the gradient of a parameter over `group`, unless `leave_partial` takes it over."""
+    setattr(parameter, _GROUP, group)
+
+
+def summing(parameter: Tensor, group: Group) -> Tensor:
+    """A parameter that was marked so, for use on this rank's own tokens: backward sums its gradient."""
+    return parameter if getattr(parameter, _LATER, False) else copy_to_group(parameter, group)
 
 
 def leave_partial(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Of these parameters the ones that `sum_in_backward` has, whose gradients backward leaves partial from now on."""
+    """Of these parameters the ones that backward sums, whose gradients it leaves partial from now on."""
     found = [parameter for parameter in parameters if parameter.requires_grad and hasattr(parameter, _GROUP)]
     for parameter in found:
         setattr(parameter, _LATER, True)

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcompile.runtime.collectives import Group, copy_to_group, pad_to_multiple, scatter_to_group
+from parcompile.runtime.collectives import Group, pad_to_multiple, scatter_to_group
 
 from .linear import ParallelLinear
 from .matmul import row_matmul
+from .partial import mark_summed, summing
 from .weights import Ranges
 
 __all__ = ["RowParallelLinear"]
@@ -89,7 +90,12 @@ class RowParallelLinear(ParallelLinear):
         y = row_matmul(x, self.matrix, self.group, self.sequence_dim if self.sequence_parallel else None)
         if self.sequence_parallel:
             # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
-            bias = None if bias is None else copy_to_group(bias, self.group)
+            bias = None if bias is None else summing(bias, self.group)
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
+
+    def _mark(self) -> None:
+        super()._mark()
+        if self.sequence_parallel and self.bias is not None:
+            mark_summed(self.bias, self.group)

@@ -23,4 +23,4 @@ def test_scaled_products_are_the_biases_at_any_position(dtype: torch.dtype) -> N
 
 def test_chunks_are_borders_beside_those_of_documents() -> None:
     assert chunked(None, 2, 16, 6) == [[0, 6, 12, 16]] * 2
-    assert chunked([[0, 5, 16], [0, 12, 16]], 2, 16, 6) == [[0, 5, 6, 12, 16], [0, 6, 12, 16]]
+    assert chunked([[0, 5, 16], [0, 12, 16]], 2, 16, 6) == [[0, 5, 11, 16], [0, 6, 12, 16]]
