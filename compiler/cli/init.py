@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, presets
 from parcompile.searching.first import first_spec, sequence_length_of
@@ -90,7 +91,7 @@ def command(
 
 def _asked_model() -> tuple[str | None, Path | None]:
     """The model that a user names: a preset, or a path."""
-    click.echo(f"Presets: {', '.join(presets())}", err=True)
+    click.echo(hanging("Presets: ", ", ".join(presets()), Style.of(sys.stderr).width), err=True)
     answer = click.prompt("Model (a preset, or the path of a Hugging Face config.json)", err=True)
     return (None, Path(answer)) if Path(answer).exists() and find_preset(answer) is None else (answer, None)
 
@@ -148,10 +149,11 @@ def made_spec(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if found.spec is None:
-        lines = [
-            f"no tp and pp fit {chosen.name} on {cluster['nodes']} · {cluster['gpus_per_node']} "
-            f"{cluster['accelerator']}: {found.reason}"
-        ]
-        lines += ["what would fit:", *(f"  {one}" for one in found.remedies)] if found.remedies else []
+        nodes, width = cluster["nodes"], Style.of(sys.stderr).width
+        where = f"{nodes} node{'s' * (nodes > 1)} of {cluster['gpus_per_node']} {cluster['accelerator']}"
+        # click writes "Error: " in front of the first line.
+        lines = [hanging("", f"no tp and pp fit {chosen.name} on {where}: {found.reason}", width - len("Error: "))]
+        lines += ["what would fit:", *(hanging("  ", one, width) for one in found.remedies)] if found.remedies else []
         raise click.ClickException("\n".join(lines))
-    return json.dumps(found.spec, indent=2, ensure_ascii=False) + "\n", found.reason
+    reason = hanging("", found.reason, Style.of(sys.stderr).width)
+    return json.dumps(found.spec, indent=2, ensure_ascii=False) + "\n", reason

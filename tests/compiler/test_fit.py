@@ -194,8 +194,8 @@ def test_init_never_writes_what_its_own_estimate_says_cannot_fit(run: Run, nodes
     for name in list(presets())[::4]:
         done = run("init", "--model", name, "--nodes", nodes, "-o", f"{name}.json")
         if done.exit_code:
-            assert f"no tp and pp fit {name}" in done.output
-            assert "the layout that needs least is" in done.output
+            assert f"no tp and pp fit {name}" in " ".join(done.output.split())
+            assert "the layout that needs least is" in " ".join(done.output.split())
             continue
         written += 1
         found = parcompile.check(f"{name}.json")

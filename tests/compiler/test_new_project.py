@@ -50,7 +50,8 @@ def test_init_takes_a_configuration_by_its_file_or_folder(run: Run, named: str) 
 
 def test_init_names_the_smallest_layout_and_what_it_takes(run: Run) -> None:
     done = run("init", "--model", "llama-3-70b", "--nodes", "4", "-o", "spec.json")
-    assert ", the smallest sizes that fit and pass every rule" in done.output
+    assert ", the smallest sizes that fit and pass every rule" in " ".join(done.output.split())
+    assert max(map(len, done.output.splitlines())) <= 80
     sizes = json.loads(Path("spec.json").read_text(encoding="utf-8"))["parallelism"]
     assert f"tp {sizes['tp']} and pp {sizes['pp']}" in done.output
     smaller = {**json.loads(Path("spec.json").read_text(encoding="utf-8"))}
@@ -60,9 +61,8 @@ def test_init_names_the_smallest_layout_and_what_it_takes(run: Run) -> None:
 
 def test_init_asks_for_a_model_only_in_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "name the model, as in parcompile init llama-3-8b" in run("init").output
-    monkeypatch.setattr(
-        "parcompile.cli.init.sys", type("Terminal", (), {"stdin": type("", (), {"isatty": lambda: True})})
-    )
+    terminal = {"stdin": type("", (), {"isatty": lambda: True}), "stderr": sys.stderr}
+    monkeypatch.setattr("parcompile.cli.init.sys", type("Terminal", (), terminal))
     answers = "llama-3.2-1b\n2\n4\nh200\n"
     done = run("init", "-o", "spec.json", input=answers)
     assert done.exit_code == 0, done.output
