@@ -48,6 +48,7 @@ CORRECTED = frozenset(
         "hy_v3",
         "kolibri1",
         "laguna",
+        "lfm2_moe",
         "minimax_m2",
         "minimax_m3_vl_text",
         "solar_open",
