@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from parcompile import entry_points
 from parcompile.model.family import Family
 
+from .alibi import ALIBI
 from .biased import BIASED
 from .dense import DENSE
 from .experts import EXPERTS
@@ -21,6 +22,7 @@ BUILT_IN: Mapping[str, Family] = {
     **DENSE,
     **BIASED,
     **GPT,
+    **ALIBI,
     **EXPERTS,
     **SHARED_EXPERTS,
     **LATENT,

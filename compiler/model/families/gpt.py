@@ -1,13 +1,13 @@
-"""Decoders before Llama: learned positions or ALiBi, LayerNorm, tied heads, names and layouts of their own."""
+"""Decoders before Llama with learned or fixed positions: LayerNorm, tied heads, names and layouts of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Family, Norm, Refusal
 
-from .traits import TIED
+from .traits import TIED, all_heads
 
 _KEYS = {
     "hidden_size": "n_embd",
@@ -28,140 +28,29 @@ _LAYERDROP = Refusal(
 )
 
 
-def _all_heads(_: Mapping[str, Any], heads: int) -> int:
-    return heads
-
-
-def _is(key: str, default: bool) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda config: bool(config.get(key, default))
-
-
-def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    if config.get("new_decoder_architecture"):
-        return int(config.get("num_kv_heads") or heads)
-    return 1 if config.get("multi_query", True) else heads
-
-
-def _falcon_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
-    if not config.get("parallel_attn", True):
-        return "post_attention_layernorm", "input_layernorm"
-    count = config.get("num_ln_in_parallel_attn") or (2 if config.get("new_decoder_architecture") else 1)
-    return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
-
-
-GPT: Mapping[str, Family] = {
-    "gpt2": Family(
+def _gpt(**others: Any) -> Family:
+    """What GPT-2 and its relatives have in common."""
+    return Family(
         base="transformer",
-        keys=_KEYS,
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        final_norm="ln_f",
-        order=("ln_1", "attention", "ln_2", "mlp"),
-        transposed=True,
-        attention="attn",
-        qkv=("c_attn",),
-        kv_heads=_all_heads,
-        output="c_proj",
-        up=("c_fc",),
-        gated=False,
-        down="c_proj",
-        mlp_ratio=4,
-        norms=("ln_1", "ln_2"),
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        own_head_dim=False,
-        refusals=(_CROSS,),
-        defaults=TIED,
-    ),
-    "gpt_bigcode": Family(
-        base="transformer",
-        keys=_KEYS,
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        final_norm="ln_f",
-        order=("ln_1", "attention", "ln_2", "mlp"),
-        attention="attn",
-        qkv=("c_attn",),
-        kv_heads=lambda config, heads: 1 if config.get("multi_query", True) else heads,
-        heads_interleaved=True,
-        output="c_proj",
-        up=("c_fc",),
-        gated=False,
-        down="c_proj",
-        mlp_ratio=4,
-        norms=("ln_1", "ln_2"),
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        own_head_dim=False,
-        refusals=(_CROSS,),
-        defaults=TIED,
-    ),
-    "gpt_neo": Family(
-        base="transformer",
-        keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        final_norm="ln_f",
-        order=("ln_1", "attention", "ln_2", "mlp"),
-        attention="attn.attention",
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=_all_heads,
-        output="out_proj",
-        up=("c_fc",),
-        gated=False,
-        down="c_proj",
-        mlp_ratio=4,
-        norms=("ln_1", "ln_2"),
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=False,
-        output_bias=True,
-        mlp_bias=True,
-        own_head_dim=False,
-        defaults={**TIED, "max_position_embeddings": 2048},
-    ),
-    "gptj": Family(
-        base="transformer",
-        keys=_KEYS,
         layers="h",
         embedding="wte",
         final_norm="ln_f",
-        order=("ln_1", "attention", "mlp"),
-        attention="attn",
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=_all_heads,
-        output="out_proj",
-        up=("fc_in",),
         gated=False,
-        down="fc_out",
         mlp_ratio=4,
-        norms=("ln_1",),
         norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=False,
-        output_bias=False,
         mlp_bias=True,
-        head_bias=True,
         own_head_dim=False,
-    ),
-    "opt": Family(
-        base="model.decoder",
-        keys={"intermediate_size": "ffn_dim"},
-        positions="embed_positions",
-        first_position=2,
-        final_norm="final_layer_norm",
-        final_norm_first=True,
+        **others,
+    )
+
+
+def _fairseq(**others: Any) -> Family:
+    """What the decoders have in common that came from fairseq."""
+    return Family(
         order=("attention", "self_attn_layer_norm", "mlp", "final_layer_norm"),
         qkv=("k_proj", "v_proj", "q_proj"),
         qkv_parts="kvq",
-        kv_heads=_all_heads,
+        kv_heads=all_heads,
         output="out_proj",
         mlp="",
         up=("fc1",),
@@ -169,10 +58,87 @@ GPT: Mapping[str, Family] = {
         down="fc2",
         norms=("self_attn_layer_norm", "final_layer_norm"),
         norm=Norm.WEIGHT_AND_BIAS,
+        own_head_dim=False,
+        **others,
+    )
+
+
+GPT: Mapping[str, Family] = {
+    "gpt2": _gpt(
+        keys=_KEYS,
+        positions="wpe",
+        order=("ln_1", "attention", "ln_2", "mlp"),
+        transposed=True,
+        attention="attn",
+        qkv=("c_attn",),
+        kv_heads=all_heads,
+        output="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+        norms=("ln_1", "ln_2"),
+        qkv_bias=True,
+        output_bias=True,
+        refusals=(_CROSS,),
+        defaults=TIED,
+    ),
+    "gpt_bigcode": _gpt(
+        keys=_KEYS,
+        positions="wpe",
+        order=("ln_1", "attention", "ln_2", "mlp"),
+        attention="attn",
+        qkv=("c_attn",),
+        kv_heads=lambda config, heads: 1 if config.get("multi_query", True) else heads,
+        heads_interleaved=True,
+        output="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+        norms=("ln_1", "ln_2"),
+        qkv_bias=True,
+        output_bias=True,
+        refusals=(_CROSS,),
+        defaults=TIED,
+    ),
+    "gpt_neo": _gpt(
+        keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+        positions="wpe",
+        order=("ln_1", "attention", "ln_2", "mlp"),
+        attention="attn.attention",
+        qkv=("k_proj", "v_proj", "q_proj"),
+        qkv_parts="kvq",
+        kv_heads=all_heads,
+        output="out_proj",
+        up=("c_fc",),
+        down="c_proj",
+        norms=("ln_1", "ln_2"),
+        qkv_bias=False,
+        output_bias=True,
+        defaults={**TIED, "max_position_embeddings": 2048},
+    ),
+    "gptj": _gpt(
+        keys=_KEYS,
+        order=("ln_1", "attention", "mlp"),
+        attention="attn",
+        qkv=("k_proj", "v_proj", "q_proj"),
+        qkv_parts="kvq",
+        kv_heads=all_heads,
+        output="out_proj",
+        up=("fc_in",),
+        down="fc_out",
+        norms=("ln_1",),
+        qkv_bias=False,
+        output_bias=False,
+        head_bias=True,
+    ),
+    "opt": _fairseq(
+        base="model.decoder",
+        keys={"intermediate_size": "ffn_dim"},
+        positions="embed_positions",
+        first_position=2,
+        final_norm="final_layer_norm",
+        final_norm_first=True,
         qkv_bias="enable_bias",
         output_bias="enable_bias",
         mlp_bias="enable_bias",
-        own_head_dim=False,
         refusals=(
             _LAYERDROP,
             Refusal(
@@ -199,31 +165,19 @@ GPT: Mapping[str, Family] = {
         ),
         defaults={**TIED, "enable_bias": True, "max_position_embeddings": 2048},
     ),
-    "biogpt": Family(
+    "biogpt": _fairseq(
         base="biogpt",
         positions="embed_positions",
         first_position=2,
         final_norm="layer_norm",
         head="output_projection",
-        order=("attention", "self_attn_layer_norm", "mlp", "final_layer_norm"),
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=_all_heads,
-        output="out_proj",
-        mlp="",
-        up=("fc1",),
-        gated=False,
-        down="fc2",
-        norms=("self_attn_layer_norm", "final_layer_norm"),
-        norm=Norm.WEIGHT_AND_BIAS,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        own_head_dim=False,
         refusals=(_LAYERDROP,),
         defaults={**TIED, "max_position_embeddings": 1024},
     ),
-    "xglm": Family(
+    "xglm": _fairseq(
         keys={
             "hidden_size": "d_model",
             "num_hidden_layers": "num_layers",
@@ -232,118 +186,10 @@ GPT: Mapping[str, Family] = {
         },
         fixed_positions="embed_positions",
         final_norm="layer_norm",
-        order=("attention", "self_attn_layer_norm", "mlp", "final_layer_norm"),
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=_all_heads,
-        output="out_proj",
-        mlp="",
-        up=("fc1",),
-        gated=False,
-        down="fc2",
-        norms=("self_attn_layer_norm", "final_layer_norm"),
-        norm=Norm.WEIGHT_AND_BIAS,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        own_head_dim=False,
         refusals=(_CROSS, _LAYERDROP),
-        defaults={**TIED, "max_position_embeddings": 2048},
-    ),
-    "falcon": Family(
-        base="transformer",
-        keys={"intermediate_size": "ffn_hidden_size"},
-        layers="h",
-        embedding="word_embeddings",
-        alibi="alibi",
-        final_norm="ln_f",
-        attention="self_attention",
-        qkv=("query_key_value",),
-        kv_heads=_falcon_kv_heads,
-        heads_interleaved=True,
-        output="dense",
-        up=("dense_h_to_4h",),
-        gated=False,
-        down="dense_4h_to_h",
-        mlp_ratio=4,
-        norms_by=_falcon_norms,
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias="bias",
-        output_bias="bias",
-        mlp_bias="bias",
-        own_head_dim=False,
-        refusals=(
-            Refusal(
-                "num_kv_heads",
-                lambda config: (
-                    not config.get("new_decoder_architecture")
-                    and not config.get("multi_query", True)
-                    and config.get("num_kv_heads") not in (None, config.get("num_attention_heads"))
-                ),
-                "without new_decoder_architecture and multi_query each head has its own key and value: leave it out",
-            ),
-        ),
-        defaults={**TIED, "max_position_embeddings": 2048},
-    ),
-    "bloom": Family(
-        base="transformer",
-        keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": None},
-        layers="h",
-        embedding="word_embeddings",
-        embedding_norm="word_embeddings_layernorm",
-        alibi=True,
-        final_norm="ln_f",
-        order=("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
-        attention="self_attention",
-        qkv=("query_key_value",),
-        kv_heads=_all_heads,
-        heads_interleaved=True,
-        output="dense",
-        up=("dense_h_to_4h",),
-        gated=False,
-        down="dense_4h_to_h",
-        mlp_ratio=4,
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        own_head_dim=False,
-        refusals=(
-            Refusal(
-                "slow_but_exact",
-                lambda config: bool(config.get("slow_but_exact")) and config.get("pretraining_tp", 1) > 1,
-                "it adds up slices of the weights one after the other, as one rank alone can: set it to false",
-            ),
-        ),
-        defaults={**TIED, "max_position_embeddings": 2048},
-    ),
-    "mpt": Family(
-        base="transformer",
-        keys={
-            "hidden_size": "d_model",
-            "num_hidden_layers": "n_layers",
-            "num_attention_heads": "n_heads",
-            "max_position_embeddings": "max_seq_len",
-            "intermediate_size": None,
-        },
-        layers="blocks",
-        embedding="wte",
-        alibi=True,
-        final_norm="norm_f",
-        order=("norm_1", "attention", "norm_2", "mlp"),
-        attention="attn",
-        qkv=("Wqkv",),
-        kv_heads=_all_heads,
-        output="out_proj",
-        mlp="ffn",
-        up=("up_proj",),
-        gated=False,
-        down="down_proj",
-        mlp_ratio=4,
-        norms=("norm_1", "norm_2"),
-        qkv_bias=False,
-        output_bias=False,
-        own_head_dim=False,
         defaults={**TIED, "max_position_embeddings": 2048},
     ),
 }

@@ -8,6 +8,14 @@ from parcompile.model.family import Experts, Family, QkNorm, Refusal
 
 from .traits import FUSED_UP, TIED, defaults_of, routed
 
+_GRANITE = Experts(
+    block="block_sparse_moe",
+    router="router",
+    beside="shared_mlp",
+    shared_is_optional=True,
+    shared_width=("shared_intermediate_size", 0),
+)
+
 SHARED_EXPERTS: Mapping[str, Family] = {
     "qwen2_moe": Family(
         qkv_bias="qkv_bias",
@@ -130,25 +138,13 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "granitemoeshared": Family(
         order=("attention", "norms", "mlp"),
-        experts=Experts(
-            block="block_sparse_moe",
-            router="router",
-            beside="shared_mlp",
-            shared_is_optional=True,
-            shared_width=("shared_intermediate_size", 0),
-        ),
+        experts=_GRANITE,
     ),
     "granitemoe_swa": Family(
         sinks="sinks",
         own_head_dim=False,
         order=("attention", "norms", "mlp"),
-        experts=Experts(
-            block="block_sparse_moe",
-            router="router",
-            beside="shared_mlp",
-            shared_is_optional=True,
-            shared_width=("shared_intermediate_size", 0),
-        ),
+        experts=_GRANITE,
         defaults=defaults_of(sliding_window=128),
     ),
     "afmoe": Family(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Experts
@@ -16,6 +17,11 @@ FOUR_NORMS = (
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 UP_ONLY: tuple[str, ...] = ("up_proj",)
 FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
+
+
+def all_heads(_: Mapping[str, Any], heads: int) -> int:
+    """As many key and value heads as queries."""
+    return heads
 
 
 def defaults_of(kv_heads: int | None = None, head_dim: int | None = None, **others: Any) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Decoders whose scores fall with the distance of a key (ALiBi, arXiv 2108.12409), and Falcon, which may do so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parcompile.model.family import Family, Norm, Refusal
+
+from .traits import TIED, all_heads
+
+
+def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("new_decoder_architecture"):
+        return int(config.get("num_kv_heads") or heads)
+    return 1 if config.get("multi_query", True) else heads
+
+
+def _falcon_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
+    if not config.get("parallel_attn", True):
+        return "post_attention_layernorm", "input_layernorm"
+    count = config.get("num_ln_in_parallel_attn") or (2 if config.get("new_decoder_architecture") else 1)
+    return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
+
+
+ALIBI: Mapping[str, Family] = {
+    "falcon": Family(
+        base="transformer",
+        keys={"intermediate_size": "ffn_hidden_size"},
+        layers="h",
+        embedding="word_embeddings",
+        alibi="alibi",
+        final_norm="ln_f",
+        attention="self_attention",
+        qkv=("query_key_value",),
+        kv_heads=_falcon_kv_heads,
+        heads_interleaved=True,
+        output="dense",
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        mlp_ratio=4,
+        norms_by=_falcon_norms,
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias="bias",
+        output_bias="bias",
+        mlp_bias="bias",
+        own_head_dim=False,
+        refusals=(
+            Refusal(
+                "num_kv_heads",
+                lambda config: (
+                    not config.get("new_decoder_architecture")
+                    and not config.get("multi_query", True)
+                    and config.get("num_kv_heads") not in (None, config.get("num_attention_heads"))
+                ),
+                "without new_decoder_architecture and multi_query each head has its own key and value: leave it out",
+            ),
+        ),
+        defaults={**TIED, "max_position_embeddings": 2048},
+    ),
+    "bloom": Family(
+        base="transformer",
+        keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": None},
+        layers="h",
+        embedding="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        alibi=True,
+        final_norm="ln_f",
+        order=("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
+        attention="self_attention",
+        qkv=("query_key_value",),
+        kv_heads=all_heads,
+        heads_interleaved=True,
+        output="dense",
+        up=("dense_h_to_4h",),
+        gated=False,
+        down="dense_4h_to_h",
+        mlp_ratio=4,
+        norm=Norm.WEIGHT_AND_BIAS,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        own_head_dim=False,
+        refusals=(
+            Refusal(
+                "slow_but_exact",
+                lambda config: bool(config.get("slow_but_exact")) and config.get("pretraining_tp", 1) > 1,
+                "it adds up slices of the weights one after the other, as one rank alone can: set it to false",
+            ),
+        ),
+        defaults={**TIED, "max_position_embeddings": 2048},
+    ),
+    "mpt": Family(
+        base="transformer",
+        keys={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+            "intermediate_size": None,
+        },
+        layers="blocks",
+        embedding="wte",
+        alibi=True,
+        final_norm="norm_f",
+        order=("norm_1", "attention", "norm_2", "mlp"),
+        attention="attn",
+        qkv=("Wqkv",),
+        kv_heads=all_heads,
+        output="out_proj",
+        mlp="ffn",
+        up=("up_proj",),
+        gated=False,
+        down="down_proj",
+        mlp_ratio=4,
+        norms=("norm_1", "norm_2"),
+        qkv_bias=False,
+        output_bias=False,
+        own_head_dim=False,
+        defaults={**TIED, "max_position_embeddings": 2048},
+    ),
+}
