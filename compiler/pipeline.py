@@ -50,6 +50,11 @@ class Checked:
         return self.kind not in CHECKED
 
     @property
+    def why_unread(self) -> str:
+        """Where and why the text makes no sense, in one line; empty where it has a document."""
+        return Result(self.text, self.document, self.diagnostics).why_unread
+
+    @property
     def valid(self) -> bool:
         """Whether a plan can be made."""
         return not has_errors(self.diagnostics)
@@ -147,7 +152,10 @@ def check_any(
     """
     found, recognition = recognised(read_spec(path) if Path(path).is_dir() else read_file(path), kind)
     if not recognition.is_checked:
-        return Checked(found.source, found.document, (), None, recognition.kind, recognition.certainty)
+        # Of other texts nobody expects that they are JSON or YAML.
+        named = Path(path).suffix.lower() in (".json", ".yaml", ".yml")
+        unread = found.diagnostics if found.document is None and named else ()
+        return Checked(found.source, found.document, unread, None, recognition.kind, recognition.certainty)
     checked = check_read(found, _folder(path), targets, kind=recognition.kind, asked=asked)
     return replace(checked, certainty=recognition.certainty)
 

@@ -43,6 +43,8 @@ class _Run:
     fixed: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     """Files of kinds that have no checker."""
+    why_unread: dict[str, str] = field(default_factory=dict)
+    """Those of them whose text makes no sense: where, and why."""
     untouched: dict[str, str] = field(default_factory=dict)
     """Files that --fix leaves alone, because it is not certain what they are."""
 
@@ -136,6 +138,7 @@ def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
         more = f" and {len(run.skipped) - 1} more" if len(run.skipped) > 1 else ""
         hint = "; --kind says what a file is" if UNKNOWN in run.skipped.values() else ""
         yield f"{'Error: ' if alone else ''}skipped {first}{more}: {counts}{hint}"
+        yield from (f"{file} cannot be read: {why}" for file, why in run.why_unread.items())
     for file, kind in run.untouched.items():
         yield f"{file} is probably of kind {kind}, but that is not certain: not changed; --kind {kind} says so"
 
@@ -219,6 +222,8 @@ def _check_one(
         checked = check_any(file, targets, kind=kind, asked=asked)
         if checked.is_skipped:
             run.skipped[file] = checked.kind
+            if checked.why_unread:
+                run.why_unread[file] = checked.why_unread
             return checked
         if mending and checked.certainty is not Certainty.CERTAIN:
             run.untouched[file] = checked.kind

@@ -80,7 +80,8 @@ def command(
     if recognition.kind == SPEC:
         raise click.ClickException(f"{file} is a spec already")
     if found.document is None or not isinstance(found.document.tree, dict):
-        raise click.ClickException(f"{file} cannot be read; `parcompile check {file}` shows why")
+        why = found.why_unread or "a configuration is an object of keys and values"
+        raise click.ClickException(f"{file} cannot be read: {why}")
     try:
         known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
         reader = importer(known) if known else None

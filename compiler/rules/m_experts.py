@@ -88,15 +88,18 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
         related = also(spec, model_path(spec, "model_type"))
         yield Finding(message, _EXPERT_TP, help="remove expert_tp", fixes=(removal,), related=related)
         return
-    for name, size in (("tp", tp), ("the width of an expert", moe.intermediate_size)):
-        if size % expert_tp:
-            yield Finding(
-                f"expert_tp {expert_tp} does not divide {name} {size}: {size} / {expert_tp} is not whole",
-                _EXPERT_TP,
-                help="write 1, or leave expert_tp out",
-                fixes=(removal,),
-                related=also(spec, ("parallelism", "tp")),
-            )
+    sizes = {"tp": tp, "the width of an expert": moe.intermediate_size}
+    wrong = {name: size for name, size in sizes.items() if size % expert_tp}
+    if wrong:
+        names = " and ".join(f"{name} {size}" for name, size in wrong.items())
+        why = ", ".join(f"{size} / {expert_tp}" for size in wrong.values())
+        yield Finding(
+            f"expert_tp {expert_tp} does not divide {names}: {why} {'are' if len(wrong) > 1 else 'is'} not whole",
+            _EXPERT_TP,
+            help="write 1, or leave expert_tp out",
+            fixes=(removal,),
+            related=also(spec, ("parallelism", "tp")),
+        )
 
 
 @rule(

@@ -132,3 +132,12 @@ class Result:
     source: SourceText
     document: Document | None
     diagnostics: tuple[Diagnostic, ...] = ()
+
+    @property
+    def why_unread(self) -> str:
+        """Where and why the text makes no sense, in one line; empty where it has a document."""
+        if self.document is not None or not self.diagnostics:
+            return ""
+        first = self.diagnostics[0]
+        at = f"line {first.position.line}, column {first.position.column}: " if first.position else ""
+        return f"{at}{first.message}"

@@ -69,6 +69,13 @@ class TestExitCodes:
         assert (done.code, done.err) == (0, "")
         assert "1 file checked: no errors, no remarks" in done.out
 
+    @pytest.mark.parametrize("command", ["import", "check"])
+    def test_a_broken_yaml_file_is_refused_with_its_line(self, run: Any, command: str) -> None:
+        Path("broken.yaml").write_text("micro_batch_size: 2\nsequence_len: [4\n", encoding="utf-8")
+        done = run(command, "broken.yaml")
+        assert done.code != 0
+        assert "broken.yaml cannot be read: line 2, column 17: " in done.err
+
     def test_errors_are_1(self, run: Any) -> None:
         done = run("check", "good.json", "bad.json")
         assert done.code == 1

@@ -38,12 +38,13 @@ def with_deepspeed(document: Document, kind: str) -> dict[str, Any]:
     if not found:
         raise RefusedError(f"deepspeed names {name}, which is not there: put it beside the file, or remove the key")
     try:
-        inner = read_file(found[0]).document
+        read = read_file(found[0])
     except SourceError as error:
         raise RefusedError(str(error)) from error
-    if inner is None or not isinstance(inner.tree, Mapping):
-        raise RefusedError(f"{found[0]} cannot be read; `parcompile check {found[0]}` shows why")
-    return {**tree, "deepspeed": dict(inner.tree)}
+    if read.document is None or not isinstance(read.document.tree, Mapping):
+        why = read.why_unread or "a configuration is an object of keys and values"
+        raise RefusedError(f"{found[0]} cannot be read: {why}")
+    return {**tree, "deepspeed": dict(read.document.tree)}
 
 
 def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
