@@ -21,7 +21,7 @@ from parcompile.plan import Plan
 
 from .checkpoint import load, save
 from .data import PlanLoader
-from .deepspeed_patches import initialize_with
+from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.evaluation import evaluate
 from .errors import RunError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches import master_shards, parameter_groups, place_in_shard
+from parcompile.runtime.deepspeed_patches.optimizer_state import master_shards, parameter_groups, place_in_shard
 from parcompile.runtime.model.lora import matrix_of, plain_name
 from parcompile.runtime.model.slices import Slices, cut, slice_of
 

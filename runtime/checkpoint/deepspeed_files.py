@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parcompile.runtime.deepspeed_patches import EXPERT_KEYS
+from parcompile.runtime.deepspeed_patches.experts import EXPERT_KEYS
 
 MASTER = "fp32"
 """The kind of tensor that holds the weights in full precision."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
+from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 
 from . import expert_weights

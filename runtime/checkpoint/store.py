@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parcompile.layout.grid import Axis
 from parcompile.plan.holding import further_ep_ranks
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
-from parcompile.runtime.deepspeed_patches import use_checkpoint_engine
+from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import doing
 from parcompile.runtime.model.lora import describe_adapters

@@ -23,7 +23,7 @@ from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places
 from parcompile.plan.resume import file_layout
 from parcompile.progress import tracked
-from parcompile.runtime.deepspeed_patches import expert_settings
+from parcompile.runtime.deepspeed_patches.experts import expert_settings
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.slices import cut

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parcompile.runtime.deepspeed_patches import with_optimizer
+from parcompile.runtime.deepspeed_patches.engine import with_optimizer
 from parcompile.runtime.expert_parallel import for_deepspeed
 from parcompile.runtime.groups import Mesh
 

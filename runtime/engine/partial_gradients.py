@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from parcompile.runtime.deepspeed_patches import accumulated_gradient, before_reduction, keeps_gradients
+from parcompile.runtime.deepspeed_patches.engine import before_reduction, keeps_gradients
+from parcompile.runtime.deepspeed_patches.optimizer_state import accumulated_gradient
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_together
 

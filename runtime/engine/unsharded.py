@@ -30,13 +30,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches import (
-    expert_group_name,
-    lies_whole,
-    squared_norm,
-    sum_in,
-    summed_gradient,
-)
+from parcompile.runtime.deepspeed_patches.experts import expert_group_name
+from parcompile.runtime.deepspeed_patches.norm import squared_norm
+from parcompile.runtime.deepspeed_patches.optimizer_state import lies_whole, sum_in, summed_gradient
 from parcompile.runtime.groups import Mesh
 
 

@@ -15,14 +15,9 @@ from torch import nn
 
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EXPERT_DP
-from parcompile.runtime.deepspeed_patches import (
-    expert_settings,
-    is_expert,
-    mark_expert,
-    norm_at_once,
-    register_expert_groups,
-    with_expert_layers,
-)
+from parcompile.runtime.deepspeed_patches.experts import expert_settings, is_expert, mark_expert, with_expert_layers
+from parcompile.runtime.deepspeed_patches.norm import norm_at_once
+from parcompile.runtime.deepspeed_patches.process_groups import register_expert_groups
 from parcompile.runtime.groups import Mesh
 
 mark_dealt = mark_expert

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parcompile.layout.grid import Axis
 from parcompile.plan import Plan
-from parcompile.runtime.deepspeed_patches import forbid_jit_builds
+from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import end_watch, set_stage, watch
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT, check_variables

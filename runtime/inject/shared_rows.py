@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches import count_in_norm, place_in_shard
+from parcompile.runtime.deepspeed_patches.norm import count_in_norm
+from parcompile.runtime.deepspeed_patches.optimizer_state import place_in_shard
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slice
 from parcompile.runtime.tensor_parallel import mark_shard

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches import reduce_at_end
+from parcompile.runtime.deepspeed_patches.engine import reduce_at_end
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.dtypes import TORCH_DTYPES

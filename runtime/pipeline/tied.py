@@ -10,7 +10,8 @@ from torch import nn
 
 from parcompile.layout.groups import EMBEDDING
 from parcompile.plan.holding import Holding
-from parcompile.runtime.deepspeed_patches import accumulated_gradient, count_on_another_stage
+from parcompile.runtime.deepspeed_patches.norm import count_on_another_stage
+from parcompile.runtime.deepspeed_patches.optimizer_state import accumulated_gradient
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import plain_name
 from parcompile.runtime.transport import start_all_reduce

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.plan import Plan
-from parcompile.runtime.deepspeed_patches import forbid_jit_builds, forget_groups
+from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds, forget_groups
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.schedule import Pass
-from parcompile.runtime.deepspeed_patches import (
+from parcompile.runtime.deepspeed_patches.optimizer_state import (
     flat_weights,
     kept_gradients,
     master_shards,

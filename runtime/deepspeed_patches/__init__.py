@@ -1,0 +1,77 @@
+"""Every place where the runtime changes DeepSpeed, or relies on names of it that are not documented.
+
+Read off DeepSpeed 0.19.8, the version that the tests run with. Whoever moves to another version goes through these
+lists.
+
+Changed:
+
+- `ops.__compatible_ops__` (ops/__init__.py): the CPU accelerator would compile an operator at start-up.
+  `forbid_jit_builds`
+- `comm.comm.cdb`, `utils.groups.mpu`, `utils.groups._WORLD_GROUP` and the tables of expert groups (module globals):
+  they outlive the process groups that they are of. `forget_groups`
+- The tables of expert groups in utils/groups.py, which DeepSpeed's own MoE layers fill: the plan's groups are put into
+  them. `register_expert_groups`
+- A module of the class `deepspeed.moe.layer.MoE` in a model, by which the engine knows that parameters may be experts
+  (`has_moe_layers`, runtime/engine.py): there is one while the engine is made. `with_expert_layers`
+- `has_moe_layers` of an engine is False while it saves and loads: DeepSpeed would write each expert to a file of its
+  own naming (`_save_moe_checkpoint`). `use_checkpoint_engine`
+- `optimizer.scaled_global_norm` (runtime/zero/stage_1_and_2.py) and `optimizer.get_grads_for_norm`
+  (runtime/bf16_optimizer.py): ZeRO computes one norm for each group of parameters over tp and pp, of which a stage
+  without experts has fewer; the bf16 optimizer leaves experts out of the sum over tp. `norm_at_once`
+- `deepspeed.initialize`, while Hugging Face's Trainer runs: accelerate passes no mpu. `initialize_with`
+- `_do_optimizer_sanity_check` and `_configure_fp16_optimizer` of `DeepSpeedEngine` (runtime/engine.py) while an engine
+  of ZeRO stage 0 is made: its optimizer is one of ours, on the base class `ZeROOptimizer` (runtime/base_optimizer.py),
+  with loss scalers of DeepSpeed; then `clip_fp32_gradients` and `zero_grad` of the engine, which know nothing of it.
+  The engine sums what `get_grads_for_reduction` gives. `with_optimizer`, `engine.unsharded`
+- `state_dict` of that optimizer while the engine saves, which would put it into the file of weights.
+  `use_checkpoint_engine`
+- `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
+  weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
+  `count_in_norm`
+- The `step` of an engine is wrapped to time optimizer steps. `profiling.recorder`
+- `allreduce_gradients` of an engine, which reduces at the end of a step: partial gradients are summed over tp first.
+  `before_reduction`
+- `global_steps`, `global_samples` and `skipped_steps` of an engine, and its optimizer's `loss_scaler`, are set when
+  a checkpoint of another layout is loaded. `checkpoint.adapting`
+- `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
+  backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
+- The `forward`, `backward` and `step` of an engine in pipeline stages refuse to be called by users. `pipeline.loop`
+- The accelerator gives way to one without memory. `preflight.stand_in`
+- `checkpoint_engine` of an engine (runtime/checkpoint_engine/checkpoint_engine.py): all that `save_checkpoint` and
+  `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
+  own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `use_checkpoint_engine`,
+  `checkpoint.deepspeed_engine`
+
+Read:
+
+- Groups of parameters, their flat tensors and shards: `bit16_groups`, `bit16_groups_flat` and
+  `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `bf16_groups`, `bf16_groups_flat` and
+  `fp32_groups_flat_partition` (runtime/bf16_optimizer.py). Checkpoints of another layout are written into them, and
+  preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
+- `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
+  `place_in_shard`
+- `parameter.grad_accum`, `fp32_groups_gradients_flat`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
+  `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
+  `reduce_buckets`, `shape_tensors`
+
+- `partition_gradients`, `overlap_comm` and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py): where any is
+  true, hooks take each gradient as it comes. `keeps_gradients`
+- `parameter._hp_grad` (runtime/bf16_optimizer.py) and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py):
+  where gradients add up, to which those of another stage are added. `accumulated_gradient`
+
+Agreed on with DeepSpeed by name, in the module that the name belongs to:
+
+- `parameter.tensor_model_parallel` (`is_model_parallel_parameter`, runtime/utils.py): whether a parameter counts in the
+  gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.marking`
+- `parameter.allreduce` and `parameter.group_name` (`is_moe_param`, moe/utils.py): experts that other ranks do not hold,
+  and the groups that share them. Groups of parameters say so with "moe" and "name". `mark_expert`
+- `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
+  counts in the gradient norm. `count_on_another_stage`
+- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
+- Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
+  `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.trusted`
+- `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for
+  `ds_to_universal`. `checkpoint.universal`
+- The environment variable `LOCAL_RANK` (runtime/engine.py): the engine asks for it without a launcher too.
+  `groups.rendezvous`
+"""

@@ -1,0 +1,100 @@
+"""Changes of an engine: how it is made, what it saves through, and when it reduces gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def with_optimizer(make: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Within it engines of ZeRO stage 0 have the optimizer that `make` gives for an engine and what updates weights."""
+    from deepspeed.runtime.constants import FP16
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def configure(engine: Any, optimizer: Any, _: object) -> Any:
+        made = make(engine, optimizer)
+        engine.clip_fp32_gradients, engine.zero_grad = lambda: None, made.zero_grad
+        return made
+
+    with (
+        mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", lambda *_: FP16),
+        mock.patch.object(DeepSpeedEngine, "_configure_fp16_optimizer", configure),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def initialize_with(
+    mpu: Any, take_over: Callable[[Any], None], given: Callable[..., AbstractContextManager[dict[str, Any]]]
+) -> Iterator[None]:
+    """Within it, whoever calls `deepspeed.initialize` gets an engine with this mpu, which `take_over` has seen.
+
+    `given` makes of the arguments of a call those that DeepSpeed gets, as a context around it.
+    """
+    import deepspeed
+
+    make = deepspeed.initialize
+
+    def initialize(*args: Any, **options: Any) -> Any:
+        with given(**options) as options:
+            made = make(*args, **options, mpu=mpu)
+        take_over(made[0])
+        return made
+
+    with mock.patch.object(deepspeed, "initialize", initialize):
+        yield
+
+
+@contextlib.contextmanager
+def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]:
+    """Within it, an engine writes and opens files of checkpoints through this checkpoint engine alone."""
+    with contextlib.ExitStack() as entered:
+        if not engine.zero_optimization():
+            entered.enter_context(mock.patch.object(engine.optimizer, "state_dict", lambda: None))
+        entered.enter_context(mock.patch.object(engine, "has_moe_layers", False))
+        entered.enter_context(mock.patch.object(engine, "checkpoint_engine", checkpoint_engine))
+        entered.enter_context(mock.patch.object(engine, "_copy_recovery_script", lambda _: None))
+        yield
+
+
+@contextlib.contextmanager
+def reduce_at_end(engine: Any) -> Iterator[None]:
+    """Within it backward passes add up gradients on this rank; at its end they are reduced, and the engine may step."""
+    if getattr(engine.optimizer, "overlap_comm", False):
+        # Its hooks would reduce each gradient as it comes; this is DeepSpeed's own way of keeping them.
+        with engine.coalesce_grad_reduction():
+            yield
+        engine.set_gradient_accumulation_boundary(True)
+    else:
+        engine.enable_backward_allreduce = False
+        engine.set_gradient_accumulation_boundary(False)
+        yield
+        engine.set_gradient_accumulation_boundary(True)
+        engine.allreduce_gradients()
+    engine.micro_steps += engine.gradient_accumulation_steps() - 1
+
+
+def keeps_gradients(engine: Any) -> bool:
+    """Whether the gradients of micro-batches add up in `grad`, untouched until the end of a step: ZeRO-1 by itself."""
+    optimizer = engine.optimizer
+    taken = ("partition_gradients", "overlap_comm", "use_grad_accum_attribute")
+    is_plain = hasattr(optimizer, "single_partition_of_fp32_groups")
+    return (
+        engine.zero_optimization_stage() == 1 and is_plain and not any(getattr(optimizer, one, False) for one in taken)
+    )
+
+
+def before_reduction(engine: Any, function: Callable[[], None]) -> None:
+    """Calls `function` at the end of each step, before the engine reduces gradients over dp and cp."""
+    reduce = engine.allreduce_gradients
+
+    def allreduce_gradients(*args: Any, **options: Any) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            function()
+        reduce(*args, **options)
+
+    engine.allreduce_gradients = allreduce_gradients

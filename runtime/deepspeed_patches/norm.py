@@ -1,0 +1,107 @@
+"""What counts in the gradient norm of DeepSpeed's optimizers, and in which sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .experts import expert_group_name
+from .optimizer_state import flat_weights
+from .process_groups import expert_tables
+
+
+def norm_at_once(optimizer: Any) -> None:
+    """Makes the gradient norm one sum over all groups of parameters, so that all ranks send the same messages."""
+    if hasattr(optimizer, "get_grads_for_norm"):
+        _norm_of_bf16(optimizer)
+        return
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return  # that of stage 0 is
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    def norm(norm_type: int = 2) -> Any:
+        gradients, parameters = [], []
+        for group, held in enumerate(optimizer.params_in_partition):
+            gradients += optimizer.averaged_gradients[group]
+            parameters += held
+        return combine_grad_norm_groups([optimizer.get_grad_norm_direct(gradients, parameters)], norm_type=norm_type)
+
+    optimizer.scaled_global_norm = norm
+
+
+def _norm_of_bf16(optimizer: Any) -> None:
+    """A rank of tp and pp counts the experts of all its ep ranks, and everything else once."""
+    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
+
+    of_norm, first = optimizer.get_grads_for_norm, bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
+
+    def pairs() -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for group, sums, present in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+        ):
+            for parameter, gradient, is_there in zip(group, sums, present, strict=True):
+                yield parameter, gradient if is_there else torch.zeros_like(gradient)
+
+    def gradients(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return of_norm(for_clipping=True)
+        return [squared_norm(pairs(), flat_weights(optimizer)[0].device, first=first).sqrt()], {}
+
+    optimizer.get_grads_for_norm = gradients
+
+
+def squared_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]], device: torch.device, *, first: bool) -> Tensor:
+    """This rank's part, over tp and pp, of the square of the gradient norm; of experts, that of all its ep ranks.
+
+    Args:
+        gradients: of parameters, summed over the ranks that share them.
+        device: of the result, a scalar.
+        first: whether this is the first rank of tp, on which parameters count that all of them hold.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    square, of_experts = torch.zeros(2, device=device).unbind()
+    groups: set[str] = set()
+    for parameter, gradient in gradients:
+        name = expert_group_name(parameter)
+        groups |= set() if name is None else {name}
+        if (first or is_model_parallel_parameter(parameter)) and not getattr(parameter, "ds_pipe_replicated", False):
+            total = square if name is None else of_experts
+            # The sum over tp counts once more what the sum over ep has from other ranks of tp already.
+            times = getattr(parameter, "parcompile_tp_in_ep", 1)
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / times
+    for name in sorted(groups):
+        dist.all_reduce(of_experts, group=expert_tables()[0][name])
+    return square + of_experts
+
+
+def count_in_norm(optimizer: Any, counted: Callable[[nn.Parameter, Tensor], Tensor]) -> bool:
+    """Lets each gradient of this rank's shard pass `counted`, with its parameter, on its way into the gradient norm.
+
+    Returns whether the optimizer computes its norm so that this can be done: those of ZeRO stages 0 to 2 do.
+    """
+    if hasattr(optimizer, "counted"):
+        optimizer.counted = counted
+        return True
+    norm = getattr(optimizer, "get_grad_norm_direct", None)
+    if norm is None:
+        return False
+
+    def norm_of(gradients: Sequence[Tensor], trained: Sequence[nn.Parameter], *args: Any, **options: Any) -> Any:
+        parameters = iter(trained)
+        # Padding of the shard stands among the gradients and belongs to no parameter.
+        owners = (None if getattr(one, "_zero_padding", False) else next(parameters, None) for one in gradients)
+        pairs = zip(gradients, owners, strict=True)
+        return norm([one if owner is None else counted(owner, one) for one, owner in pairs], trained, *args, **options)
+
+    optimizer.get_grad_norm_direct = norm_of
+    return True
+
+
+def count_on_another_stage(parameter: nn.Parameter) -> None:
+    """Leaves a parameter out of this rank's part of the gradient norm."""
+    parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""What an optimizer of DeepSpeed holds: parameters, flat weights, shards, gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_SUM = "parcompile_sum"
+
+
+def sum_in(parameter: nn.Parameter, place: Tensor) -> None:
+    """Says where the gradients of micro-batches add up, in another type than the parameter's."""
+    setattr(parameter, _SUM, place)
+
+
+def summed_gradient(parameter: nn.Parameter) -> Tensor:
+    """That place."""
+    found: Tensor = getattr(parameter, _SUM)
+    return found
+
+
+def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
+    """Where the gradients of micro-batches add up; zeros are put there if there were none."""
+    found: Tensor | None = getattr(parameter, _SUM, getattr(parameter, "_hp_grad", None))
+    if found is not None:
+        return found
+    name = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+    found = getattr(parameter, name, None)
+    if found is None:
+        found = torch.zeros_like(parameter)
+        setattr(parameter, name, found)
+    return found
+
+
+def kept_gradients(engine: Any) -> list[Tensor]:
+    """Gradients that are kept between micro-batches: of the parameters, and the sums that DeepSpeed holds beside."""
+    kept = [
+        getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum", _SUM)
+    ]
+    kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        for sums in getattr(engine.optimizer, name, {}).values():
+            kept += [sums] if isinstance(sums, Tensor) else sums or []
+    return [one for one in kept if one is not None]
+
+
+def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+    """The parameters of each group of an optimizer, those of other ranks' shards included."""
+    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "bf16_groups")]
+
+
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's flat fp32 shard of each group."""
+    return list(_first_of(optimizer, "masters", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"))
+
+
+def flat_weights(optimizer: Any) -> list[Tensor]:
+    """The flat tensor of each group in which its parameters lie."""
+    return list(_first_of(optimizer, "weights", "bit16_groups_flat", "bf16_groups_flat"))
+
+
+def _first_of(optimizer: Any, *names: str) -> Any:
+    """What the optimizer of stage 0 has under the first name, ZeRO's under the second, the bf16 one under the third."""
+    return next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+
+
+class PlaceInShard(NamedTuple):
+    """Which elements of a flat parameter lie in this rank's shard, and where there."""
+
+    of_parameter: slice
+    of_shard: slice
+
+
+_WHOLE = "parcompile_offset"
+
+
+def lies_whole(parameter: nn.Parameter, offset: int) -> None:
+    """Says that all of a parameter lies in this rank's only shard, from the element `offset` on."""
+    setattr(parameter, _WHOLE, offset)
+
+
+def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
+    """Where a parameter lies in this rank's shard; None: not at all."""
+    offset: int | None = getattr(parameter, _WHOLE, None)
+    if offset is not None:
+        return PlaceInShard(slice(0, parameter.numel()), slice(offset, offset + parameter.numel()))
+    mapping: Any = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    pieces = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return PlaceInShard(*(slice(piece.start, piece.start + piece.numel) for piece in pieces))
+
+
+def reduce_buckets(optimizer: Any) -> list[Tensor]:
+    """What gradients are copied to before they are reduced: from the first gradient on, at stage 2 in backward only."""
+    return [buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values() for buffer in bucket.buffer]
+
+
+def shape_tensors(optimizer: Any) -> list[Tensor]:
+    """Meta tensors in which DeepSpeed keeps the shapes of parameters."""
+    return [one for group in getattr(optimizer, "round_robin_bit16_meta", ()) for one in group]
