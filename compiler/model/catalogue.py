@@ -169,7 +169,6 @@ _NEAREST = {
     "bamba": "granite",
     "falcon_h1": "llama",
     "jamba": "mixtral",
-    "olmo_hybrid": "olmo3",
     "dots3_note_text": "dots1",
     "hy_v4": "hy_v3",
     "gemma4_unified_text": "gemma3_text",

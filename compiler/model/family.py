@@ -121,7 +121,11 @@ class Family:
     """It is registered before the layers."""
     head: str = "lm_head"
     order: tuple[str, ...] = ("attention", "mlp", "norms")
-    """The parts of a layer in the order in which they are registered; any other word is the name of one norm."""
+    """The parts of a layer in the order in which they are registered; any other word is the name of one norm.
+
+    Where "recurrent" is among them, the module that stands in the place of attention comes there, behind the norms of
+    its own layers, and not where the attention is.
+    """
     transposed: bool = False
     """Linears are stored as [in, out], as GPT-2's `Conv1D` is."""
     attention: str = "self_attn"

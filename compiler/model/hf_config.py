@@ -12,8 +12,9 @@ from typing import Any
 from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
-from .recurrent.reading import LayerListError, recurrent_shape
+from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
+from .recurrent.traits import LayerListError
 from .shape import MlaShape, ModelShape, MoeShape
 from .user_module import InjectionProblem, UserModule
 

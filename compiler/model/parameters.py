@@ -23,14 +23,18 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     rows = Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
     for part in family.order:
         if part == "attention":
-            if shape.recurrent is not None and family.recurrent is not None:
-                recurrent_rows(rows, h, shape.recurrent, family.recurrent)
+            if "recurrent" not in family.order:
+                _recurrent(rows, shape, family)
             (_latent_attention if shape.mla else _attention)(rows.of(shape.attention_layers), shape, family)
         elif part == "mlp":
             _feed_forward(rows, shape, family)
+        elif part == "recurrent":
+            _recurrent(rows, shape, family)
         else:
+            own = family.recurrent is not None and family.recurrent.norms
+            attending = rows.of(shape.attention_layers) if own and part == "norms" else rows
             for name in shape.norm_names if part == "norms" else (part,):
-                rows.norm(name, h, family.norm)
+                attending.norm(name, h, family.norm)
     before = [Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))]
     if family.positions:
         size = (shape.max_position_embeddings + family.first_position, h)
@@ -50,6 +54,13 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     if shape.head_bias:
         after.append(Parameter(f"{family.head}.bias", (v,), vocabulary(v)))
     return ParameterTable(tuple(before), tuple(rows.rows), tuple(after), len(layers), first)
+
+
+def _recurrent(rows: Rows, shape: ModelShape, family: Family) -> None:
+    if shape.recurrent is not None and family.recurrent is not None:
+        for name in family.recurrent.norms:
+            rows.of(shape.recurrent.layers).norm(name, shape.hidden_size, family.norm)
+        recurrent_rows(rows, shape.hidden_size, shape.recurrent, family.recurrent)
 
 
 def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:

@@ -79,12 +79,12 @@ class Plan:
         """Every parameter of the model."""
         return parameter_table(self.spec.model.shape)
 
-    def tensors(self) -> dict[str, tuple[Parameter, TensorLayout]]:
-        """Every parameter row by its name (`{layer}` stands for the layer's index) and how tp cuts it."""
+    def tensors(self) -> dict[Parameter, tuple[Parameter, TensorLayout]]:
+        """Every parameter row and how tp cuts it. Layers of different kinds may have rows of the same name."""
         parallelism = self.spec.parallelism
         tp, ep, divisor = parallelism.tp, parallelism.ep, parallelism.make_vocab_size_divisible_by
         return {
-            parameter.name: (
+            parameter: (
                 parameter,
                 tensor_layout(parameter, tp, ep=ep, expert_tp=parallelism.expert_tp, vocab_divisible_by=divisor),
             )

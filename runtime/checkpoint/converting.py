@@ -66,4 +66,4 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
 
 def _layouts(plan: Plan) -> dict[str, TensorLayout]:
     rows = plan.tensors()
-    return {name: rows[parameter.name][1] for name, parameter in plan.parameters.expanded()}
+    return {name: rows[parameter][1] for name, parameter in plan.parameters.expanded()}

@@ -43,7 +43,7 @@ class SavedRun:
     def __init__(self, note: Note) -> None:
         self.note = note
         plan = note.plan
-        self._rows: dict[str, tuple[Parameter, TensorLayout]] = plan.tensors()
+        self._rows: dict[Parameter, tuple[Parameter, TensorLayout]] = plan.tensors()
         self.parameters = dict(plan.parameters.expanded())
         self._stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
         self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(plan))}
@@ -221,8 +221,8 @@ class SavedRun:
         matrix = matrix_of(name)
         if matrix is None:
             parameter = self.parameters[name]
-            return self._rows[parameter.name][1], parameter.shape
-        weight = self._rows[self.parameters[matrix.weight].name][1]
+            return self._rows[parameter][1], parameter.shape
+        weight = self._rows[self.parameters[matrix.weight]][1]
         stored: Tensor = self.weights(pp_rank, 0)["module"][self._stored(pp_rank)[name]]
         layout = matrix_layout(matrix, weight, tuple(stored.shape))
         return layout, layout.full_shape

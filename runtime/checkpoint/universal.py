@@ -41,7 +41,7 @@ def universal_checkpoint_info(plan: Plan, *, adapters: bool) -> dict[str, Any]:
         return {}
     rows, maps, padded = plan.tensors(), {}, []
     for name, parameter in plan.parameters.expanded():
-        layout, pattern = rows[parameter.name][1], f"^{re.escape(name)}$"
+        layout, pattern = rows[parameter][1], f"^{re.escape(name)}$"
         maps[pattern] = _affine_map(layout, parallelism.tp)
         if layout.full_shape != tuple(parameter.shape) and len(layout.full_shape) == 2:
             padded.append(pattern)

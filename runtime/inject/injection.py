@@ -122,6 +122,9 @@ class _Injection:
     def _layers(self, region: Region) -> None:
         """Cuts every parameter that the plan cuts, except experts and vocabulary."""
         blocks: dict[str, list[ColumnParallelLinear]] = {}
+        recurrent = {id(module) for module in recurrent_modules(self.model, self.mesh)}
+        # All of such a module takes its hidden states in together, what stands in modules of its own too.
+        whole = [name for name, module in self.model.named_modules() if id(module) in recurrent]
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
@@ -138,7 +141,8 @@ class _Injection:
                 setattr(parent, child, layer)
                 # A linear of the layer itself, which stands in no block, takes its input in alone.
                 if isinstance(layer, ColumnParallelLinear) and parent_name.rpartition(".")[0] != path:
-                    blocks.setdefault(parent_name, []).append(layer)
+                    block = next((name for name in whole if parent_name.startswith(f"{name}.")), parent_name)
+                    blocks.setdefault(block, []).append(layer)
             elif parameter.dim() == 1 and kind == "weight":
                 setattr(parent, child, self._spread_norm(owner, parameter, piece, region.group))
             else:
@@ -147,7 +151,7 @@ class _Injection:
         for parent_name, layers in blocks.items():
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
-            if parent_name.endswith(f".{self.family.attention}"):
+            if parent_name.endswith(f".{self.family.attention}") and parent_name not in whole:
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
         if shape.recurrent is not None:
             for module in recurrent_modules(self.model, self.mesh):

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,14 @@ def recurrent_modules(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     traits = FAMILIES[shape.model_type].recurrent if shape.user_module is None else None
     if traits is None or shape.recurrent is None:
         return []
-    return [module for name, module in model.named_modules() if _is_layers(name, traits.module)]
+    layers = {str(layer) for layer in shape.recurrent.layers}
+    return [module for name, module in model.named_modules() if _stands_in(layers, name, traits.module)]
 
 
-def _is_layers(name: str, module: str) -> bool:
-    """Whether a module stands in a layer itself under that name."""
+def _stands_in(layers: Collection[str], name: str, module: str) -> bool:
+    """Whether a module stands under that name in one of these layers itself. Attention may have the same name."""
     *_, parent, own = ("", "", *name.split("."))
-    return own == module and parent.isdigit()
+    return own == module and parent in layers
 
 
 def use_pieces(model: nn.Module, mesh: Mesh) -> None:
@@ -194,17 +195,21 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
 
 
 def localise_groups(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
-    """Corrects the sizes that a cut module was built with: those of this rank's groups of heads."""
+    """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
     sizes = {
+        "num_heads": shape.heads,
+        "num_attention_heads": shape.heads,
+        "qkv_dim": shape.values,
         "num_v_heads": shape.heads,
         "num_k_heads": shape.groups,
         "key_dim": shape.keys,
         "value_dim": shape.values,
         "conv_dim": shape.channels,
     }
-    for name, whole in sizes.items():
-        if vars(module).get(name) == whole:
-            setattr(module, name, whole // tp)
+    for part in (module, *module.children()):
+        for name, whole in sizes.items():
+            if vars(part).get(name) == whole:
+                setattr(part, name, whole // tp)
     for child in module.children():
         if isinstance(child, nn.Conv1d):
             child.in_channels = child.out_channels = child.groups = child.weight.shape[0]

@@ -212,7 +212,7 @@ def _step_of_one_process(plan: Plan, model: Any) -> StepResult:
 
 def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Iterator[tuple[str, str]]:
     """Parameters of a rank that are not its slice of the whole model's."""
-    layouts: dict[str, tuple[Parameter, TensorLayout]] = plan.tensors()
+    layouts: dict[Parameter, tuple[Parameter, TensorLayout]] = plan.tensors()
     whole = dict(model.named_parameters())
     place = plan.groups.grid.coordinates(rank)
     holding, index = Holding(plan, place["pp"]), place["tp"]
@@ -223,7 +223,7 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
         if name not in held:
             yield name, "is missing"
             continue
-        layout, full = layouts[parameter.name][1], whole[name].detach()
+        layout, full = layouts[parameter][1], whole[name].detach()
         full = cut(full, layout, None if layout.ranges is None else layout.ranges[index], layout.experts(ep_rank))
         shape, dtype, digest = held[name]
         if (shape, digest) != _digest(full.to(getattr(torch, dtype.removeprefix("torch."))))[::2]:

@@ -67,7 +67,7 @@ class Slices:
         self._mesh = mesh
         self.model_type = mesh.plan.spec.model.shape.model_type
         self._tensors = mesh.plan.tensors()
-        self._rows = {name: parameter.name for name, parameter in mesh.plan.parameters.expanded()}
+        self._rows = dict(mesh.plan.parameters.expanded())
         self._holding = Holding(mesh.plan, mesh.index("pp"))
 
     @property

@@ -60,7 +60,7 @@ def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
     planned = {name: row for name, row in plan.parameters.expanded() if name in holding}
     shapes, slices = [], []
     for name in planned:
-        layout, one = rows[planned[name].name][1], found.get(name)
+        layout, one = rows[planned[name]][1], found.get(name)
         if one is None:
             shapes.append(f"{name} is missing")
             continue
@@ -83,7 +83,7 @@ def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
     yield _finding(mesh.rank, "parameter shapes", f"{count} tensors", f"{count - len(shapes)} as planned", shapes)
     yield _finding(mesh.rank, "parameter slices", f"{count} tensors", f"{count - len(slices)} as planned", slices)
     stage = _stage(plan.spec, mesh)
-    expected = sum(rows[planned[name].name][1].local_numel for name in planned) * width
+    expected = sum(rows[planned[name]][1].local_numel for name in planned) * width
     unpadded = static_memory(workload_of(plan.spec), stage).numel * width
     total = sum(one.nbytes for one in found.values())
     yield _bytes(mesh.rank, "parameter bytes", unpadded, total, extra=expected != unpadded)
@@ -109,7 +109,7 @@ def _sharded_gradient_bytes(mesh: Mesh) -> int:
     """
     plan = mesh.plan
     rows, holding = plan.tensors(), Holding(plan, mesh.index("pp"))
-    held = [rows[row.name][1] for name, row in plan.parameters.expanded() if name in holding]
+    held = [rows[row][1] for name, row in plan.parameters.expanded() if name in holding]
     dealt = [layout.local_numel for layout in held if layout.ep > 1]
     found = _gradient_bytes_of_group(mesh, "dp-cp", [layout.local_numel for layout in held if layout.ep == 1])
     return found + (_gradient_bytes_of_group(mesh, EXPERT_DP, dealt) if dealt else 0)

@@ -78,9 +78,9 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
     ("config", "sentence", "instead"),
     [
         (
-            {"model_type": "olmo_hybrid", "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-            "layers of gated delta nets: .* \\(layer_types: 3 linear_attention, 1 full_attention\\)",
-            "the nearest type that works is olmo3; `parcompile models olmo_hybrid` says more",
+            {"model_type": "recurrent_gemma", "layers_block_type": ["recurrent"] * 2 + ["attention"]},
+            "recurrent layers: .* \\(layers_block_type: 2 recurrent, 1 attention\\)",
+            "the nearest type that works is gemma2; `parcompile models recurrent_gemma` says more",
         ),
         ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
         ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),

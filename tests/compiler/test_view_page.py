@@ -119,7 +119,7 @@ def agrees(plan: Plan, rank: int, found: dict[str, Any]) -> None:
     shard = padded_shard(found["optimizer"]["numel"], spec.parallelism.zero_shards, index)
     assert (found["optimizer"]["start"], found["optimizer"]["stop"]) == (shard.start, shard.stop)
     # The slices are those of the plan, and together they are all that the rank holds.
-    tensors, total = plan.tensors(), 0
+    tensors, total = {row.name: pair for row, pair in plan.tensors().items()}, 0
     for row in found["slices"]:
         _, layout = tensors[row["name"]]
         pieces = None if layout.ranges is None else [list(piece) for piece in layout.ranges[place["tp"]]]

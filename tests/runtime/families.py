@@ -223,6 +223,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         **_GATED_DELTA,
     },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], **_GATED_DELTA},
     "qwen3_5_text": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **_GATED_DELTA},
     "qwen3_5_moe_text": {
         "head_dim": 8,
@@ -324,7 +325,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 ONE_LAYOUT = (
-    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe"),
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),

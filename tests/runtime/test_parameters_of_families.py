@@ -76,10 +76,14 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
     config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
     config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})
+    config.update({"num_hidden_layers": 2} if family == "olmo_hybrid" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None
     assert shape_from_config(config).sliding_window == window
+
+
+_SIZES_OF_OLMO = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 
 
 def published() -> list[Preset]:
@@ -191,6 +195,7 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index: dense layers behind those with experts"),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval: it has to be 1"),
         ("axk1", {"mlp_layer_types": None, "moe_layer_freq": 2}, "moe_layer_freq: it has to be 1"),
+        ("olmo_hybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types: transformers builds no such model"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_experts and num_local_experts are the same key, and differ"),
     ],
 )
@@ -233,6 +238,8 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
         ("axk1", {"mlp_layer_types": None, "first_k_dense_replace": 0}),
         ("minimax_m3_vl_text", {"mlp_layer_types": None}),
         ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+        ("olmo_hybrid", {"layer_types": None, "num_hidden_layers": 9, **dict.fromkeys(_SIZES_OF_OLMO)}),
+        ("olmo_hybrid", {"layer_types": None, "num_hidden_layers": 3, "linear_value_head_dim": None}),
     ],
 )
 def test_a_table_follows_what_only_its_family_has(family: str, changes: dict[str, Any]) -> None:

@@ -223,7 +223,7 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
         names = held[plan.groups.grid.coordinates(result["rank"])["pp"]].names
         assert list(result["parameters"]) == names, "a rank holds other parameters than its stage's"
     for name, parameter in plan.parameters.expanded():
-        layout = rows[parameter.name][1]
+        layout = rows[parameter][1]
         dtype = next(one["parameters"][name].dtype for one in ranks if name in one["parameters"])
         full = torch.full(layout.full_shape, float("nan"), dtype=dtype)
         for result in ranks:

@@ -8,12 +8,35 @@ from typing import Any
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
-from .traits import TIED, defaults_of
+from .traits import POST_NORMS, TIED, defaults_of
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
-    projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    output_last=False,
+    parameters=(
+        *("dt_bias", "A_log", "conv1d", "norm", "out_proj"),
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ),
+)
+_QWEN3_NEXT = Recurrent(
+    RecurrentKind.GATED_DELTA_NET,
+    parameters=("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"),
+)
+
+
+def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    found = tuple(layer for layer in range(count) if layer % 4 != 3)
+    return found[:-1] if len(found) == count else found  # one attends at least
+
+
+_OLMO = Recurrent(
+    RecurrentKind.GATED_DELTA_NET,
+    by_default=_all_but_every_fourth,
+    parameters=(
+        *("A_log", "dt_bias", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "conv1d"),
+        "o_norm",
+    ),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    follows_attention=True,
 )
 
 
@@ -92,10 +115,28 @@ HYBRIDS: Mapping[str, Family] = {
         ),
         defaults=defaults_of(8, **TIED),
     ),
+    "olmo_hybrid": Family(
+        qk_norm=QkNorm.WHOLE,
+        order=("attention", "mlp", "recurrent", "norms"),
+        norms=POST_NORMS,
+        recurrent=_OLMO,
+        refusals=(
+            Refusal(
+                "layer_types",
+                lambda config: len(set(config.get("layer_types") or ("linear_attention", "full_attention"))) == 1,
+                "transformers builds no such model of one kind of layer: it needs linear_attention and full_attention",
+            ),
+            Refusal(
+                "num_hidden_layers",
+                lambda config: config.get("num_hidden_layers") == 1,
+                "transformers builds no such model of one layer: it needs linear_attention and full_attention",
+            ),
+        ),
+    ),
     "qwen3_next": Family(
         qk_norm=QkNorm.HEAD,
         query_gate=True,
-        recurrent=Recurrent(RecurrentKind.GATED_DELTA_NET),
+        recurrent=_QWEN3_NEXT,
         experts=_experts(512, 10),
         defaults=defaults_of(2, 256),
     ),

@@ -7,18 +7,10 @@ from typing import Any
 
 from .kind import RecurrentKind
 from .shape import RecurrentShape
-from .traits import Recurrent
+from .traits import LayerListError, Recurrent
 
 Size = Callable[[str, int], int]
 """The value of a key, or its default."""
-
-
-class LayerListError(ValueError):
-    """A list of layers that does not fit; `key` is its key."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
 
 
 def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size: Size) -> RecurrentShape | None:
@@ -30,6 +22,12 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
     layers = _layers(traits, config, num_layers, size)
     if not layers:
         return None
+    if traits.kind is RecurrentKind.LIGHTNING_ATTENTION:
+        heads = size("num_attention_heads", 32)
+        width = size("head_dim", size("hidden_size", 1) // heads)
+        return RecurrentShape(traits.kind, layers, heads, heads, width, width, 1, groups_key="num_attention_heads")
+    if traits.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
+        return _kimi_delta(traits, config, layers, size)
     if traits.kind is RecurrentKind.SHORT_CONVOLUTION:
         hidden, bias = size("hidden_size", 1), bool(config.get("conv_bias", False))
         kernel = size("conv_L_cache", 3)
@@ -39,8 +37,38 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
     return _delta(traits, layers, size)
 
 
+def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int, ...], size: Size) -> RecurrentShape:
+    section, heads_key = config.get(traits.section) or {}, traits.sizes.get("linear_num_heads", "linear_num_heads")
+
+    def of(key: str, inside: str, default: int) -> int:
+        value = section.get(inside)
+        if value is None:
+            return size(traits.sizes.get(key, key), default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            message = f"{traits.section}.{inside} is {value!r}: it has to be a whole number of 1 or more"
+            raise LayerListError(message, traits.section)
+        return value
+
+    heads, width = of("linear_num_heads", "num_heads", 32), of("linear_head_dim", "head_dim", 128)
+    return RecurrentShape(
+        traits.kind,
+        layers,
+        heads=heads,
+        groups=heads,
+        key_dim=width,
+        value_dim=width,
+        kernel=of("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+        groups_key=traits.section if "num_heads" in section else heads_key,
+        gate_rank=width if any(name.endswith("_a_proj") for name in traits.parameters) else 0,
+    )
+
+
 def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentShape:
-    heads, groups = size("linear_num_value_heads", 32), size("linear_num_key_heads", 16)
+    # What follows from the attention: as many heads, keys of 3/4 of the hidden size together, values twice as wide.
+    attending = size("num_attention_heads", 1) if traits.follows_attention else 0
+    groups, heads = size("linear_num_key_heads", attending or 16), size("linear_num_value_heads", attending or 32)
+    width = max(int(0.75 * size("hidden_size", 1) / groups), 1) if attending else 128
+    key_dim = size("linear_key_head_dim", width)
     if heads % groups:
         raise LayerListError(
             f"linear_num_value_heads {heads} / linear_num_key_heads {groups} is not whole: each key head serves as "
@@ -52,15 +80,18 @@ def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentS
         layers,
         heads=heads,
         groups=groups,
-        key_dim=size("linear_key_head_dim", 128),
-        value_dim=size("linear_value_head_dim", 128),
+        key_dim=key_dim,
+        value_dim=size("linear_value_head_dim", 2 * key_dim if attending else 128),
         kernel=size("linear_conv_kernel_dim", 4),
+        groups_key="linear_num_key_heads",
     )
 
 
 def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size: Size) -> tuple[int, ...]:
     kinds = config.get(traits.layers_key)
     if kinds is None:
+        if traits.by_default is not None:
+            return traits.by_default(config, num_layers)
         attending = config.get(traits.attending_key)
         if traits.every_key is None:
             if attending is None and traits.attends_by_default:

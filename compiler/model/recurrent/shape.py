@@ -25,11 +25,10 @@ class RecurrentShape:
     """Tokens that the causal convolution in front of the recurrence sees; 1: there is none."""
     projection_bias: bool = False
     convolution_bias: bool = False
-
-    @property
-    def groups_key(self) -> str:
-        """The configuration's key of the groups."""
-        return "linear_num_key_heads" if self.kind is RecurrentKind.GATED_DELTA_NET else "hidden_size"
+    groups_key: str = "hidden_size"
+    """The configuration's key of the groups."""
+    gate_rank: int = 0
+    """Features between the two projections of a gate, where it has two; 0: gates are projected at once."""
 
     @property
     def values(self) -> int:
@@ -43,18 +42,23 @@ class RecurrentShape:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Queries, keys and values; where there is a convolution, its channels."""
         return 2 * self.keys + self.values
 
     @property
     def projected(self) -> int:
         """Features that the input projections give: queries, keys, values, their gate, and two numbers of each head.
 
-        A short convolution has values and two gates.
+        A short convolution has values and two gates; lightning attention decays by no number of the input; Kimi delta
+        attention has a decay for each channel, and may project both gates by way of a few features.
         """
         if self.kind is RecurrentKind.SHORT_CONVOLUTION:
             return 3 * self.values
-        return 2 * self.keys + 2 * self.values + 2 * self.heads
+        if self.kind is RecurrentKind.LIGHTNING_ATTENTION:
+            return self.channels + self.values
+        if self.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
+            return self.channels + self.heads + 2 * (self.gate_rank or self.values)
+        return self.channels + self.values + 2 * self.heads
 
     @property
     def state_numel(self) -> int:

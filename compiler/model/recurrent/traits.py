@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .kind import RecurrentKind
+
+
+class LayerListError(ValueError):
+    """A list of layers that does not fit; `key` is its key."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,15 @@ class Recurrent:
     """Whether all layers attend where neither is given."""
     every_key: tuple[str, int] | None = ("full_attention_interval", 4)
     """Where there is no list: the key of a number n, whose every nth layer attends, with its default."""
-    projections: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
-    """The input projections: fused head by head, or one for each of what they give."""
-    output_last: bool = True
-    """The output projection is registered behind the input projections."""
+    by_default: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
+    """Which layers carry a state where there is neither, from the configuration and the number of layers."""
+    parameters: tuple[str, ...] = ()
+    """Those of the module, in the order in which it registers them."""
+    norms: tuple[str, ...] = ()
+    """The norms of such a layer, where it has others than a layer that attends."""
+    follows_attention: bool = False
+    """Sizes that a configuration leaves out follow from its attention."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """What the configuration calls the keys of its sizes, where they have other names."""
+    section: str = ""
+    """A section of the configuration where the keys of its sizes may stand too, before all others."""
