@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
+from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
 
 SCORE_BYTES = 5
@@ -40,6 +43,14 @@ class LayerBytes:
         """All of it, each component counted once."""
         return self.stream + self.attention + self.mlp + self.gathered
 
+    @classmethod
+    def mean(cls, shape: ModelShape, form: Callable[[ModelShape], LayerBytes]) -> LayerBytes:
+        """The mean of layers of different shapes."""
+        kinds = [(len(layers), form(one)) for layers, one in shape.by_kind]
+        total = sum(count for count, _ in kinds)
+        means = (sum(count * getattr(one, part.name) for count, one in kinds) / total for part in fields(cls))
+        return cls(*means)
+
 
 def layer_bytes(
     shape: ModelShape,
@@ -51,6 +62,18 @@ def layer_bytes(
     row_copies: float = ROW_COPIES,
 ) -> LayerBytes:
     """What one layer keeps for each token, with fused attention: scores are never stored (arXiv 2205.14135)."""
+    if shape.kinds:
+        return LayerBytes.mean(
+            shape,
+            partial(
+                layer_bytes,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                element_bytes=element_bytes,
+                moe=moe,
+                row_copies=row_copies,
+            ),
+        )
     h, width = shape.hidden_size, float(element_bytes)
     norms = shape.norms_per_layer * 2 * h
     kv_heads = max(shape.num_key_value_heads / tp, 1.0)
@@ -59,7 +82,7 @@ def layer_bytes(
         mla = shape.mla
         attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
     else:
-        attention = (2 * heads + 2 * kv_heads) * shape.head_dim
+        attention = (heads + _own(kv_heads, shape)) * (shape.head_dim + shape.value_dim)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -90,18 +113,34 @@ def eager_layer_bytes(
     projections, the activation's output and the product. The inputs of the two blocks are kept whole, gathered under
     sequence parallelism. `parcompile preflight` compares this with what is really kept.
     """
+    if shape.kinds:
+        return LayerBytes.mean(
+            shape,
+            partial(
+                eager_layer_bytes,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                element_bytes=element_bytes,
+                moe=moe,
+                row_copies=row_copies,
+            ),
+        )
     width, h = float(element_bytes), shape.hidden_size
     family = FAMILIES.get(shape.model_type, Family())
     rms = family.norm is Norm.WEIGHT
     normed = 4 if shape.model_type in FP32_NORMS else width
     stream = shape.norms_per_layer * h * (4 + normed if rms else width)
-    heads, kv_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1.0)
+    if shape.layer_inputs is not None:
+        stream += (
+            4 * width * shape.layer_inputs.width
+        )  # the part, its gate before and behind the activation, the product
+    heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
     if shape.mla is not None:
         mla = shape.mla
         attention = width * heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim)
         attention += width * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
     else:
-        attention = width * (2 * heads + 2 * kv_heads) * shape.head_dim
+        attention = width * (heads + kv_heads) * (shape.head_dim + shape.value_dim)
     if shape.qk_norm:
         attention += (4 + width) * (heads + kv_heads) * shape.head_dim
     attention += 4 * heads
@@ -115,6 +154,11 @@ def eager_layer_bytes(
     else:
         mlp = width * kept * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * BLOCKS * h)
+
+
+def _own(kv_heads: float, shape: ModelShape) -> float:
+    """The kv heads that a layer keeps itself."""
+    return 0.0 if shape.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
 FP32_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_per_pass
 from parcompile.layout.grid import Axis
@@ -29,7 +30,7 @@ class AttentionSizes:
     @classmethod
     def of(cls, shape: ModelShape, tp: int, tokens: int, element_bytes: int) -> AttentionSizes:
         """Those of a tensor-parallel rank with `tokens` tokens of a micro-batch."""
-        key_dim, value_dim = shape.head_dim, shape.head_dim
+        key_dim, value_dim = shape.head_dim, shape.value_dim
         if shape.mla is not None:
             key_dim, value_dim = shape.mla.qk_head_dim, shape.mla.v_head_dim
         heads, kv_heads = max(1, shape.num_attention_heads // tp), max(1, shape.num_key_value_heads // tp)
@@ -115,13 +116,34 @@ def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) 
 
 
 def context_exchanges(work: Workload) -> tuple[ContextExchange, ...]:
-    """The messages of one layer and micro-batch of a layout."""
-    return exchanges(sizes_of(work), work.context, on_gpu=runs_on_gpu(work), recomputed=work.recompute == "full")
+    """The messages of one layer and micro-batch of a layout; of layers of different shapes the mean."""
+    recomputed = work.recompute == "full"
+    kinds = [
+        (len(layers), exchanges(_sizes(one, work), work.context, on_gpu=runs_on_gpu(work), recomputed=recomputed))
+        for layers, one in work.shape.by_kind
+    ]
+    if len(kinds) == 1:
+        return kinds[0][1]
+    counts = [count for count, _ in kinds]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(count * value for count, value in zip(counts, values, strict=True)) / sum(counts)
+
+    return tuple(
+        replace(
+            same[0], messages=round(mean(one.messages for one in same)), wire_bytes=mean(one.wire_bytes for one in same)
+        )
+        for same in zip(*(found for _, found in kinds), strict=True)
+    )
+
+
+def _sizes(shape: ModelShape, work: Workload) -> AttentionSizes:
+    return AttentionSizes.of(shape, work.tp, work.local_tokens, work.element_bytes)
 
 
 def sizes_of(work: Workload) -> AttentionSizes:
     """Attention of a rank of a layout."""
-    return AttentionSizes.of(work.shape, work.tp, work.local_tokens, work.element_bytes)
+    return _sizes(work.shape, work)
 
 
 def runs_on_gpu(work: Workload) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from parcompile.model.shape import ModelShape
 
+from .kinds import mean_over_layers
 from .recurrent import mixer_parameters, scan_flops_per_token
 
 CONVENTION = (
@@ -28,12 +29,21 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
         return (
             attention + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
         )
-    return h * shape.head_dim * (2 * heads + 2 * shape.num_key_value_heads)
+    projected, kv_heads = shape.keys_and_values.value, shape.num_key_value_heads
+    keys, values = kv_heads * ("k" in projected), kv_heads * ("v" in projected)
+    return h * (shape.head_dim * (heads + keys) + shape.value_dim * (heads + values))
 
 
-def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> int:
-    """Parameters of one layer that multiply each token: routed experts count as often as a token visits them."""
+def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
+    """Parameters of one layer that multiply each token: routed experts count as often as a token visits them.
+
+    Of layers of different shapes the mean.
+    """
+    if shape.kinds:
+        return mean_over_layers(shape, lambda one: layer_matmul_parameters(one, moe=moe))
     h, attention = shape.hidden_size, attention_matmul_parameters(shape)
+    if shape.layer_inputs is not None:
+        attention += 3 * h * shape.layer_inputs.width  # its share of the projection for all layers, and its own two
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -53,10 +63,12 @@ def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations of scores and weighted values for one token of a layer, causal: half of the keys are seen."""
+    if shape.kinds:
+        return mean_over_layers(shape, lambda one: attention_flops_per_token(one, sequence_length))
     if shape.mla is not None:
         width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim)
     else:
-        width = 2 * shape.num_attention_heads * shape.head_dim
+        width = shape.num_attention_heads * (shape.head_dim + shape.value_dim)
     keys = sequence_length / 2
     if shape.sliding_window is not None and shape.sliding_window < sequence_length:
         keys = shape.sliding_window * (1 - shape.sliding_window / (2 * sequence_length))
@@ -68,7 +80,7 @@ def moe_layers(shape: ModelShape) -> int:
     return shape.num_hidden_layers - shape.moe.first_moe_layer if shape.moe else 0
 
 
-def matmul_parameters(shape: ModelShape) -> int:
+def matmul_parameters(shape: ModelShape) -> float:
     """Parameters of the whole model that multiply each token, head included."""
     sparse = moe_layers(shape)
     total = layer_matmul_parameters(shape) * (shape.num_hidden_layers - sparse) + shape.vocab_size * shape.hidden_size
@@ -82,7 +94,7 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     if shape.mla is not None:
         width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim) / 2
     else:
-        width = shape.num_attention_heads * shape.head_dim
+        width = shape.num_attention_heads * mean_over_layers(shape, lambda one: (one.head_dim + one.value_dim) / 2)
     attention = 12.0 * len(shape.attention_layers) * width * sequence_length
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
     return 6.0 * matmul_parameters(shape) + attention + 3.0 * states * scan_flops_per_token(shape)

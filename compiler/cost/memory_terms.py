@@ -10,6 +10,7 @@ from parcompile.model.catalogue import WEIGHTED_IN_TYPE
 
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
+from .kinds import mean_over_layers
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import exchanged_bytes, kept_bytes
 from .stage_exchanges import buffer_bytes
@@ -143,7 +144,7 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
     h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
     if not routed or moe is None:
-        width = work.shape.intermediate_size / work.tp
+        width = max(one.intermediate_size for _, one in work.shape.by_kind) / work.tp
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.gated_mlp else 1
@@ -198,7 +199,8 @@ def _is_tied(work: Workload, stage: Stage) -> bool:
 
 def _kept_attention(work: Workload) -> float:
     """Output and log-sum-exp for each token, which recomputation does not compute again."""
-    width = work.shape.head_dim if work.shape.mla is None else work.shape.mla.v_head_dim
+    mla = work.shape.mla
+    width = mean_over_layers(work.shape, lambda one: one.value_dim) if mla is None else mla.v_head_dim
     return work.shape.num_attention_heads / work.tp * (width * work.element_bytes + 4)
 
 

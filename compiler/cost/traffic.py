@@ -90,7 +90,7 @@ def _total(sent: Collectives) -> float:
 
 def _replicas(work: Workload) -> int:
     """Ranks that hold the same kv heads."""
-    return max(1, work.tp // work.shape.num_key_value_heads)
+    return work.shape.kv_replicas(work.tp)
 
 
 def _operation(group: str, kinds: Mapping[str, Sent]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .layer_kind import LayerShape
 from .recurrent.traits import Recurrent
+from .shape import LayerInputs
 
 
 class Norm(enum.Enum):
@@ -83,6 +85,12 @@ class Experts:
     """How many do where neither that key nor the list below is given."""
     dense_width: tuple[str, int | None] = ("intermediate_size", None)
     """The key of their width."""
+    switch: str = ""
+    """The key without which there are no experts."""
+    beside_mlp: bool = False
+    """Router and experts stand in the layer itself, beside the dense MLP; the router sees a rank's own tokens."""
+    norms: tuple[str, ...] = ()
+    """Norms of the layer that it has with experts only."""
     by_layer: str | None = None
     """The key of a list that says "dense" or "sparse" for each layer, before all others."""
 
@@ -146,6 +154,8 @@ class Family:
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_holds: Norm = Norm.WEIGHT
+    norms_behind_queries: bool = False
+    """These norms are registered behind the projection of queries, not behind all projections."""
     sub_norms: tuple[str, str] | None = None
     """Norms of what the attention and the MLP give, over all their features, before their last projections."""
     gate: str = ""
@@ -154,6 +164,10 @@ class Family:
     """Whether it has one value for each head; otherwise one for each of its features."""
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate."""
+    layer_shapes: Callable[[Mapping[str, Any], LayerShape, int], Sequence[LayerShape]] | None = None
+    """The shape of each layer, where they differ: from the configuration, what it says for all, and their number."""
+    layer_inputs: Callable[[Mapping[str, Any]], LayerInputs | None] | None = None
+    """The second embedding, of which every layer gets a part."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

@@ -6,12 +6,13 @@ Defaults are those of the family; a key that a family cannot do without is an er
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
+from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .recurrent.traits import LayerListError
@@ -65,7 +66,7 @@ def shape_from_config(config: Config) -> ModelShape:
     mla = _mla(read, family.latent) if family.latent else None
     kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
     norms = family.norms_of(config)
-    return ModelShape(
+    shape = ModelShape(
         model_type=name,
         hidden_size=hidden,
         num_hidden_layers=read.size("num_hidden_layers"),
@@ -89,10 +90,30 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS,
         sliding_window=_sliding_window(config, family),
-        moe=None if family.experts is None else _moe(read, family.experts),
+        moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config) else None,
         mla=mla,
         recurrent=_recurrent(read, family, config),
+        layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
     )
+    return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
+
+
+def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:
+    """The same, with the kinds of its layers; where all are of one kind, the whole is."""
+    assert family.layer_shapes is not None
+    common = LayerShape(**{one.name: getattr(shape, one.name) for one in fields(LayerShape)})
+    try:
+        kinds = kinds_of_layers(family.layer_shapes(config, common, shape.num_hidden_layers))
+    except LayersError as error:
+        raise ModelConfigError(str(error), error.key) from error
+    found = replace(shape, kinds=kinds)
+    if len(kinds) == 1:
+        ((_, found),) = found.by_kind
+    return found
+
+
+def _has_experts(family: Family, config: Config) -> bool:
+    return family.experts is not None and (not family.experts.switch or family.is_on(family.experts.switch, config))
 
 
 def _recurrent(read: _Reader, family: Family, config: Config) -> RecurrentShape | None:
@@ -228,6 +249,8 @@ def _moe(read: _Reader, experts: Experts) -> MoeShape:
         key = experts.shared_count[0]
         raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
     shared_width = shared * width
+    if experts.beside_mlp:
+        shared, shared_width = 1, read.size(*experts.dense_width)  # every token passes the MLP, as a shared expert
     if experts.shared_width:
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
     return MoeShape(
@@ -249,6 +272,8 @@ def _first_moe_layer(read: _Reader, experts: Experts) -> int:
                 f"{experts.by_layer} has dense layers behind sparse ones: they have to come first", experts.by_layer
             )
         return first
+    if experts.beside_mlp:
+        return 0
     if experts.dense_layers:
         return read.number(*experts.dense_layers)
     if experts.dense_by_default:

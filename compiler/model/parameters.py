@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .families import FAMILIES
 from .family import Family, QkNorm
+from .layer_inputs import rows_of_inputs, tables_of_inputs
 from .recurrent.rows import recurrent_rows
 from .rows import Rows, kinds
 from .shape import ModelShape
-from .table import Parameter, ParameterTable, Part, Split, column, row, vocabulary
+from .table import Layers, Parameter, ParameterTable, Part, Split, column, row, vocabulary
 from .user_parameters import user_module_table
 
 
@@ -25,11 +26,18 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         if part == "attention":
             if "recurrent" not in family.order:
                 _recurrent(rows, shape, family)
-            (_latent_attention if shape.mla else _attention)(rows.of(shape.attention_layers), shape, family)
+            for numbers, one in shape.by_kind:
+                (_latent_attention if shape.mla else _attention)(rows.of(numbers), one, family)
         elif part == "mlp":
             _feed_forward(rows, shape, family)
         elif part == "recurrent":
             _recurrent(rows, shape, family)
+        elif part == "layer_inputs":
+            if shape.layer_inputs is not None:
+                rows_of_inputs(rows, shape.layer_inputs, h)
+        elif part == "experts":
+            if shape.moe is not None:
+                _experts_of_layer(rows, shape, family)
         else:
             own = family.recurrent is not None and family.recurrent.norms
             attending = rows.of(shape.attention_layers) if own and part == "norms" else rows
@@ -44,16 +52,20 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             Parameter(f"{family.base}.{family.embedding_norm}.{kind}", (h,), sequence_parallel=True)
             for kind in kinds(family.norm)
         ]
+    late = [] if shape.layer_inputs is None else tables_of_inputs(family.base, shape.layer_inputs, h, len(layers))
     after = [
         Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
         for kind in kinds(family.norm)
     ]
-    first = len(after) if family.final_norm_first else 0
+    norms = len(after)
+    first = norms if family.final_norm_first else 0
     if not shape.tie_word_embeddings:
         after.append(Parameter(f"{family.head}.weight", (v, h), vocabulary(v)))
     if shape.head_bias:
         after.append(Parameter(f"{family.head}.bias", (v,), vocabulary(v)))
-    return ParameterTable(tuple(before), tuple(rows.rows), tuple(after), len(layers), first)
+    return ParameterTable(
+        (*before, *late), tuple(rows.rows), tuple(after), len(layers), first, len(late), norms if late else 0
+    )
 
 
 def _recurrent(rows: Rows, shape: ModelShape, family: Family) -> None:
@@ -65,18 +77,25 @@ def _recurrent(rows: Rows, shape: ModelShape, family: Family) -> None:
 
 def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     h, heads, kv_heads, width = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    name = family.attention
+    name, values = family.attention, shape.value_dim
+    projected = shape.keys_and_values.value
 
     def output() -> None:
-        size = heads * width
+        size = heads * values
         rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
 
-    if family.sinks:
+    def norms() -> None:
+        for norm, kind, count in zip(family.qk_norm_names, "qk", (heads, kv_heads), strict=True):
+            if kind in projected:
+                _qk_norm(rows, f"{name}.{norm}", count, width, family)
+
+    if family.sinks and shape.sinks:
         rows.add(f"{name}.{family.sinks}", (heads,), column(heads))
     if family.output_first:
         output()
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
-    parts = [Part(counts[kind] * width, counts[kind]) for kind in family.qkv_parts]
+    widths = {"q": width, "k": width, "v": values}
+    parts = [Part(counts[kind] * widths[kind], counts[kind]) for kind in family.qkv_parts]
     if family.query_gate:
         parts[0] = Part(2 * heads * width, heads)
     if family.heads_interleaved and kv_heads > 1:
@@ -86,15 +105,18 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         size = sum(part.size for part in parts)
         rows.linear(f"{name}.{family.qkv[0]}", size, h, Split(0, tuple(parts)), bias=shape.qkv_bias)
     else:
-        for projection, part in zip(family.qkv, parts, strict=True):
+        for kind, projection, part in zip(family.qkv_parts, family.qkv, parts, strict=True):
+            if kind not in projected:
+                continue
             rows.linear(f"{name}.{projection}", part.size, h, Split(0, (part,)), bias=shape.qkv_bias)
+            if kind == "q" and family.norms_behind_queries:
+                norms()
     if not family.output_first:
         output()
     if family.sub_norms:
         rows.add(f"{name}.{family.sub_norms[0]}.weight", (heads * width,), column(heads * width, heads))
-    if shape.qk_norm:
-        for norm, count in zip(family.qk_norm_names, (heads, kv_heads), strict=True):
-            _qk_norm(rows, f"{name}.{norm}", count, width, family)
+    if shape.qk_norm and not family.norms_behind_queries:
+        norms()
     if shape.attention_gate and family.gate:
         size = heads * shape.attention_gate
         rows.linear(f"{name}.{family.gate}", size, h, column(size, heads))
@@ -136,14 +158,21 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
 
 
 def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:
-    first_moe, count = shape.moe.first_moe_layer if shape.moe else len(rows.layers), len(rows.layers)
-    if first_moe > 0:
-        _mlp(rows, shape, family, family.mlp, shape.intermediate_size, range(min(first_moe, count)))
+    beside = family.experts is not None and family.experts.beside_mlp
+    first_moe, count = len(rows.layers), len(rows.layers)
+    if shape.moe is not None and not beside:
+        first_moe = shape.moe.first_moe_layer
+    dense = range(min(first_moe, count))
+    if not shape.kinds and dense:
+        _mlp(rows, shape, family, family.mlp, shape.intermediate_size, dense)
+    for numbers, one in shape.by_kind if shape.kinds else ():
+        if held := tuple(layer for layer in numbers if layer in dense):
+            _mlp(rows, one, family, family.mlp, one.intermediate_size, held)
     if shape.moe is not None and first_moe < count:
         _experts(rows, shape, family, range(first_moe, count))
 
 
-def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layers: range) -> None:
+def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layers: Layers) -> None:
     h, bias = shape.hidden_size, shape.mlp_bias
     inside = family.experts is not None and name != family.mlp
     prefix = f"{name}." if name else ""
@@ -160,6 +189,22 @@ def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layer
         rows.add(f"{prefix}{family.sub_norms[1]}.weight", (f,), column(f), layers=layers)
     for scalar in family.activation:
         rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
+
+
+def _experts_of_layer(rows: Rows, shape: ModelShape, family: Family) -> None:
+    """Router and experts that a layer itself has beside its MLP: the router sees the rank's own tokens."""
+    moe, names, h = shape.moe, family.experts, shape.hidden_size
+    assert moe is not None
+    assert names is not None
+    experts, f = moe.num_experts, moe.intermediate_size
+    rows.add(f"{names.router}.scale", (h,), sequence_parallel=True)
+    rows.add(f"{names.router}.per_expert_scale", (experts,), sequence_parallel=True)
+    rows.add(f"{names.router}.proj.weight", (experts, h), sequence_parallel=True)
+    both = Split(1, (Part(f, f), Part(f, f)))
+    rows.add("experts.gate_up_proj", (experts, 2 * f, h), both, expert_dim=0)
+    rows.add("experts.down_proj", (experts, h, f), Split(2, (Part(f, f),)), expert_dim=0)
+    for name in names.norms:
+        rows.norm(name, h)
 
 
 def _experts(rows: Rows, shape: ModelShape, family: Family, layers: range) -> None:

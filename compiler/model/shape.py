@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
+from .layer_kind import KeysAndValues, LayerKind, LayerShape
 from .recurrent.shape import RecurrentShape
 from .user_module import UserModule
 
@@ -42,6 +44,15 @@ class MlaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """A second embedding of each token, of which every layer gets a part of its own."""
+
+    vocab_size: int
+    width: int
+    """Of one layer's part."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Dimensions under their Hugging Face names; what a family fixes (biases, norms, gating) is spelled out as flags.
 
@@ -75,6 +86,14 @@ class ModelShape:
     """Of the norms of a layer; empty where the model is no Hugging Face model."""
     norm_bias: bool = False
     sliding_window: int | None = None
+    value_head_dim: int | None = None
+    """Width of a value head; None: `head_dim`."""
+    keys_and_values: KeysAndValues = KeysAndValues.OWN
+    sinks: bool = True
+    """Whether there are attention sinks, where the family knows them."""
+    kinds: tuple[LayerKind, ...] = ()
+    """Where layers differ: all layers, by kind. Dimensions that differ are those of the configuration above."""
+    layer_inputs: LayerInputs | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     recurrent: RecurrentShape | None = None
@@ -93,6 +112,33 @@ class ModelShape:
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
         return len(layers) - (0 if self.recurrent is None else self.recurrent.count(layers))
+
+    @property
+    def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
+        """The layers that attend, by kind: the numbers of each kind, and a model all of whose layers are of it."""
+        if not self.kinds:
+            yield self.attention_layers, self
+        for kind in self.kinds:
+            own = {one.name: getattr(kind.shape, one.name) for one in fields(LayerShape)}
+            yield kind.layers, replace(self, kinds=(), **own)
+
+    def of_layer(self, layer: int) -> ModelShape:
+        """A model all of whose layers are as this one."""
+        return next((one for layers, one in self.by_kind if layer in layers), self)
+
+    @property
+    def kv_head_counts(self) -> tuple[int, ...]:
+        """How many kv heads layers have, each count once, the largest first."""
+        return tuple(sorted({one.num_key_value_heads for _, one in self.by_kind}, reverse=True))
+
+    def kv_replicas(self, tp: int) -> int:
+        """Consecutive tp ranks that hold the same kv heads; the most of all layers."""
+        return max(1, tp // self.kv_head_counts[-1])
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     @property
     def has_moe(self) -> bool:

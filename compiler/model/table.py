@@ -75,6 +75,10 @@ class ParameterTable:
     num_layers: int
     registered_first: int = 0
     """How many of those after the layers the model registers before them."""
+    registered_late: int = 0
+    """How many of those before the layers the model registers behind them and the last norm."""
+    last_norm: int = 0
+    """How many parameters that norm has, where some are registered late."""
 
     def __iter__(self) -> Iterator[Parameter]:
         """Each row once, layers not repeated."""
@@ -84,7 +88,8 @@ class ParameterTable:
 
     def expanded(self) -> Iterator[tuple[str, Parameter]]:
         """Name and parameter of every tensor, in Hugging Face's order."""
-        for parameter in self.before:
+        early = len(self.before) - self.registered_late
+        for parameter in self.before[:early]:
             yield parameter.name, parameter
         for parameter in self.after[: self.registered_first]:
             yield parameter.name, parameter
@@ -92,7 +97,9 @@ class ParameterTable:
             for parameter in self.layer:
                 if parameter.layers is not None and index in parameter.layers:
                     yield parameter.name.format(layer=index), parameter
-        for parameter in self.after[self.registered_first :]:
+        behind = max(self.registered_first, self.last_norm)
+        late = (*self.after[self.registered_first : behind], *self.before[early:], *self.after[behind:])
+        for parameter in late:
             yield parameter.name, parameter
 
     @property

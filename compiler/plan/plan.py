@@ -51,8 +51,7 @@ class Plan:
     @property
     def kv_replicas(self) -> int:
         """Consecutive tp ranks that hold the same kv heads."""
-        heads, tp = self.spec.model.shape.num_key_value_heads, self.spec.parallelism.tp
-        return tp // heads if tp > heads else 1
+        return self.spec.model.shape.kv_replicas(self.spec.parallelism.tp)
 
     @property
     def groups(self) -> Groups:

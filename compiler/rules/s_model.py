@@ -169,8 +169,10 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
     shape = spec.shape
     if shape.mla is not None:
         return
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if heads % kv_heads:
+    heads = shape.num_attention_heads
+    for kv_heads in shape.kv_head_counts:
+        if heads % kv_heads == 0:
+            continue
         fitting = divisors(heads)
         near = min(fitting, key=lambda one: abs(one - kv_heads))
         path = model_path(spec, "num_key_value_heads")

@@ -27,8 +27,10 @@ _TP = ("parallelism", "tp")
 )
 def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says how many ranks share a head."""
-    heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
-    if tp > heads and tp % heads == 0:
+    tp = spec.axis(Axis.TP)
+    for heads in spec.shape.kv_head_counts:
+        if tp <= heads or tp % heads:
+            continue
         yield Finding(
             f"num_key_value_heads {heads} < tp {tp}: each kv head is held by {tp // heads} ranks",
             _TP,

@@ -27,9 +27,13 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
-    kv_heads, groups = shape.num_key_value_heads, _groups(spec)
+    groups = _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
-    return tuple(tp for tp in near if (kv_heads % tp == 0 or tp % kv_heads == 0) and groups % tp == 0)
+    return tuple(
+        tp
+        for tp in near
+        if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_head_counts) and groups % tp == 0
+    )
 
 
 def _groups(spec: Resolution) -> int:
@@ -99,8 +103,10 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 )
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
-    heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
-    if heads % tp and tp % heads and spec.shape.num_attention_heads % tp == 0:
+    tp = spec.axis(Axis.TP)
+    indivisible = [heads for heads in spec.shape.kv_head_counts if heads % tp and tp % heads]
+    heads = indivisible[0] if indivisible else spec.shape.num_key_value_heads
+    if indivisible and spec.shape.num_attention_heads % tp == 0:
         yield _indivisible(
             spec,
             f"num_key_value_heads {heads} on tp {tp}: neither {heads} / {tp} nor {tp} / {heads} is whole",

@@ -1,0 +1,83 @@
+"""Layers of different shapes: what a model has of each, and what its cost counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parcompile.cost.activations import eager_layer_bytes
+from parcompile.cost.flops import attention_flops_per_token, layer_matmul_parameters, matmul_parameters
+from parcompile.cost.parameters import rank_parameters
+from parcompile.layout.stages import Stage
+from parcompile.model.layer_kind import KeysAndValues, LayerShape, kinds_of_layers
+from parcompile.model.parameters import parameter_table
+from parcompile.model.shape import ModelShape
+
+LLAMA = ModelShape("llama", 64, 4, 8, 4, 8, 96, 128, 64, tie_word_embeddings=False)
+OWN = LayerShape(4, 8, 96)
+WIDE = LayerShape(2, 16, 96)
+SHARED = LayerShape(2, 16, 192, keys_and_values=KeysAndValues.OF_ANOTHER_LAYER)
+VARIED = replace(LLAMA, kinds=kinds_of_layers([OWN, WIDE, OWN, SHARED]))
+
+
+def of_layer(layer: int) -> dict[str, tuple[int, ...]]:
+    start = f"model.layers.{layer}."
+    return {
+        name.removeprefix(start).removesuffix(".weight"): one.shape
+        for name, one in parameter_table(VARIED).expanded()
+        if name.startswith(start) and "norm" not in name
+    }
+
+
+def test_each_layer_has_the_projections_of_its_kind() -> None:
+    assert of_layer(0)["self_attn.k_proj"] == of_layer(2)["self_attn.k_proj"] == (32, 64)
+    assert of_layer(1)["self_attn.q_proj"] == (128, 64)
+    assert of_layer(1)["self_attn.k_proj"] == (32, 64)
+    assert "self_attn.k_proj" not in of_layer(3)
+    assert of_layer(3)["mlp.gate_proj"] == (192, 64)
+
+
+def test_keys_that_are_values_have_one_projection() -> None:
+    shape = replace(VARIED, kinds=kinds_of_layers([OWN, replace(WIDE, keys_and_values=KeysAndValues.KEYS_ARE_VALUES)]))
+    names = {name for name, _ in parameter_table(replace(shape, num_hidden_layers=2)).expanded()}
+    assert "model.layers.1.self_attn.k_proj.weight" in names
+    assert "model.layers.1.self_attn.v_proj.weight" not in names
+
+
+def test_operations_are_counted_layer_by_layer() -> None:
+    weights = [one for name, one in parameter_table(VARIED).expanded() if len(one.shape) == 2]
+    embedding = 128 * 64
+    assert matmul_parameters(VARIED) == pytest.approx(sum(one.numel for one in weights) - embedding)
+    every = [layer_matmul_parameters(VARIED.of_layer(layer)) for layer in range(4)]
+    assert layer_matmul_parameters(VARIED) == pytest.approx(sum(every) / 4)
+
+
+def test_windows_count_for_the_layers_that_have_them() -> None:
+    windowed = replace(LLAMA, kinds=kinds_of_layers([replace(OWN, sliding_window=8)] * 3 + [OWN]))
+    one, all_keys = (attention_flops_per_token(replace(LLAMA, sliding_window=size), 64) for size in (8, None))
+    assert attention_flops_per_token(windowed, 64) == pytest.approx((3 * one + all_keys) / 4)
+
+
+def test_a_layer_keeps_no_keys_of_another() -> None:
+    options = {"tp": 2, "sequence_parallel": False}
+    own, shared = (
+        eager_layer_bytes(replace(LLAMA, keys_and_values=kind), **options)  # type: ignore[arg-type]
+        for kind in (KeysAndValues.OWN, KeysAndValues.OF_ANOTHER_LAYER)
+    )
+    assert own.attention - shared.attention == 2 * 2 * 2 * 8  # keys and values of two heads of 8, in two bytes
+
+
+def test_a_rank_holds_what_the_layers_of_its_stage_have() -> None:
+    first, last = (Stage(range(start, start + 2), start == 0, start == 2) for start in (0, 2))
+    table = dict(parameter_table(VARIED).expanded())
+    for stage in (first, last):
+        ends = ("model.embed",) if stage.has_embedding else ("model.norm", "lm_head")
+        held = (*ends, *(f"model.layers.{layer}." for layer in stage.layers))
+        numel = sum(one.numel for name, one in table.items() if name.startswith(held))
+        assert rank_parameters(VARIED, stage, 1) == numel
+
+
+def test_kv_heads_are_replicated_as_often_as_the_fewest_need() -> None:
+    assert VARIED.kv_head_counts == (4, 2)
+    assert [VARIED.kv_replicas(tp) for tp in (1, 2, 4, 8)] == [1, 1, 2, 4]
