@@ -40,6 +40,7 @@ from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, QkNorm
 from parcompile.model.parameters import parameter_table
+from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
@@ -170,12 +171,18 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             assert layout.dim is not None
             repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
             share = repeated * size // layout.local_shape[layout.dim]
-            send(KV_REPLICA, "all-reduce", count * times, share, layout.replicas)
+            # Keys of a head that a few ranks share; what all heads of a Mamba-2 layer share, every rank has.
+            over = KV_REPLICA if layout.replicas == tp // work.shape.num_key_value_heads else Axis.TP
+            send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recompute == "full" else 2)
+        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
+    states = work.shape.recurrent
+    if states is not None and states.kind is RecurrentKind.MAMBA2 and states.gated_norm and states.groups < tp:
+        sums = states.count(stage.layers) * times * (3 if work.recompute == "full" else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 

@@ -4,17 +4,19 @@
 |---|---|---|
 | operations of a token and head, forward | 6 K V + 2 c (2 K + V) + c (K + V) | chunkwise form, arXiv 2412.06464, 3.3 |
 | the same of a short convolution, all channels | 2 n C | |
+| of a Mamba-2 layer's token and head | 4 N P + 2 c (N + P) | arXiv 2405.21060, section 6 |
 | message of a state | 4 b H K V bytes | the runtime keeps states in fp32 |
 | message of a halo | w b C (n − 1) bytes | C channels and n tokens of the convolution |
 
 c is the chunk of 64 tokens; three products with the state, scores of keys and queries within the chunk, and a
 triangular system. A piece that receives a state computes with V + K columns in the place of V: beside its output what
-each token reads of that state, beside its own state what is left of that one.
+each token reads of that state, beside its own state what is left of that one. In a Mamba-2 layer, of N state features
+and chunks of its own, what each token reads of a received state takes 2 N P operations more.
 """
 
 from __future__ import annotations
 
-from parcompile.model.recurrent import RecurrentKind
+from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -39,6 +41,9 @@ def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
     keys, values = one.key_dim, one.value_dim + (one.key_dim if carried else 0)
     if one.kind is RecurrentKind.SHORT_CONVOLUTION:
         return 2.0 * one.kernel * one.channels
+    if one.kind is RecurrentKind.MAMBA2:
+        states = one.key_dim * one.value_dim * (6 if carried else 4)
+        return float(one.heads * (states + 2 * one.chunk * (one.key_dim + one.value_dim)))
     return float(one.heads * (6 * keys * values + 2 * CHUNK * (2 * keys + values) + CHUNK * (keys + values)))
 
 
@@ -51,7 +56,9 @@ def state_bytes(work: Workload) -> int:
 def halo_bytes(work: Workload) -> int:
     """What the convolution of the next piece sees of a piece, for one layer and micro-batch."""
     one = work.shape.recurrent
-    return 0 if one is None else work.micro_batch * work.element_bytes * one.channels * (one.kernel - 1) // work.tp
+    if one is None:
+        return 0
+    return work.micro_batch * work.element_bytes * one.channels_of_rank(work.tp) * (one.kernel - 1)
 
 
 def hops(work: Workload, cp_rank: int | None = None) -> int:
@@ -92,6 +99,8 @@ def kept_bytes(work: Workload) -> float:
     if one.kind is RecurrentKind.SHORT_CONVOLUTION:
         # Counted the same way: 7 numbers of each channel, in the type of the weights.
         return work.micro_batch * pieces * length * 7 * width * one.values / work.tp
+    if one.kind is RecurrentKind.MAMBA2:
+        return _kept_by_mamba2(work, one, work.micro_batch * pieces * -(-length // one.chunk) * one.chunk)
     tokens = work.micro_batch * pieces * -(-length // CHUNK) * CHUNK
     values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
     of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * CHUNK + 9))
@@ -100,6 +109,24 @@ def kept_bytes(work: Workload) -> float:
     of_token += 4 * one.heads * values if work.cp > 1 else 0
     of_token += STATE_BYTES * one.heads * one.key_dim * values / CHUNK
     return tokens * of_token / work.tp
+
+
+def _kept_by_mamba2(work: Workload, one: RecurrentShape, tokens: int) -> float:
+    """Counted the same way.
+
+    Of each token what is projected, the channels before their activation and the output in the type of the weights; of
+    each head 5 fp32 numbers of each state feature, 10 of each value, 3 rows of the chunk and some of its own; and of
+    each chunk two states.
+    """
+    width, heads = work.element_bytes, one.heads / work.tp
+    channels = one.channels_of_rank(work.tp)
+    of_token = width * (channels + 2 * one.values / work.tp + heads + channels)
+    of_head: float = 4 * (5 * one.key_dim + 10 * one.value_dim + 3 * one.chunk + 4) + 2 * width
+    of_head += 2 * STATE_BYTES * one.key_dim * one.value_dim / one.chunk
+    if work.cp > 1:
+        # What each token reads of a received state, for its heads, and what that adds.
+        of_head += 4 * (2 * one.key_dim + one.value_dim + 2)
+    return tokens * (of_token + heads * of_head)
 
 
 def exchanged_bytes(work: Workload) -> float:

@@ -13,9 +13,9 @@ from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
+from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
-from .recurrent.traits import LayerListError
 from .shape import MlaShape, ModelShape, MoeShape
 from .user_module import InjectionProblem, UserModule
 

@@ -22,7 +22,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     shape = spec.shape
     sizes = [shape.num_attention_heads]
     if shape.recurrent is not None:
-        sizes.append(shape.recurrent.groups)
+        sizes.append(shape.recurrent.units)
     if shape.moe is None or shape.moe.first_moe_layer:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
@@ -156,18 +156,19 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     "T012",
     "groups of heads that carry a state do not divide over tp",
     """A layer that carries a state has groups of heads (key heads with their value heads): each tensor-parallel rank
-    computes whole groups, with their channels of the convolution and their states.""",
+    computes whole groups, with their channels of the convolution and their states. A Mamba-2 layer of one group is cut
+    by heads, and each rank has what the group shares.""",
     wrong={"model": {**HYBRID}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
 )
 def groups_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the groups of a recurrent layer do not divide."""
     shape, tp = spec.shape.recurrent, spec.axis(Axis.TP)
-    if shape is not None and shape.groups % tp:
+    if shape is not None and shape.units % tp:
         yield _indivisible(
             spec,
-            f"{shape.groups_key} {shape.groups} on tp {tp}: {shape.groups} / {tp} is not whole",
-            f"choose a tp that divides the {shape.groups} groups",
+            f"{shape.groups_key} {shape.units} on tp {tp}: {shape.units} / {tp} is not whole",
+            f"choose a tp that divides the {shape.units} {'groups' if shape.groups > 1 else 'heads'}",
             shape.groups_key,
         )
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.model.families import FAMILIES
+from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import deal_experts
@@ -38,6 +39,7 @@ from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
+from .state_space import SpreadGatedNorm
 from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
 
@@ -175,9 +177,13 @@ class _Injection:
         cut = RowParallelLinear.from_conv1d if transposed else RowParallelLinear.from_linear
         return cut(linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options)
 
-    def _spread_norm(
-        self, norm: nn.Module, weight: nn.Parameter, piece: Slice, group: dist.ProcessGroup
-    ) -> SpreadRMSNorm:
+    def _spread_norm(self, norm: nn.Module, weight: nn.Parameter, piece: Slice, group: dist.ProcessGroup) -> nn.Module:
+        states = self.spec.model.shape.recurrent
+        if states is not None and states.kind is RecurrentKind.MAMBA2 and "RMSNormGated" in type(norm).__name__:
+            if states.groups == 1:
+                return SpreadGatedNorm(norm, _sliced(weight, piece), weight.numel(), group)
+            norm.weight = _sliced(weight, piece)
+            return norm  # over each group apart, which are whole on a rank
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not isinstance(epsilon, float) or "RMSNorm" not in type(norm).__name__:
             raise RunError(

@@ -33,6 +33,17 @@ class _Mask:
     """The window or chunk that transformers names beside it."""
 
 
+class _Returned(Tensor):
+    """What stands for the output of a layer: hidden states, or a tuple that begins with them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """As a pair, whose other part is what nobody looks at."""
+        return iter((self, None))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
 class _Reached(Exception):  # noqa: N818 -- nothing went wrong
     """An attention was called; nothing behind it needs to run."""
 
@@ -139,7 +150,8 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
 
     def record(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
-        return args[0] if args else kwargs["hidden_states"]
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden.as_subclass(_Returned)
 
     stood_in = [child for child in base.children() if child is not layers and any(True for _ in child.parameters())]
     for child in stood_in:
@@ -166,7 +178,7 @@ def _told(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
     }
-    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.as_subclass(Tensor).to("meta"), (args, kwargs))
     try:
         torch.func.functional_call(layer, empty, args, kwargs)
     except _Reached as reached:

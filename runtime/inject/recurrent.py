@@ -12,46 +12,22 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from parcompile.layout.sequence import CpLayout
 from parcompile.model.families import FAMILIES
-from parcompile.model.recurrent import RecurrentShape
+from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
-from parcompile.runtime.recurrent import Chain, Pieces, convolve, gated_delta_rule
+from parcompile.runtime.recurrent import convolve, gated_delta_rule
+
+from .state_place import StatePlace
+from .state_space import fused_layer, localise_state_space, state_space_scan
 
 _MARK = "parcompile_seam"
 _CACHES = ("cache_params", "past_key_values")
-
-
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """How the layers of a model find the pieces of a micro-batch."""
-
-    chain: Chain | None
-    layout: CpLayout
-    size: int
-    rank: int
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> StatePlace:
-        """As the plan says."""
-        group, layout = mesh.parallel_group("cp"), mesh.plan.spec.parallelism.cp_layout
-        if group is None:
-            return cls(None, CpLayout.CONTIGUOUS, 1, 0)
-        return cls(Chain.of(layout, group), layout, mesh.size("cp"), mesh.index("cp"))
-
-    def pieces(self, rows: int, length: int) -> Pieces:
-        """Those of the micro-batch, of so many rows and local tokens."""
-        packing = current().packing
-        if packing is not None:
-            return Pieces.of_packing(packing, self.rank)
-        return Pieces.of_sequence(rows, length, current().documents, self.layout, self.size, self.rank)
 
 
 class _Here(threading.local):
@@ -190,12 +166,17 @@ def _gated_delta(
 _SEAMS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta,
+    "mamba2_chunk_scan": state_space_scan,
+    "mamba2_split_conv1d_scan_combined": fused_layer,
 }
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
 
 
 def localise_groups(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
     """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
+    if shape.kind is RecurrentKind.MAMBA2:
+        localise_state_space(module, shape, tp)
+        return
     sizes = {
         "num_heads": shape.heads,
         "num_attention_heads": shape.heads,

@@ -2,7 +2,8 @@
 
 Their gradients are summed over the ranks that hold them, and count once in the gradient norm. A weight of keys, or of
 values, is the same on those ranks as a whole, which the layers handle. Of a weight that fuses queries, keys and values
-only some rows are: their gradients are summed here, and count in the norm of the first rank that holds them only.
+only some rows are, and of a Mamba-2 layer those that all heads share: their gradients are summed here, and count in the
+norm of the first rank that holds them only.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def count_once(engine: Any) -> None:
         return
     if not count_in_norm(engine.optimizer, _counted_of_shard):
         raise RunError(
-            "a fused query-key-value weight with more tp ranks than kv heads needs DeepSpeed's ZeRO-1 optimizer: "
+            "a fused weight some of whose rows several tp ranks hold needs DeepSpeed's ZeRO-1 optimizer: "
             "leave gradient_accumulation_dtype to the precision"
         )
 

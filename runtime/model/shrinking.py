@@ -99,9 +99,28 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     }
     if hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
+    found |= _state_space(plan, found["hidden_size"])
     if "head_dim" in plan.spec.model.hf_config or FAMILIES[shape.model_type].defaults.get("head_dim"):
         found["head_dim"] = shape.head_dim
     return found
+
+
+def _state_space(plan: Plan, hidden: int) -> dict[str, Any]:
+    """A few heads of state-space layers on a rank, and as many ranks as before that share a group of them."""
+    model, tp = plan.spec.model, plan.spec.parallelism.tp
+    states, traits = model.shape.recurrent, FAMILIES[model.shape.model_type].recurrent
+    if states is None or traits is None or traits.state_space is None:
+        return {}
+    keys = traits.state_space
+    groups = min(states.groups, 2 * tp if states.groups % (2 * tp) == 0 else tp) if states.groups > 1 else 1
+    features = states.value_dim * 2 * max(groups, tp)
+    found: dict[str, Any] = {keys.groups[0]: groups}
+    if keys.width is not None:
+        found[keys.width[0]] = features
+    elif keys.expand is not None:
+        features = hidden * (states.values // model.shape.hidden_size)
+    heads = max(groups, tp) * (2 if features % (2 * max(groups, tp)) == 0 else 1)
+    return {**found, keys.heads[0]: heads, keys.head_dim[0]: features // heads}
 
 
 def _widths(plan: Plan, config: Any) -> dict[str, Any]:
@@ -109,9 +128,10 @@ def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
     found: dict[str, Any] = {"intermediate_size": min(shape.intermediate_size, _WIDTH_OF_A_RANK * tp)}
     experts = FAMILIES[shape.model_type].experts
+    if experts is not None:
+        found[experts.dense_width[0]] = found["intermediate_size"]
     if shape.moe is None or experts is None:
         return found
-    found[experts.dense_width[0]] = found["intermediate_size"]
     found[experts.width[0]] = min(shape.moe.intermediate_size, _EXPERT_OF_A_RANK * tp)
     if experts.shared_width is not None:
         found[experts.shared_width[0]] = min(shape.moe.shared_intermediate_size, _EXPERT_OF_A_RANK * tp)
@@ -130,9 +150,11 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     shape, split = plan.spec.model.shape, plan.spec.parallelism.pipeline_split
     kinds: dict[tuple[Any, ...], int] = {}
     lists = [value for _, value in _by_layer(config, shape.num_hidden_layers)]
+    attending = set(shape.attention_layers)
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and layer < shape.moe.first_moe_layer
-        kinds.setdefault((dense, *(value[layer] for value in lists)), layer)
+        attends = layer in attending
+        kinds.setdefault((dense, attends, *(value[layer] for value in lists)), layer)
     stages = split.pp * split.virtual
     wanted = -(-max(len(kinds), 2) // stages) * stages
     if wanted >= shape.num_hidden_layers:
@@ -150,6 +172,11 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
     for key, value in _by_layer(config, shape.num_hidden_layers):
         found[key] = [value[layer] for layer in layers]
+    traits = FAMILIES[shape.model_type].recurrent
+    if traits is not None and shape.recurrent is not None and traits.attending_key and not traits.layers_key:
+        # The numbers of the layers that attend.
+        attending = set(range(shape.num_hidden_layers)) - set(shape.recurrent.layers)
+        found[traits.attending_key] = [place for place, layer in enumerate(layers) if layer in attending]
     if getattr(config, "moe_layers", None) is not None:
         found["moe_layers"] = list(range(len(layers)))  # the numbers of layers, of which each has experts
     if "attention_types" in config.to_dict():

@@ -89,9 +89,15 @@ class Slices:
         experts = layout.experts(self._mesh.index("ep")) if layout.ep > 1 else None
         if layout.ranges is None:
             return Slice(parameter, layout, None, None, experts=experts)
-        replicas = self._mesh.kv_replica_group if layout.replicas > 1 else None
+        replicas = self._replica_group(layout.replicas) if layout.replicas > 1 else None
         ranges = layout.ranges[self._mesh.index("tp")]
         return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout), experts)
+
+    def _replica_group(self, replicas: int) -> dist.ProcessGroup | None:
+        """The ranks that hold the same kv heads; of what all tensor-parallel ranks share, those."""
+        if replicas == self._mesh.plan.kv_replicas:
+            return self._mesh.kv_replica_group
+        return self._mesh.parallel_group("tp")
 
     def compare(self, model: nn.Module) -> None:
         """Checks that the whole model and the plan have the same parameters, with the same shapes.

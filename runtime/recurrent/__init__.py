@@ -13,6 +13,7 @@ from .convolution import convolve
 from .gated_delta import gated_delta_rule
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan
+from .state_space import state_space
 
 __all__ = [
     "Action",
@@ -24,4 +25,5 @@ __all__ = [
     "convolve",
     "gated_delta_rule",
     "scan",
+    "state_space",
 ]

@@ -110,7 +110,7 @@ def test_check_prints_the_reason_and_the_way_out(tmp_path: Path) -> None:
     checked = check_read(parse(json.dumps(tree), "spec.json", "json"), tmp_path)
     found = next(one for one in checked.diagnostics if one.code == "S003")
     assert found.message.startswith("model_type 'mamba2' is refused: it has state-space layers (Mamba)")
-    assert found.help == "`parcompile models mamba2` says more"
+    assert found.help == "the nearest type that works is bamba; `parcompile models mamba2` says more"
 
 
 def test_no_type_is_in_both_lists() -> None:

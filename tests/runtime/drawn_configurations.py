@@ -128,6 +128,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _heads(choose, family, names)
     changes |= _experts(choose, family, config, names, layers)
     changes |= _layer_kinds(choose, family, config, names, layers)
+    changes |= _state_space(choose, family)
     changes |= _rope(choose, family, config, changes)
     return Drawn(number, family, layout or choose.choice(list(LAYOUTS)), changes)
 
@@ -185,6 +186,23 @@ def _experts(choose: random.Random, family: str, config: Any, names: set[str], l
     return found
 
 
+def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
+    states = FAMILIES[family].recurrent
+    if states is None or states.state_space is None:
+        return {}
+    keys, heads = states.state_space, choose.choice([8, 16])
+    switches = {keys.convolution_bias[0], keys.input_bias[0], keys.output_bias[0]} | set((keys.norm or ())[:1])
+    return {
+        keys.heads[0]: heads,
+        keys.head_dim[0]: "auto",
+        keys.groups[0]: choose.choice([1, 1, 4]),
+        keys.state[0]: choose.choice([3, 6]),
+        keys.kernel[0]: choose.choice([2, 3, 4]),
+        keys.chunk[0]: choose.choice([2, 4, 64]),
+        **{switch: choose.choice([True, False]) for switch in sorted(switches)},
+    }
+
+
 def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str], layers: int) -> dict[str, Any]:
     """Windows, and which layers have them or rotary embeddings."""
     found: dict[str, Any] = {}
@@ -193,6 +211,14 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
     if "attention_types" in names:
         found["attention_types"] = [[["global", "local"], layers // 2]]
     kinds = getattr(config, "layer_types", None)
+    states = FAMILIES[family].recurrent
+    if states is not None and states.state_space is not None:
+        # A layer of each kind at least.
+        attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
+        choose.shuffle(attends)
+        if states.layers_key:
+            return {states.layers_key: ["full_attention" if one else states.word for one in attends]}
+        return {states.attending_key: [layer for layer, one in enumerate(attends) if one]}
     key = FAMILIES[family].window_key
     if "sliding_window" in names:
         found["sliding_window"] = choose.choice([2, 5, 11, LENGTH, 40])

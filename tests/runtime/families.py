@@ -55,6 +55,8 @@ _GATED_DELTA = {
     "linear_value_head_dim": 10,
 }
 
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "mamba_chunk_size": 4}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -234,6 +236,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         **_GATED_DELTA,
     },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        **_MAMBA2,
+    },
     "llama4_text": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -306,6 +319,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_bigcode, every head": ("gpt_bigcode", {"multi_query": False}),
+    "bamba, 2 groups": ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "granitemoehybrid, no experts": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 4},
+    ),
     "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
     "mpt, 6 heads": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.8}}),
 }
@@ -326,6 +344,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid"),
+    *("bamba", "granitemoehybrid"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule
+from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, state_space
 from parcompile.runtime.ring_attention import packing as packings
 from parcompile.runtime.ring_attention import split_sequence
 
@@ -37,6 +37,9 @@ def inputs(length: int = LENGTH) -> dict[str, Tensor]:
     found["g"] = -0.05 * torch.rand(2, length, 4, generator=generator)
     found["beta"] = torch.rand(2, length, 4, generator=generator)
     found["channels"] = torch.randn(2, 7, length, generator=generator)
+    found["x"] = torch.randn(2, length, 4, 5, generator=generator)
+    found["dt"] = torch.randn(2, length, 4, generator=generator)
+    found |= {name: torch.randn(2, length, 2, 6, generator=generator) for name in ("B", "C")}
     return found
 
 
@@ -44,7 +47,8 @@ def weight() -> Tensor:
     return torch.randn(7, 4, generator=torch.Generator().manual_seed(6))
 
 
-def compute(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> tuple[Tensor, Tensor]:
+def compute(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> tuple[Tensor, ...]:
+    from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
     options = {"g": given["g"], "beta": given["beta"], "use_qk_l2norm_in_kernel": True}
@@ -56,7 +60,23 @@ def compute(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> tu
     def convolution(x: Tensor) -> Tensor:
         return causal_conv1d_fn(x, weight(), None, activation="silu")
 
-    return rule, convolve(convolution, pieces, chain, given["channels"], 4)
+    decays = torch.tensor([-0.02, -0.05, -0.1, -2.0])
+    mamba = state_space(
+        mamba2_chunk_scan,
+        pieces,
+        chain,
+        given["x"],
+        given["dt"],
+        decays,
+        given["B"],
+        given["C"],
+        chunk_size=4,
+        D=torch.tensor([0.5, 1.0, 1.5, 2.0]),
+        dt_bias=torch.tensor([-1.0, 0.0, 1.0, 2.0]),
+        dt_softplus=True,
+        dt_limit=(0.1, 2.0),
+    )
+    return rule, convolve(convolution, pieces, chain, given["channels"], 4), mamba
 
 
 def with_gradients(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> dict[str, Tensor]:
@@ -65,7 +85,8 @@ def with_gradients(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None
     outs = compute(leaves, pieces, chain)
     sum(out.square().sum() for out in outs).backward()
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    return {"rule": outs[0].detach(), "convolution": outs[1].detach(), **found}
+    names = ("rule", "convolution", "state space")
+    return {**{name: out.detach() for name, out in zip(names, outs, strict=True)}, **found}
 
 
 def document_by_document(borders: list[list[int]] | None) -> dict[str, Tensor]:
@@ -139,7 +160,7 @@ def packed(rank: int) -> dict[str, float]:
 def test_states_and_halos_over_two_ranks_are_those_of_each_document_alone() -> None:
     for rank in run_ranks(RANKS, on_rank, timeout=120):
         for case, found in rank.items():
-            assert len(found) == 8, case
+            assert len(found) == 13, case
             assert max(found.values()) < TOLERANCE, (case, found)
 
 
@@ -184,7 +205,7 @@ def documents_of_model() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.ranks
 def test_packed_documents_reset_the_state_of_whole_models_which_recompute() -> None:
-    families = ("qwen3_5_text", "lfm2")
+    families = ("qwen3_5_text", "lfm2", "bamba")
     plans = [recomputing(family, RANKS) for family in families]
     ranks = run_ranks(RANKS, trained, plans, timeout=120)
     ids, _, labels = documents_of_model()

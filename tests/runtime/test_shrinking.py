@@ -93,6 +93,10 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more = {"word_embed_proj_dim": None}
     if (states := FAMILIES[family].recurrent) is not None:
         more = {"layer_types": ([states.word] * 3 + ["full_attention"]) * 2}
+        if states.layers_key == "":
+            more = {states.attending_key: [3, 7]}
+        if states.state_space is not None:
+            more |= {states.state_space.heads[0]: 32, states.state_space.head_dim[0]: "auto"}
         more |= {"linear_num_key_heads": 4} if "linear_num_key_heads" in tiny_config(family) else {}
     if "mlp_layer_types" in tiny_config(family):
         more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}

@@ -17,6 +17,7 @@ from .hybrids import HYBRIDS
 from .latent import LATENT
 from .llama4 import LLAMA4
 from .shared_experts import SHARED_EXPERTS
+from .state_space import STATE_SPACE
 
 BUILT_IN: Mapping[str, Family] = {
     **DENSE,
@@ -28,6 +29,7 @@ BUILT_IN: Mapping[str, Family] = {
     **LATENT,
     **LLAMA4,
     **HYBRIDS,
+    **STATE_SPACE,
 }
 """The families of this package."""
 

@@ -2,6 +2,7 @@
 
 from .kind import RecurrentKind
 from .shape import RecurrentShape
+from .state_space import StateSpaceKeys
 from .traits import Recurrent
 
-__all__ = ["Recurrent", "RecurrentKind", "RecurrentShape"]
+__all__ = ["Recurrent", "RecurrentKind", "RecurrentShape", "StateSpaceKeys"]

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .kind import RecurrentKind
+from .problems import LayerListError
 from .shape import RecurrentShape
-from .traits import LayerListError, Recurrent
+from .state_space import state_space_shape
+from .traits import Recurrent
 
-Size = Callable[[str, int], int]
+LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Older names of kinds of layers, which transformers reads too."""
+
+Size = Callable[[str, "int | None"], int]
 """The value of a key, or its default."""
 
 
@@ -34,6 +39,8 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
         return RecurrentShape(
             traits.kind, layers, hidden, hidden, 0, 1, kernel, projection_bias=bias, convolution_bias=bias
         )
+    if traits.state_space is not None:
+        return state_space_shape(traits.state_space, layers, config, size)
     return _delta(traits, layers, size)
 
 
@@ -88,7 +95,7 @@ def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentS
 
 
 def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size: Size) -> tuple[int, ...]:
-    kinds = config.get(traits.layers_key)
+    kinds = next((found for key in traits.layers_keys if (found := config.get(key)) is not None), None)
     if kinds is None:
         if traits.by_default is not None:
             return traits.by_default(config, num_layers)
@@ -105,6 +112,7 @@ def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size:
             f"{traits.layers_key} has {found} entries for {num_layers} layers: write the kind of each",
             traits.layers_key,
         )
+    kinds = [LEGACY.get(str(kind), kind) for kind in kinds]
     known = (traits.word, "full_attention")
     if others := sorted({str(kind) for kind in kinds} - set(known)):
         raise LayerListError(

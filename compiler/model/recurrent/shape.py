@@ -29,6 +29,24 @@ class RecurrentShape:
     """The configuration's key of the groups."""
     gate_rank: int = 0
     """Features between the two projections of a gate, where it has two; 0: gates are projected at once."""
+    output_bias: bool = False
+    gated_norm: bool = True
+    """A norm of what all heads give, times a gate, in front of the output projection."""
+    chunk: int = 64
+    """Tokens that the recurrence computes at once."""
+
+    @property
+    def units(self) -> int:
+        """What tensor parallelism deals to its ranks: groups; of one group of a Mamba-2 layer its heads."""
+        return self.heads if self.kind is RecurrentKind.MAMBA2 and self.groups == 1 else self.groups
+
+    def groups_of_rank(self, tp: int) -> int:
+        """Groups that a tensor-parallel rank has heads of."""
+        return max(1, self.groups // tp)
+
+    def channels_of_rank(self, tp: int) -> int:
+        """Channels of the convolution on a tensor-parallel rank: ranks that share a group have its keys each."""
+        return self.values // tp + 2 * self.groups_of_rank(tp) * self.key_dim
 
     @property
     def values(self) -> int:
@@ -50,7 +68,8 @@ class RecurrentShape:
         """Features that the input projections give: queries, keys, values, their gate, and two numbers of each head.
 
         A short convolution has values and two gates; lightning attention decays by no number of the input; Kimi delta
-        attention has a decay for each channel, and may project both gates by way of a few features.
+        attention has a decay for each channel, and may project both gates by way of a few features; a Mamba-2 layer has
+        one number of each head.
         """
         if self.kind is RecurrentKind.SHORT_CONVOLUTION:
             return 3 * self.values
@@ -58,7 +77,8 @@ class RecurrentShape:
             return self.channels + self.values
         if self.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
             return self.channels + self.heads + 2 * (self.gate_rank or self.values)
-        return self.channels + self.values + 2 * self.heads
+        numbers = 1 if self.kind is RecurrentKind.MAMBA2 else 2
+        return self.channels + self.values + numbers * self.heads
 
     @property
     def state_numel(self) -> int:

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .kind import RecurrentKind
-
-
-class LayerListError(ValueError):
-    """A list of layers that does not fit; `key` is its key."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
+from .state_space import StateSpaceKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +19,8 @@ class Recurrent:
     word: str = "linear_attention"
     """What stands for such a layer in the list of layers."""
     layers_key: str = "layer_types"
+    layers_alias: str = ""
+    """Another name of that key."""
     attending_key: str = ""
     """Where there is no list: the key of the numbers of the layers that attend."""
     attends_by_default: bool = False
@@ -44,3 +39,10 @@ class Recurrent:
     """What the configuration calls the keys of its sizes, where they have other names."""
     section: str = ""
     """A section of the configuration where the keys of its sizes may stand too, before all others."""
+    state_space: StateSpaceKeys | None = None
+    """The keys of the sizes of state-space layers."""
+
+    @property
+    def layers_keys(self) -> tuple[str, ...]:
+        """The names of the list of layers."""
+        return tuple(filter(None, (self.layers_key, self.layers_alias)))

@@ -1,0 +1,112 @@
+"""State-space layers of Hugging Face models: their functions over pieces, and this rank's heads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parcompile.model.recurrent import RecurrentShape
+from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.recurrent import state_space
+
+from .state_place import StatePlace
+
+
+def state_space_scan(
+    original: Callable[..., Any],
+    place: StatePlace,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """In front of the scan of Mamba-2 layers; what else kernels tell documents apart by is left out."""
+    assert initial_states is None, "caches are taken away"
+    assert not return_final_states, "caches are taken away"
+    assert z is None, "transformers applies the gate by itself"
+    return state_space(
+        original,
+        place.pieces(hidden_states.shape[0], hidden_states.shape[1]),
+        place.chain,
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+    )
+
+
+def fused_layer(*_: Any, **__: Any) -> None:
+    """In front of the kernel that computes convolution, scan, norm and output at once: the layer goes step by step."""
+
+
+def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
+    """Corrects the sizes that a cut module was built with: those of this rank's heads."""
+    groups = shape.groups_of_rank(tp)
+    sizes = {
+        "num_heads": (shape.heads, shape.heads // tp),
+        "intermediate_size": (shape.values, shape.values // tp),
+        "n_groups": (shape.groups, groups),
+        "conv_dim": (shape.channels, shape.channels_of_rank(tp)),
+        "groups_time_state_size": (shape.keys, groups * shape.key_dim),
+    }
+    norm = getattr(module, "norm", None)
+    for one in (module, norm):
+        for name, (whole, local) in sizes.items():
+            if one is not None and vars(one).get(name) == whole:
+                setattr(one, name, local)
+    for child in module.children():
+        if isinstance(child, nn.Conv1d):
+            child.in_channels = child.out_channels = child.groups = child.weight.shape[0]
+
+
+class SpreadGatedNorm(nn.Module):
+    """The gated RMSNorm of a Mamba-2 layer of one group, whose heads are spread over ranks: [.., W/tp] to [.., W/tp].
+
+    The squares are summed over the ranks, and in backward what each rank's slice contributes to their gradient.
+    """
+
+    def __init__(self, norm: nn.Module, weight: nn.Parameter, width: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight, self.width, self.group = weight, width, group
+        self.variance_epsilon: float = vars(norm)["variance_epsilon"]
+        self.norm_before_gate: bool | None = vars(norm).get("norm_before_gate")
+        """None: a norm that takes the gate first, and multiplies by its weight in the type of its input."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Computed in float32, as transformers' norms are."""
+        gates = None if gate is None else nn.functional.silu(gate.float())
+        wide = hidden_states.float()
+        if gates is not None and not self.norm_before_gate:
+            wide = wide * gates
+        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
+        wide = wide * torch.rsqrt(squares / self.width + self.variance_epsilon)
+        if self.norm_before_gate is None:
+            return self.weight * wide.to(hidden_states.dtype)
+        wide = self.weight * wide
+        if gates is not None and self.norm_before_gate:
+            wide = wide * gates
+        return wide.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        """The whole width, and the slice."""
+        return f"{self.width}, held={self.weight.numel()}, eps={self.variance_epsilon}"
