@@ -56,7 +56,6 @@ ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_
 WORDS = (
     ("indexer", r"Indexer\b"),
     ("gated_delta_net", r"gated_delta_rule|chunk_kda"),
-    ("lightning_attention", r"LightningAttention"),
     ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
     ("short_convolution", r"causal_conv1d"),
 )

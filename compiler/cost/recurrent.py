@@ -3,15 +3,16 @@
 | quantity | formula, for one layer | source |
 |---|---|---|
 | operations of a token and head, forward | 6 K V + 2 c (2 K + V) + c (K + V) | chunkwise form, arXiv 2412.06464, 3.3 |
+| the same of lightning attention | 4 K V + 2 c (K + V) | arXiv 2501.08313, 2.2 |
 | the same of a short convolution, all channels | 2 n C | |
 | of a Mamba-2 layer's token and head | 4 N P + 2 c (N + P) | arXiv 2405.21060, section 6 |
 | message of a state | 4 b H K V bytes | the runtime keeps states in fp32 |
 | message of a halo | w b C (n − 1) bytes | C channels and n tokens of the convolution |
 
-c is the chunk of 64 tokens; three products with the state, scores of keys and queries within the chunk, and a
-triangular system. A piece that receives a state computes with V + K columns in the place of V: beside its output what
-each token reads of that state, beside its own state what is left of that one. In a Mamba-2 layer, of N state features
-and chunks of its own, what each token reads of a received state takes 2 N P operations more.
+c is the chunk, of 64 tokens (of `block_size` in lightning attention); three products with the state, scores of keys and
+queries within the chunk, and a triangular system. A piece that receives a state computes with V + K columns in the
+place of V: beside its output what each token reads of that state, beside its own state what is left of that one. In a
+Mamba-2 layer, of N state features and chunks of its own, what each token reads of a received state takes 2 N P more.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from parcompile.model.shape import ModelShape
 
 from .workload import Workload
 
-CHUNK = 64
-"""Tokens of a chunk of the recurrence."""
 STATE_BYTES = 4
 """Of an element of a state: fp32."""
 
@@ -41,10 +40,11 @@ def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
     keys, values = one.key_dim, one.value_dim + (one.key_dim if carried else 0)
     if one.kind is RecurrentKind.SHORT_CONVOLUTION:
         return 2.0 * one.kernel * one.channels
-    if one.kind is RecurrentKind.MAMBA2:
+    chunk = one.chunk
+    if one.kind in (RecurrentKind.MAMBA2, RecurrentKind.LIGHTNING_ATTENTION):
         states = one.key_dim * one.value_dim * (6 if carried else 4)
-        return float(one.heads * (states + 2 * one.chunk * (one.key_dim + one.value_dim)))
-    return float(one.heads * (6 * keys * values + 2 * CHUNK * (2 * keys + values) + CHUNK * (keys + values)))
+        return float(one.heads * (states + 2 * chunk * (one.key_dim + one.value_dim)))
+    return float(one.heads * (6 * keys * values + 2 * chunk * (2 * keys + values) + chunk * (keys + values)))
 
 
 def state_bytes(work: Workload) -> int:
@@ -101,13 +101,21 @@ def kept_bytes(work: Workload) -> float:
         return work.micro_batch * pieces * length * 7 * width * one.values / work.tp
     if one.kind is RecurrentKind.MAMBA2:
         return _kept_by_mamba2(work, one, work.micro_batch * pieces * -(-length // one.chunk) * one.chunk)
-    tokens = work.micro_batch * pieces * -(-length // CHUNK) * CHUNK
+    chunk = one.chunk
+    if one.kind is RecurrentKind.LIGHTNING_ATTENTION:
+        # Counted the same way, in the runtime's functions: of each value 7 numbers in the type of the weights and 17
+        # bytes in fp32, two scores with each token of its block, and a state of each block, once more and a quarter.
+        chunk = min(chunk, length)
+        of_head = (7 * width + 17) * one.value_dim + 8 * chunk + 5 * one.key_dim * one.value_dim / chunk
+        of_head += 8 * one.key_dim if work.cp > 1 else 0  # what reads a received state
+        return work.micro_batch * pieces * length * one.heads * of_head / work.tp
+    tokens = work.micro_batch * pieces * -(-length // chunk) * chunk
     values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
-    of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * CHUNK + 9))
+    of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * chunk + 9))
     of_token += one.heads * (24 * values + 5 * width * one.value_dim)
     # Where a piece may receive a state, its values and its output too have these columns: half of the pieces' worth.
     of_token += 4 * one.heads * values if work.cp > 1 else 0
-    of_token += STATE_BYTES * one.heads * one.key_dim * values / CHUNK
+    of_token += STATE_BYTES * one.heads * one.key_dim * values / chunk
     return tokens * of_token / work.tp
 
 

@@ -104,7 +104,6 @@ REASONS: Mapping[str, Reason] = {
         "it has layers of short convolutions over neighbouring tokens: context parallelism here exchanges no tokens at "
         "the borders of the ranks, and tensor parallelism cuts no such layer",
     ),
-    "lightning_attention": Reason("lightning attention", f"it has layers of lightning attention: {_STATE}"),
     "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
     "indexer": Reason(
         "sparse attention with an indexer",
@@ -158,7 +157,6 @@ _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
     "gemma4_text": "gemma3_text",
     "gemma3n_text": "gemma3_text",
-    "minimax": "minimax_m2",
     "deepseek_v32": "deepseek_v3",
     "deepseek_v4": "deepseek_v3",
     "glm_moe_dsa": "glm4_moe",

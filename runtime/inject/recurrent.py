@@ -23,6 +23,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.recurrent import convolve, gated_delta_rule
 
+from .lightning import put_lightning
 from .state_place import StatePlace
 from .state_space import fused_layer, localise_state_space, state_space_scan
 
@@ -61,8 +62,12 @@ def use_pieces(model: nn.Module, mesh: Mesh) -> None:
     if not modules:
         return
     place = StatePlace.of(mesh)
+    recurrent = mesh.plan.spec.model.shape.recurrent
     for module in modules:
-        _put_in_front(type(module))
+        if recurrent is not None and recurrent.kind is RecurrentKind.LIGHTNING_ATTENTION:
+            put_lightning(module, place, mesh)
+        else:
+            _put_in_front(type(module))
         module.register_forward_pre_hook(functools.partial(_enter, place), with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
 

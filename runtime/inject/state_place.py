@@ -1,4 +1,4 @@
-"""Where the layers of a model find the pieces of a micro-batch."""
+"""Where the layers that carry a state find the pieces of a micro-batch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class StatePlace:
         if group is None:
             return cls(None, CpLayout.CONTIGUOUS, 1, 0)
         return cls(Chain.of(layout, group), layout, mesh.size("cp"), mesh.index("cp"))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each rank has all tokens now, as for generation."""
+        return current().alone
 
     def pieces(self, rows: int, length: int) -> Pieces:
         """Those of the micro-batch, of so many rows and local tokens."""

@@ -11,6 +11,7 @@ layer is a module with its local computation. Usable on any process group, witho
 from .chain import Chain
 from .convolution import convolve
 from .gated_delta import gated_delta_rule
+from .lightning import lightning_attention
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan
 from .state_space import state_space
@@ -24,6 +25,7 @@ __all__ = [
     "Strand",
     "convolve",
     "gated_delta_rule",
+    "lightning_attention",
     "scan",
     "state_space",
 ]

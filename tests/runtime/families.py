@@ -225,6 +225,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         **_GATED_DELTA,
     },
+    "minimax": {
+        "head_dim": 10,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_attn_alpha_factor": 0.7,
+        "linear_attn_beta_factor": 1.3,
+        "full_attn_alpha_factor": 0.8,
+        "mlp_beta_factor": 1.2,
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], **_GATED_DELTA},
     "qwen3_5_text": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], **_GATED_DELTA},
     "qwen3_5_moe_text": {
@@ -343,7 +354,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 ONE_LAYOUT = (
-    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
     *("bamba", "granitemoehybrid"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),

@@ -205,7 +205,7 @@ def documents_of_model() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.ranks
 def test_packed_documents_reset_the_state_of_whole_models_which_recompute() -> None:
-    families = ("qwen3_5_text", "lfm2", "bamba")
+    families = ("qwen3_5_text", "lfm2", "bamba", "minimax")
     plans = [recomputing(family, RANKS) for family in families]
     ranks = run_ranks(RANKS, trained, plans, timeout=120)
     ids, _, labels = documents_of_model()

@@ -28,6 +28,12 @@ def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return found[:-1] if len(found) == count else found  # one attends at least
 
 
+_LIGHTNING = Recurrent(
+    RecurrentKind.LIGHTNING_ATTENTION,
+    module="self_attn",
+    by_default=lambda _, count: tuple(range(1, count, 2)),
+    parameters=("norm[H V]", "qkv_proj", "out_proj", "output_gate"),
+)
 _OLMO = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
     by_default=_all_but_every_fourth,
@@ -114,6 +120,14 @@ HYBRIDS: Mapping[str, Family] = {
             dense_layers=("num_dense_layers", 2),
         ),
         defaults=defaults_of(8, **TIED),
+    ),
+    "minimax": Family(
+        order=("attention", "norms", "mlp"),
+        qkv_bias=False,
+        output_bias=False,
+        recurrent=_LIGHTNING,
+        experts=Experts(count_alias="num_experts"),
+        defaults=defaults_of(8),
     ),
     "olmo_hybrid": Family(
         qk_norm=QkNorm.WHOLE,

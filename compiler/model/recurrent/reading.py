@@ -30,7 +30,10 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
     if traits.kind is RecurrentKind.LIGHTNING_ATTENTION:
         heads = size("num_attention_heads", 32)
         width = size("head_dim", size("hidden_size", 1) // heads)
-        return RecurrentShape(traits.kind, layers, heads, heads, width, width, 1, groups_key="num_attention_heads")
+        block = size("block_size", 256)
+        return RecurrentShape(
+            traits.kind, layers, heads, heads, width, width, 1, groups_key="num_attention_heads", chunk=block
+        )
     if traits.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
         return _kimi_delta(traits, config, layers, size)
     if traits.kind is RecurrentKind.SHORT_CONVOLUTION:
