@@ -2,12 +2,14 @@
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
     python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"] [--family llama]
-    python .ci/configuration_matrix.py write LOG docs/configurations.md
+    python .ci/configuration_matrix.py write LOG docs/configurations.md [--onto docs/configurations.md]
     python .ci/configuration_matrix.py export [--family llama] [--layout "tp 2"]
 
 `run` adds one line for each draw to LOG, so that a long run can be done in pieces; without a layout it takes each in
 turn. The exit code is 1 when a loss, a gradient norm or a parameter is further than 1e-5 (relative) from one process,
 or a configuration is refused without the name of a key that was drawn.
+
+`write --onto PAGE` adds the draws of LOG to those that PAGE counts: a run of new families keeps the others' rows.
 
 `export` loads a drawn folder of each family in slices, trains one step, exports it and compares logits and
 configuration with the same step of transformers and torch.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -26,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
 
 KEPT = ("equal", "rounded")
+KINDS = ("equal", "rounded", "refused", "no model", "different")
 SIZES = frozenset({"hidden_size", "vocab_size", "max_position_embeddings", "model_type"})
 """Keys that every configuration of the tests sets, and none varies here."""
 
@@ -91,62 +95,87 @@ def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[s
     return int(failed > 0)
 
 
-def write(log: Path, page: Path) -> int:
+def write(log: Path, page: Path, onto: Path | None) -> int:
     """The page of the log: of a draw that was trained more than once, the last time."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     latest = {(line["layout"], line["number"]): line for line in lines}
-    page.write_text(text(list(latest.values())), encoding="utf-8")
+    before = onto.read_text(encoding="utf-8") if onto else ""
+    page.write_text(text(list(latest.values()), before), encoding="utf-8")
     return 0
 
 
-def text(lines: list[dict[str, Any]]) -> str:
-    """The page: what was drawn, by family and by layout, and what never was."""
+def text(lines: list[dict[str, Any]], before: str = "") -> str:
+    """The page: what was drawn, by family and by layout, and what never was; with the draws of the page `before`."""
     by_family, by_layout = defaultdict(list), defaultdict(list)
     for line in lines:
         by_family[line["family"]].append(line)
         by_layout[line["layout"]].append(line)
     parts = [
         INTRODUCTION,
-        *_table("layout", by_layout),
+        *_table("layout", by_layout, before),
         "",
-        *_table("family", by_family),
+        *_table("family", by_family, before),
         "",
         NEVER,
-        *_never_varied(by_family),
+        *_never_varied(by_family, before),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _table(name: str, rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+Counts = tuple[list[int], float]
+"""Draws by kind, and the largest difference of equals."""
+
+
+def _table(name: str, rows: dict[str, list[dict[str, Any]]], before: str) -> list[str]:
     found = [
-        f"| {name} | draws | equal | rounded | refused | no model | different | largest difference of equals |",
+        f"| {name} | draws | {' | '.join(KINDS)} | largest difference of equals |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    everything = [line for lines in rows.values() for line in lines]
-    for title, lines in [*rows.items(), ("all", everything)]:
-        counts = [
-            sum(line["kind"] == kind for line in lines)
-            for kind in ("equal", "rounded", "refused", "no model", "different")
-        ]
+    counted = _counted(before, name)
+    for title, lines in rows.items():
         worst = max((line["worst"] for line in lines if line["kind"] == "equal"), default=0.0)
-        found.append(f"| {title} | {len(lines)} | {' | '.join(map(str, counts))} | {worst:.1e} |")
+        counts = [sum(line["kind"] == kind for line in lines) for kind in KINDS]
+        old, largest = counted.get(title, ([0] * len(KINDS), 0.0))
+        counted[title] = [one + other for one, other in zip(counts, old, strict=True)], max(worst, largest)
+    every = [sum(column) for column in zip(*(counts for counts, _ in counted.values()), strict=True)]
+    counted["all"] = every, max(worst for _, worst in counted.values())
+    found += [
+        f"| {title} | {sum(counts)} | {' | '.join(map(str, counts))} | {worst:.1e} |"
+        for title, (counts, worst) in counted.items()
+    ]
     return found
 
 
-def _never_varied(by_family: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _counted(page: str, name: str) -> dict[str, Counts]:
+    """The rows of a page's table, without their sum."""
+    _, _, rest = page.partition(f"| {name} | draws |")
+    found: dict[str, Counts] = {}
+    for line in rest.splitlines()[2:]:
+        if not line.startswith("| "):
+            break
+        title, _, *counts, worst = (cell.strip() for cell in line.strip("|").split("|"))
+        found[title] = list(map(int, counts)), float(worst)
+    found.pop("all", None)
+    return found
+
+
+def _never_varied(by_family: dict[str, list[dict[str, Any]]], before: str) -> list[str]:
     from drawn_configurations import draw, varied
     from transformers import CONFIG_MAPPING
 
     from parcompile.model.catalogue import RUNTIME_FAMILIES
     from parcompile.runtime.model.configuration import read_keys
 
-    lacking, pairs, trained = defaultdict(list), 0, 0
+    old, known = re.search(r"Of (\d+) pairs of .* set, (\d+) are in a draw", before), _counted(before, "family")
+    pairs, trained = map(int, old.groups()) if old else (0, 0)
+    lacking = defaultdict(list)
     for family in RUNTIME_FAMILIES:
         names = CONFIG_MAPPING[family].attribute_map
         drawn = {key for number in range(DRAWS) for key in varied(draw(number, (family,)))}
         read = {names.get(key, key) for key in drawn} | {key for key in drawn if "." in key}
         here = {names.get(key, key) for one in by_family.get(family, []) if one["kind"] in KEPT for key in one["keys"]}
-        pairs, trained = pairs + len(read), trained + len(read & here)
+        if family not in known:
+            pairs, trained = pairs + len(read), trained + len(read & here)
         for key in sorted(read_keys(CONFIG_MAPPING[family]) - read - SIZES - PLUMBING):
             lacking[key].append(family)
     every = len(RUNTIME_FAMILIES)
@@ -184,6 +213,7 @@ def main() -> int:
     running.add_argument("--layout", action="append", choices=list(LAYOUTS))
     running.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
     writing.add_argument("page", type=Path)
+    writing.add_argument("--onto", type=Path)
     exporting = commands.add_parser("export")
     exporting.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
     exporting.add_argument("--layout", default="tp 2", choices=("one rank", "tp 2"))
@@ -191,7 +221,7 @@ def main() -> int:
     if given.command == "export":
         return export(given.family or list(RUNTIME_FAMILIES), given.layout)
     if given.command == "write":
-        return write(given.log, given.page)
+        return write(given.log, given.page, given.onto)
     families = tuple(given.family or RUNTIME_FAMILIES)
     return run(given.log, given.first, given.count, given.layout or list(LAYOUTS), families)
 
