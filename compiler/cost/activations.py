@@ -153,7 +153,7 @@ def eager_layer_bytes(
         mlp += width * kept * experts.shared_intermediate_size / tp
     else:
         mlp = width * kept * shape.intermediate_size / tp
-    return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * BLOCKS * h)
+    return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * shape.blocks_per_layer * h)
 
 
 def _own(kv_heads: float, shape: ModelShape) -> float:

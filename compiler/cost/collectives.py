@@ -137,14 +137,15 @@ def sent_rows(work: Workload, choices: int) -> int:
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     tp, times, layers = work.tp, work.micro_batches, len(stage.layers)
     activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
-    forward = 2 * layers + stage.has_embedding
-    again = 2 * layers if work.recompute == "full" else 0
-    backward = 2 * layers + stage.has_head
+    blocks = work.shape.blocks_per_layer * layers
+    forward = blocks + stage.has_embedding
+    again = blocks if work.recompute == "full" else 0
+    backward = blocks + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it.
     unrepeated = routed_layers(work.shape, stage) if work.recompute == "full" else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
-        entries, exits = 2 * layers + stage.has_head, forward
+        entries, exits = blocks + stage.has_head, forward
         send(Axis.TP, "all-gather", (entries + exits + again) * times, activation, tp)
         send(Axis.TP, "reduce-scatter", (entries + exits + again - unrepeated) * times, activation, tp)
         # The head does not keep its gathered input, but gathers it again in backward.

@@ -57,8 +57,15 @@ def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     whole = layer_matmul_parameters(shape, moe=moe)
     if shape.recurrent is None:
         return whole
-    share = len(shape.recurrent.layers) / shape.num_hidden_layers
-    return whole + share * (mixer_parameters(shape) - attention_matmul_parameters(shape))
+    return whole + _instead(shape) / shape.num_hidden_layers
+
+
+def _instead(shape: ModelShape) -> int:
+    """What layers that carry a state have more than if they attended."""
+    if shape.recurrent is None:
+        return 0
+    attending = 0 if shape.recurrent.beside_attention else attention_matmul_parameters(shape)
+    return len(shape.recurrent.layers) * (mixer_parameters(shape) - attending)
 
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
@@ -85,8 +92,7 @@ def matmul_parameters(shape: ModelShape) -> float:
     sparse = moe_layers(shape)
     total = layer_matmul_parameters(shape) * (shape.num_hidden_layers - sparse) + shape.vocab_size * shape.hidden_size
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
-    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
-    return total + (states * (mixer_parameters(shape) - attention_matmul_parameters(shape)) if states else 0)
+    return total + _instead(shape)
 
 
 def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:

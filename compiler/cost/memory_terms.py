@@ -79,7 +79,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             for part in ("stream", "attention", "mlp", "gathered")
         }
         states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
-        instead = kept_bytes(work) - dense.attention * tokens
+        instead = kept_bytes(work) - dense.attention * tokens * (work.shape.attending(stage.layers) < len(stage.layers))
         kept["attention"] += states * instead * held
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens

@@ -130,12 +130,14 @@ def step_terms(work: Workload) -> StepTerms:
     attending = len(shape.attention_layers) / shape.num_hidden_layers
     attention = 3 * attending * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
     # transformers' recurrence is computed again with its layer.
-    attention += 3 * (1 - attending) * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
+    states = 0 if shape.recurrent is None else len(shape.recurrent.layers) / shape.num_hidden_layers
+    attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
     passed = again * (kept.total - kept.gathered)
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recompute == "full" else 4
+    crossings = collectives * shape.blocks_per_layer // 2
     logits = work.padded_vocabulary / work.tp * tokens
     share = (work.shards - 1) / work.shards
     numels = [work.stage_parameters(stage) for stage in stages]
@@ -145,8 +147,8 @@ def step_terms(work: Workload) -> StepTerms:
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
     rows = collectives * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
-    tp_bytes = collectives * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
-    tp_calls = collectives * (2 if work.sequence_parallel else 1)
+    tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
+    tp_calls = crossings * (2 if work.sequence_parallel else 1)
     if work.ep > 1 and work.expert_slices > 1:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
         tp_bytes += (work.expert_slices - 1) * rows
@@ -203,7 +205,9 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     shared = shared or context_cost(work, work.context, values)
     attending = len(work.shape.attention_layers) / work.shape.num_hidden_layers
-    context = attending * shared.seconds + (1 - attending) * state_seconds(work, values)
+    recurrent = work.shape.recurrent
+    states = 0 if recurrent is None else len(recurrent.layers) / work.shape.num_hidden_layers
+    context = attending * shared.seconds + states * state_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     busy = work_layer + attention + tensor + context + expert
     layer = max(busy, _launch(terms, values))

@@ -164,7 +164,6 @@ _NEAREST = {
     "kimi_linear": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "nemotron_h": "nemotron",
-    "falcon_h1": "llama",
     "jamba": "mixtral",
     "dots3_note_text": "dots1",
     "hy_v4": "hy_v3",

@@ -28,7 +28,8 @@ def kinds_of(one: ModelType) -> list[str]:
         return []
     found = ["mixture of experts" if family.experts else "dense"]
     if family.recurrent:
-        found.append(f"{family.recurrent.kind.value}s in the place of most attention")
+        where = "beside attention" if family.recurrent.beside_attention else "in the place of most attention"
+        found.append(f"{family.recurrent.kind.value}s {where}")
     if family.latent:
         found.append("latent attention")
     if family.positions:

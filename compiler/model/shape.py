@@ -105,13 +105,19 @@ class ModelShape:
     def attention_layers(self) -> range | tuple[int, ...]:
         """The layers that attend."""
         every = range(self.num_hidden_layers)
-        if self.recurrent is None:
+        if self.recurrent is None or self.recurrent.beside_attention:
             return every
         return tuple(layer for layer in every if layer not in set(self.recurrent.layers))
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
-        return len(layers) - (0 if self.recurrent is None else self.recurrent.count(layers))
+        instead = self.recurrent is not None and not self.recurrent.beside_attention
+        return len(layers) - (self.recurrent.count(layers) if self.recurrent is not None and instead else 0)
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """Blocks that take a layer's hidden states in and give a part of a sum: attention and MLP, mostly."""
+        return 3 if self.recurrent is not None and self.recurrent.beside_attention else 2
 
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:

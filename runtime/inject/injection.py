@@ -157,7 +157,7 @@ class _Injection:
                 localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
         if shape.recurrent is not None:
             for module in recurrent_modules(self.model, self.mesh):
-                localise_groups(module, shape.recurrent, tp)
+                localise_groups(module, shape.recurrent, tp, self.mesh.index("tp"))
 
     def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
         transposed = not isinstance(linear, nn.Linear)

@@ -25,7 +25,7 @@ from parcompile.runtime.recurrent import convolve, gated_delta_rule
 
 from .lightning import put_lightning
 from .state_place import StatePlace
-from .state_space import fused_layer, localise_state_space, state_space_scan
+from .state_space import fused_layer, localise_state_space, prepare_state_space, state_space_scan
 
 _MARK = "parcompile_seam"
 _CACHES = ("cache_params", "past_key_values")
@@ -68,6 +68,7 @@ def use_pieces(model: nn.Module, mesh: Mesh) -> None:
             put_lightning(module, place, mesh)
         else:
             _put_in_front(type(module))
+        prepare_state_space(module)
         module.register_forward_pre_hook(functools.partial(_enter, place), with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
 
@@ -177,10 +178,10 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
 
 
-def localise_groups(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
+def localise_groups(module: nn.Module, shape: RecurrentShape, tp: int, rank: int) -> None:
     """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
     if shape.kind is RecurrentKind.MAMBA2:
-        localise_state_space(module, shape, tp)
+        localise_state_space(module, shape, tp, rank)
         return
     sizes = {
         "num_heads": shape.heads,

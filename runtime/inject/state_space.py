@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.tensor import part_ranges
 from parcompile.model.recurrent import RecurrentShape
+from parcompile.model.recurrent.state_space_rows import input_parts
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.recurrent import state_space
+from parcompile.runtime.tensor_parallel import take_ranges
 
+from .regions import BLOCK_TAKES_INPUT
 from .state_place import StatePlace
 
 
@@ -59,8 +63,29 @@ def fused_layer(*_: Any, **__: Any) -> None:
     """In front of the kernel that computes convolution, scan, norm and output at once: the layer goes step by step."""
 
 
-def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int) -> None:
-    """Corrects the sizes that a cut module was built with: those of this rank's heads."""
+def prepare_state_space(module: nn.Module) -> None:
+    """Says of a module that multiplies its hidden states before it projects them that it takes them in itself."""
+    if "ssm_in_multiplier" in vars(module):
+        setattr(module, BLOCK_TAKES_INPUT, True)
+
+
+def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int, rank: int) -> None:
+    """Corrects what a cut module was built with: its sizes are those of this rank's heads, and so are its multipliers.
+
+    Args:
+        module: the layer's.
+        shape: of the whole layer.
+        tp: ranks that share its heads.
+        rank: among them.
+    """
+    multipliers = getattr(module, "mup_vector", None)
+    if multipliers is not None:
+        ranges, place = [], 0
+        for part in input_parts(shape):
+            start, stop = part_ranges(part, tp, rank)
+            ranges.append((place + start, place + stop))
+            place += part.size
+        module.mup_vector = take_ranges(multipliers, multipliers.dim() - 1, ranges)
     groups = shape.groups_of_rank(tp)
     sizes = {
         "num_heads": (shape.heads, shape.heads // tp),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from parcompile.cost.flops import matmul_parameters
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -94,6 +95,33 @@ def test_ranks_have_heads_of_their_own_and_what_one_group_shares() -> None:
     assert layout.ranges[1] == ((768, 1536), (3840, 4608), (6144, 6272), (6272, 6400), (6412, 6424))
     assert layout.replicas == 4
     assert repeated_ranges(fused, layout) == ((1536, 1792),)
+
+
+FALCON: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24,
+    "mamba_d_state": 128,
+    "vocab_size": 32784,
+    "max_position_embeddings": 16384,
+}
+
+
+def test_a_layer_may_attend_and_carry_a_state() -> None:
+    shape = shape_from_config(FALCON)
+    assert shape.recurrent is not None
+    assert (len(shape.recurrent.layers), shape.attending(range(4)), shape.blocks_per_layer) == (4, 4, 3)
+    names = {one.name.split(".")[3] for one in parameter_table(shape).layer}
+    assert names == {"feed_forward", "mamba", "self_attn", "input_layernorm", "pre_ff_layernorm"}
+    # Each matrix of a layer once, and the head.
+    attention, mamba = 1024 * 64 * (2 * 8 + 2 * 2), 1024 * (3 * 1536 + 2 * 128 + 24)
+    assert matmul_parameters(shape) == 4 * (attention + mamba + 3 * 1024 * 2048) + 32784 * 1024
 
 
 @pytest.mark.parametrize(

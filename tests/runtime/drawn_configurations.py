@@ -33,6 +33,7 @@ _SWITCHES = (
     *("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"),
     *("qk_layernorm", "use_qk_norm", "norm_topk_prob", "output_router_logits", "use_parallel_residual"),
     *("tie_word_embeddings", "rope_interleave", "mup_enabled", "use_post_norm", "use_qkv_bias"),
+    "mamba_norm_before_gate",
 )
 _NUMBERS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 2.0, 20.0),
@@ -60,6 +61,15 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "shared_intermediate_size": (16, 56),
     "dense_intermediate_size": (24, 56),
     "prefix_dense_intermediate_size": (24, 56),
+    "lm_head_multiplier": (0.4, 1.5),
+    "key_multiplier": (0.4, 1.5),
+    "attention_in_multiplier": (0.4, 1.5),
+    "attention_out_multiplier": (0.4, 1.5),
+    "ssm_in_multiplier": (0.4, 1.5),
+    "ssm_out_multiplier": (0.4, 1.5),
+    "ssm_multipliers": ([0.8, 1.1, 0.9, 1.2, 0.7], None),
+    "mlp_multipliers": ([0.9, 1.2], None),
+    "time_step_limit": ([0.0, 0.5], [0.2, 1.0]),
     "swiglu_alpha": (1.0, 2.5),
     "swiglu_limit": (0.5, 7.0),
     "topk_method": ("greedy", "group_limited_greedy"),
@@ -216,6 +226,8 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         # A layer of each kind at least.
         attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
         choose.shuffle(attends)
+        if states.beside_attention:
+            return {}
         if states.layers_key:
             return {states.layers_key: ["full_attention" if one else states.word for one in attends]}
         return {states.attending_key: [layer for layer, one in enumerate(attends) if one]}

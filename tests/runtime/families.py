@@ -248,6 +248,20 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         **_GATED_DELTA,
     },
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "falcon_h1": {
+        **_MAMBA2,
+        "mamba_d_ssm": 64,
+        "mamba_rms_norm": True,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+        "mlp_multipliers": [0.9, 1.1],
+        "embedding_multiplier": 1.5,
+        "lm_head_multiplier": 0.5,
+    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "num_local_experts": 4,
@@ -331,6 +345,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_bigcode, every head": ("gpt_bigcode", {"multi_query": False}),
     "bamba, 2 groups": ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "falcon_h1, no norm": (
+        "falcon_h1",
+        {"mamba_rms_norm": False, "mamba_n_groups": 2, "projectors_bias": True, "mamba_proj_bias": True},
+    ),
+    "falcon_h1, gate before the norm": ("falcon_h1", {"mamba_norm_before_gate": False}),
     "granitemoehybrid, no experts": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 4},
@@ -355,7 +374,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
-    *("bamba", "granitemoehybrid"),
+    *("bamba", "falcon_h1", "granitemoehybrid"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),

@@ -41,6 +41,26 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
         defaults=defaults_of(8),
     ),
+    "falcon_h1": Family(
+        final_norm="final_layernorm",
+        order=("mlp", "recurrent", "attention", "norms"),
+        mlp="feed_forward",
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        mlp_bias="mlp_bias",
+        recurrent=Recurrent(
+            RecurrentKind.MAMBA2,
+            module="mamba",
+            layers_key="",
+            every_key=None,
+            beside_attention=True,
+            state_space=StateSpaceKeys(
+                width=("mamba_d_ssm", 1024),
+                output_bias=("projectors_bias", False),
+                norm=("mamba_rms_norm", False),
+            ),
+        ),
+        defaults=defaults_of(8),
+    ),
     "granitemoehybrid": Family(
         order=("norms", "mlp", "attention"),
         mlp="shared_mlp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .kind import RecurrentKind
@@ -43,7 +44,8 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
             traits.kind, layers, hidden, hidden, 0, 1, kernel, projection_bias=bias, convolution_bias=bias
         )
     if traits.state_space is not None:
-        return state_space_shape(traits.state_space, layers, config, size)
+        found = state_space_shape(traits.state_space, layers, config, size)
+        return replace(found, beside_attention=traits.beside_attention)
     return _delta(traits, layers, size)
 
 

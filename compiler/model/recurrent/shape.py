@@ -29,6 +29,8 @@ class RecurrentShape:
     """The configuration's key of the groups."""
     gate_rank: int = 0
     """Features between the two projections of a gate, where it has two; 0: gates are projected at once."""
+    beside_attention: bool = False
+    """These layers attend too."""
     output_bias: bool = False
     gated_norm: bool = True
     """A norm of what all heads give, times a gate, in front of the output projection."""

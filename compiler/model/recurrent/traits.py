@@ -39,6 +39,8 @@ class Recurrent:
     """What the configuration calls the keys of its sizes, where they have other names."""
     section: str = ""
     """A section of the configuration where the keys of its sizes may stand too, before all others."""
+    beside_attention: bool = False
+    """Every layer has the module beside its attention: both take the same hidden states, their results are added."""
     state_space: StateSpaceKeys | None = None
     """The keys of the sizes of state-space layers."""
 
