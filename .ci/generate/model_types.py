@@ -31,11 +31,9 @@ from parcompile.model.families import FAMILIES
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
 
 WRITTEN = {
-    "beam": "no_table",
     "blt": "byte_patches",
     "doge": "own_mask",
     "dbrx": "nested_configuration",
-    "diffllama": "differential_attention",
     "gemma3n_text": "varied_layers",
     "gemma4_text": "varied_layers",
     "gemma4_assistant": "draft_model",
@@ -45,7 +43,6 @@ WRITTEN = {
     "hrm_text": "recurrent_depth",
     "jetmoe": "attention_of_experts",
     "longcat_flash": "two_blocks",
-    "modernbert-decoder": "no_table",
     "recurrent_gemma": "recurrence",
     "reformer": "own_attention",
     "rwkv": "recurrence",

@@ -22,7 +22,8 @@ TEXT_PARTS = frozenset(
         *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         "llama4",
-        *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "ovis2", "pp_chart2table"),
+        *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
+        *("ovis2", "pp_chart2table"),
         *("qwen3_5", "qwen3_5_moe", "qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
     }
 )
@@ -39,6 +40,7 @@ CORRECTED = frozenset(
     (
         "afmoe",
         "axk1",
+        "beam",
         "deepseek_v3",
         "dots1",
         "ernie4_5_moe",
@@ -141,10 +143,6 @@ REASONS: Mapping[str, Reason] = {
         "a layer has two attentions and two MLPs: the compiler describes layers with one of each",
     ),
     "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
-    "differential_attention": Reason(
-        "differential attention",
-        "the difference of two attentions over doubled heads goes through a norm of its own: heads cannot be cut apart",
-    ),
     "nested_configuration": Reason(
         "nested configurations", "its dimensions stand in nested configurations, which the compiler does not read"
     ),

@@ -39,6 +39,8 @@ def kinds_of(one: ModelType) -> list[str]:
     elif family.alibi:
         found.append("rotary positions or ALiBi")
     found += [f"no {axis}" for axis in family.refused_axes]
+    if family.paired_heads:
+        found.append("differential attention")
     if family.sinks:
         found.append("attention sinks")
     if family.gate or family.query_gate:

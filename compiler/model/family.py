@@ -125,9 +125,14 @@ class Family:
     alibi: Switch = False
     """Scores fall linearly with the distance of a key, by a slope of each head (arXiv 2108.12409)."""
     final_norm: str = "norm"
+    """Empty: the last layer ends with one."""
     final_norm_first: bool = False
     """It is registered before the layers."""
     head: str = "lm_head"
+    head_block: str = ""
+    """A linear `dense` over the features and a `norm` between the last norm and the head."""
+    head_block_bias: Switch = False
+    """Of that linear."""
     order: tuple[str, ...] = ("attention", "mlp", "norms")
     """The parts of a layer in the order in which they are registered; any other word is the name of one norm.
 
@@ -145,10 +150,18 @@ class Family:
     """The number of kv heads, from the configuration and the number of query heads; else `num_key_value_heads`."""
     heads_interleaved: bool = False
     """A fused projection holds queries, key and value of one kv head after the other, not all queries first."""
+    fused_blocks: int = 0
+    """A fused projection holds this many blocks of heads one after the other, each with its own parts."""
+    paired_heads: bool = False
+    """Each head of the first half works with its place in the second half: both halves are cut alike."""
+    head_vectors: tuple[str, ...] = ()
+    """Vectors as wide as a head that all heads use, in the attention itself."""
     sinks: str = ""
     """A learned score of each head beside those of its keys, which takes a share of the softmax and gives nothing."""
     output: str = "o_proj"
     output_first: bool = False
+    last_bias: str = ""
+    """A bias of what the attention gives, in the attention itself, which the last layer alone has."""
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
     """The configuration key that switches the norm of queries and keys on."""
@@ -162,6 +175,8 @@ class Family:
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether it has one value for each head; otherwise one for each of its features."""
+    gate_bias: str = ""
+    """A bias of that gate for each head, in the attention itself."""
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate."""
     layer_shapes: Callable[[Mapping[str, Any], LayerShape, int], Sequence[LayerShape]] | None = None
@@ -187,7 +202,11 @@ class Family:
     """Those of a configuration, where they vary."""
     more_norms: tuple[str, bool, tuple[str, ...]] | None = None
     """A key, its value for which there are further norms behind those, and their names."""
+    not_first: str = ""
+    """The norm that the first layer lacks."""
     norm: Norm = Norm.WEIGHT
+    norm_bias: Switch = False
+    """Norms of weights have a bias too."""
     qkv_bias: Switch = "attention_bias"
     output_bias: Switch = "attention_bias"
     mlp_bias: Switch = False
@@ -200,6 +219,8 @@ class Family:
     """hidden_size has to be num_attention_heads x head_dim, whatever `head_dim` says: parts of the layer assume it."""
     own_head_dim: bool = True
     """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
+    window_of: Callable[[Mapping[str, Any]], int | None] | None = None
+    """The sliding window of a configuration that does not state `sliding_window`."""
     window_key: str | None = None
     """The key without which a sliding window is not used."""
     window_only_in: Literal["", "mask", "attention"] = ""
@@ -217,6 +238,10 @@ class Family:
             return self.norms
         key, value, names = self.more_norms
         return self.norms + (names if self.is_on(key, config) is value else ())
+
+    def holds(self, *, bias: bool) -> Norm:
+        """What a norm of the residual stream holds, in a configuration whose norms have a `bias` or not."""
+        return Norm.WEIGHT_AND_BIAS if bias else self.norm
 
     def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
         """What a configuration makes of a trait."""

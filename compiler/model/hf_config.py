@@ -84,11 +84,13 @@ def shape_from_config(config: Config) -> ModelShape:
         attention_output_bias=family.is_on(family.output_bias, config),
         mlp_bias=family.is_on(family.mlp_bias, config),
         head_bias=family.is_on(family.head_bias, config),
+        head_block_bias=family.is_on(family.head_block_bias, config),
+        paired_heads=family.paired_heads,
         qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
         attention_gate=_gate(read, family, config, hidden, heads),
         norms_per_layer=len(norms),
         norm_names=norms,
-        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS,
+        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
         sliding_window=_sliding_window(config, family),
         moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config) else None,
         mla=mla,
@@ -238,7 +240,8 @@ def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:
 def _sliding_window(config: Config, family: Family) -> int | None:
     if family.window_key is not None and not config.get(family.window_key, False):
         return None
-    window = config.get("sliding_window", family.defaults.get("sliding_window"))
+    default = family.defaults.get("sliding_window") if family.window_of is None else family.window_of(config)
+    window = config.get("sliding_window", default)
     return window if isinstance(window, int) and window > 0 else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .families import FAMILIES
 from .family import Family, QkNorm
 from .layer_inputs import rows_of_inputs, tables_of_inputs
@@ -22,6 +24,7 @@ def parameter_table(shape: ModelShape) -> ParameterTable:
 def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     h, v, layers = shape.hidden_size, shape.vocab_size, range(shape.num_hidden_layers)
     rows = Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
+    norm = family.holds(bias=shape.norm_bias)
     for part in family.order:
         if part == "attention":
             if "recurrent" not in family.order:
@@ -42,7 +45,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             own = family.recurrent is not None and family.recurrent.norms
             attending = rows.of(shape.attention_layers) if own and part == "norms" else rows
             for name in shape.norm_names if part == "norms" else (part,):
-                attending.norm(name, h, family.norm)
+                own_rows = rows.of(layers[1:]) if name == family.not_first else attending
+                own_rows.norm(name, h, norm)
     before = [Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))]
     if family.positions:
         size = (shape.max_position_embeddings + family.first_position, h)
@@ -50,15 +54,21 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     if family.embedding_norm:
         before += [
             Parameter(f"{family.base}.{family.embedding_norm}.{kind}", (h,), sequence_parallel=True)
-            for kind in kinds(family.norm)
+            for kind in kinds(norm)
         ]
     late = [] if shape.layer_inputs is None else tables_of_inputs(family.base, shape.layer_inputs, h, len(layers))
     after = [
         Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
-        for kind in kinds(family.norm)
+        for kind in (kinds(norm) if family.final_norm else ())
     ]
     norms = len(after)
     first = norms if family.final_norm_first else 0
+    if family.head_block:
+        block = Rows(f"{family.head_block}.", layers)
+        block.linear("dense", h, h, None, bias=shape.head_block_bias)
+        block.norm("norm", h, norm)
+        # Each rank's tokens pass it whole.
+        after += [replace(row, layers=None, sequence_parallel=True) for row in block.rows]
     if not shape.tie_word_embeddings:
         after.append(Parameter(f"{family.head}.weight", (v, h), vocabulary(v)))
     if shape.head_bias:
@@ -82,13 +92,22 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
 
     def output() -> None:
         size = heads * values
-        rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
+        # A pair of heads gives one output, twice as wide.
+        units = heads // 2 if shape.paired_heads else heads
+        rows.linear(f"{name}.{family.output}", h, size, row(size, units), bias=shape.attention_output_bias)
 
     def norms() -> None:
         for norm, kind, count in zip(family.qk_norm_names, "qk", (heads, kv_heads), strict=True):
             if kind in projected:
                 _qk_norm(rows, f"{name}.{norm}", count, width, family)
 
+    if family.gate_bias:
+        rows.add(f"{name}.{family.gate_bias}", (heads,), column(heads))
+    if family.last_bias:
+        last = rows.layers[-1:]
+        rows.add(f"{name}.{family.last_bias}", (h,), layers=last, sequence_parallel=True)
+    for vector in family.head_vectors:
+        rows.add(f"{name}.{vector}", (width,), partial=True)
     if family.sinks and shape.sinks:
         rows.add(f"{name}.{family.sinks}", (heads,), column(heads))
     if family.output_first:
@@ -101,6 +120,8 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     if family.heads_interleaved and kv_heads > 1:
         # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
         parts = [Part((heads + 2 * kv_heads) * width, kv_heads)]
+    if family.fused_blocks:
+        parts = [Part((heads + 2 * kv_heads) * width, family.fused_blocks)]
     if len(family.qkv) == 1:
         size = sum(part.size for part in parts)
         rows.linear(f"{name}.{family.qkv[0]}", size, h, Split(0, tuple(parts)), bias=shape.qkv_bias)
@@ -108,7 +129,8 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         for kind, projection, part in zip(family.qkv_parts, family.qkv, parts, strict=True):
             if kind not in projected:
                 continue
-            rows.linear(f"{name}.{projection}", part.size, h, Split(0, (part,)), bias=shape.qkv_bias)
+            halves = (Part(part.size // 2, part.units // 2),) * 2 if shape.paired_heads else (part,)
+            rows.linear(f"{name}.{projection}", part.size, h, Split(0, halves), bias=shape.qkv_bias)
             if kind == "q" and family.norms_behind_queries:
                 norms()
     if not family.output_first:

@@ -77,6 +77,9 @@ class ModelShape:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    head_block_bias: bool = False
+    paired_heads: bool = False
+    """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
     """A norm of the queries and keys; over what, the family says."""
     attention_gate: int = 0
@@ -137,9 +140,14 @@ class ModelShape:
         """How many kv heads layers have, each count once, the largest first."""
         return tuple(sorted({one.num_key_value_heads for _, one in self.by_kind}, reverse=True))
 
+    @property
+    def kv_units(self) -> tuple[int, ...]:
+        """The same of what tensor parallelism never cuts: kv heads, or pairs of them."""
+        return tuple(heads // (2 if self.paired_heads else 1) for heads in self.kv_head_counts)
+
     def kv_replicas(self, tp: int) -> int:
         """Consecutive tp ranks that hold the same kv heads; the most of all layers."""
-        return max(1, tp // self.kv_head_counts[-1])
+        return max(1, tp // self.kv_units[-1])
 
     @property
     def value_dim(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -30,18 +31,30 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     groups = _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(
-        tp
-        for tp in near
-        if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_head_counts) and groups % tp == 0
+        tp for tp in near if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_units) and groups % tp == 0
     )
 
 
 def _groups(spec: Resolution) -> int:
-    """Into how many pieces a fused projection of queries, keys and values can be cut."""
+    """Into how many pieces the projections of queries, keys and values can be cut."""
     shape = spec.shape
-    family = FAMILIES.get(shape.model_type)
-    interleaved = family is not None and family.heads_interleaved and shape.num_key_value_heads > 1
+    family = FAMILIES.get(shape.model_type, Family())
+    if family.fused_blocks:
+        return family.fused_blocks
+    if shape.paired_heads:
+        return shape.num_attention_heads // 2
+    interleaved = family.heads_interleaved and shape.num_key_value_heads > 1
     return shape.num_key_value_heads if interleaved else shape.num_attention_heads
+
+
+def _why(spec: Resolution) -> str:
+    """What keeps the heads of a family together."""
+    family = FAMILIES.get(spec.shape.model_type, Family())
+    if family.fused_blocks:
+        return f"holds queries, keys and values in {family.fused_blocks} blocks of heads in one projection"
+    if spec.shape.paired_heads:
+        return f"takes the difference of pairs of heads, {spec.shape.num_attention_heads // 2} of them"
+    return "holds each key and value between its queries in one projection"
 
 
 def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> Finding:
@@ -96,29 +109,34 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
     "kv heads neither divide over tp nor replicate",
     """Key and value heads are divided over tp when num_key_value_heads % tp = 0, and replicated when
     tp % num_key_value_heads = 0: consecutive ranks then hold the same head. A fused projection that holds a group of
-    queries with their key and value (Falcon 40B) is cut between groups only.""",
+    queries with their key and value (Falcon 40B) is cut between groups only, one of blocks of heads (CodeGen) between
+    blocks. Where pairs of heads work together (DiffLlama), pairs are divided.""",
     wrong={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 12}, "cluster": {"gpus_per_node": 12}},
     right={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 8}, "cluster": {"gpus_per_node": 8}},
     sources=("Megatron-Core attention.py; torchtitan#2577",),
 )
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
-    tp = spec.axis(Axis.TP)
-    indivisible = [heads for heads in spec.shape.kv_head_counts if heads % tp and tp % heads]
-    heads = indivisible[0] if indivisible else spec.shape.num_key_value_heads
+    tp, paired = spec.axis(Axis.TP), spec.shape.paired_heads
+    indivisible = [heads for heads in spec.shape.kv_units if heads % tp and tp % heads]
+    units = indivisible[0] if indivisible else spec.shape.kv_units[0]
+    heads = units * (2 if paired else 1)
+    pairs = f" in {units} pairs" if paired else ""
     if indivisible and spec.shape.num_attention_heads % tp == 0:
         yield _indivisible(
             spec,
-            f"num_key_value_heads {heads} on tp {tp}: neither {heads} / {tp} nor {tp} / {heads} is whole",
+            f"num_key_value_heads {heads}{pairs} on tp {tp}: neither {units} / {tp} nor {tp} / {units} is whole",
             "choose a tp that divides the kv heads, or a multiple of them",
             "num_key_value_heads",
         )
     elif spec.shape.num_attention_heads % tp == 0 and (groups := _groups(spec)) % tp:
         yield _indivisible(
             spec,
-            f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type} holds each key and value between its "
-            f"queries in one projection, and {groups} / {tp} is not whole",
-            "choose a tp that divides the kv heads",
+            f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type} {_why(spec)}, and {groups} / {tp} is not "
+            "whole",
+            f"choose a tp that divides {groups}"
+            if groups != heads or pairs
+            else "choose a tp that divides the kv heads",
             "num_key_value_heads",
         )
 

@@ -154,7 +154,9 @@ class _Injection:
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
             if parent_name.endswith(f".{self.family.attention}") and parent_name not in whole:
-                localise_heads(parent, shape.num_attention_heads // tp, max(1, shape.num_key_value_heads // tp))
+                pairs = 2 if shape.paired_heads else 1
+                kv_heads = pairs * max(1, shape.num_key_value_heads // pairs // tp)
+                localise_heads(parent, shape.num_attention_heads // tp, kv_heads)
         if shape.recurrent is not None:
             for module in recurrent_modules(self.model, self.mesh):
                 localise_groups(module, shape.recurrent, tp, self.mesh.index("tp"))

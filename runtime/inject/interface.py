@@ -19,8 +19,12 @@ from parcompile.model.family import Family
 from parcompile.runtime.errors import RunError
 
 from .alibi import biased, slopes_of
+from .positions import write_to_copies
 
 Core = Callable[..., tuple[Tensor, Any]]
+
+_SCALES_IN_PLACE = frozenset({"ctrl"})
+"""Types whose base model multiplies its embeddings in place."""
 
 
 def put_on_interface(model: Any, family: Family) -> bool:
@@ -36,9 +40,12 @@ def put_on_interface(model: Any, family: Family) -> bool:
         if family.alibi:
             raise RunError(f"{type(model).__name__} has ALiBi biases, which are not injected", everywhere=True)
         return False
-    for name, module in model.named_modules():
-        if name.endswith(f".{family.attention}"):
-            replace(model, module)
+    attentions = [module for name, module in model.named_modules() if name.endswith(f".{family.attention}")]
+    for number, module in enumerate(attentions):
+        vars(module).setdefault("layer_idx", number)  # dropout is drawn by it
+        replace(model, module)
+    if model.config.model_type in _SCALES_IN_PLACE:
+        write_to_copies(model, family.base)
     return True
 
 
@@ -52,11 +59,13 @@ def _attend(model: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, 
     return out
 
 
-def _core(model: nn.Module, module: Any, *, scaling: float, window: int | None = None) -> None:
-    """Replaces `_attn`, which computes attention and nothing else, of GPT-J and GPT-Neo."""
+def _core(
+    model: nn.Module, module: Any, *, scaling: float, window: int | None = None, dropout_name: str = "attn_dropout"
+) -> None:
+    """Replaces `_attn`, which computes attention and nothing else, of GPT-J, GPT-Neo and their relatives."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:  # noqa: ARG001
-        dropout = module.attn_dropout.p if module.training else 0.0
+        dropout = getattr(module, dropout_name).p if module.training else 0.0
         out = _attend(model, module, query, key, value, scaling=scaling, dropout=dropout, sliding_window=window)
         return out.transpose(1, 2), None
 
@@ -71,6 +80,21 @@ def _gpt_neo(model: nn.Module, module: Any) -> None:
     module.layer_idx = module.layer_id
     window = module.config.window_size if module.attention_type == "local" else None
     _core(model, module, scaling=1.0, window=window)
+
+
+def _gpt_neox_japanese(model: nn.Module, module: Any) -> None:
+    _core(model, module, scaling=1.0 / module.norm_factor, dropout_name="attention_dropout")
+
+
+def _openai_gpt(model: nn.Module, module: Any) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
+        dropout = module.attn_dropout.p if module.training else 0.0
+        scaling = 1.0 / math.sqrt(value.shape[-1]) if module.scale else 1.0
+        # Its keys come transposed, [B, H, D, S].
+        out = _attend(model, module, query, key.transpose(-1, -2), value, scaling=scaling, dropout=dropout)
+        return [out.transpose(1, 2)]
+
+    module._attn = attend
 
 
 def _forward(core: Callable[..., tuple[Tensor, None]]) -> Callable[[nn.Module, Any], None]:
@@ -98,6 +122,51 @@ def _xglm(
     dropout = module.dropout if module.training else 0.0
     out = _attend(model, module, query, key, value, scaling=module.scaling, dropout=dropout)
     return module.out_proj(out.flatten(-2)), None
+
+
+def _ctrl(
+    model: nn.Module,
+    module: Any,
+    values: Tensor,
+    *_: Tensor,
+    layer_past: Any = None,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """Called with the same hidden states three times, of which those of the first argument are whole."""
+    query, key, value = (
+        projection(values).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for projection in (module.Wq, module.Wk, module.Wv)
+    )
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    out = _attend(model, module, query, key, value, scaling=module.scaling)
+    return module.dense(out.flatten(-2)), None
+
+
+def _codegen(
+    model: Any,
+    module: Any,
+    hidden_states: Tensor,
+    layer_past: Any = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Its projection holds queries, values and keys of a quarter of all heads after the other."""
+    heads = model.config.num_attention_heads // 4
+    blocks = module.qkv_proj(hidden_states).unflatten(-1, (-1, 3, heads, module.head_dim))
+    query, value, key = (blocks[..., part, :, :].flatten(2, 3) for part in range(3))
+    module.embed_positions = module.embed_positions.to(query.device)
+    sin, cos = module.embed_positions[position_ids].chunk(2, dim=-1)
+    rotate, width = _function_of(module, "apply_rotary_pos_emb"), module.rotary_dim or module.head_dim
+    query, key = (
+        torch.cat((rotate(part[..., :width], sin, cos), part[..., width:]), -1).transpose(1, 2) for part in (query, key)
+    )
+    value = value.transpose(1, 2)
+    if layer_past is not None:
+        key, value = layer_past.update(key.to(hidden_states.dtype), value, module.layer_idx)
+    dropout = module.attn_dropout.p if module.training else 0.0
+    out = _attend(model, module, query, key, value, scaling=1.0 / module.scale_attn, dropout=dropout)
+    return module.resid_dropout(module.out_proj(out.flatten(-2))), None
 
 
 def _bloom(
@@ -190,6 +259,10 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., Any]:
 REPLACED: Mapping[str, Callable[[nn.Module, Any], None]] = {
     "gptj": _gptj,
     "gpt_neo": _gpt_neo,
+    "gpt_neox_japanese": _gpt_neox_japanese,
+    "openai-gpt": _openai_gpt,
+    "codegen": _forward(_codegen),
+    "ctrl": _forward(_ctrl),
     "xglm": _forward(_xglm),
     "bloom": _forward(_bloom),
     "mpt": _forward(_mpt),

@@ -167,8 +167,11 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
     return calls
 
 
-def _pass_hidden(first: Tensor, *_: Any, **__: Any) -> Tensor:
+def _pass_hidden(first: Tensor | None = None, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Tensor:
     """Hidden states as they are; nothing in place of the rows that a table has for positions."""
+    if first is None:
+        assert inputs_embeds is not None
+        return inputs_embeds
     return first if first.dim() > 2 else torch.zeros((), device="cpu")
 
 

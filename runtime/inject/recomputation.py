@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parcompile.model.user_module import UserModule
 from parcompile.plan import Plan
 from parcompile.runtime.drawing import Redrawn
 from parcompile.runtime.micro_batch import recompute_context
@@ -23,7 +22,10 @@ def recompute_as_planned(model: nn.Module, plan: Plan) -> None:
         return
     rules = plan.spec.model.shape.user_module
     if rules is not None:
-        _recompute_layers(model, rules)
+        _recompute_layers(model, rules.prefix.rstrip("."))
+        return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0])
         return
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})  # type: ignore[operator]
 
@@ -47,8 +49,9 @@ class _Both:
         self._stack.close()
 
 
-def _recompute_layers(module: nn.Module, rules: UserModule) -> None:
-    for layer in module.get_submodule(rules.prefix.rstrip(".")).children():
+def _recompute_layers(module: nn.Module, path: str) -> None:
+    """Of a module that cannot do so by itself; `path` is the name of its list of layers."""
+    for layer in module.get_submodule(path).children():
         forward = layer.forward
 
         def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:

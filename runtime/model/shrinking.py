@@ -84,12 +84,14 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     exchanging = plan.spec.parallelism.context.head_ranks
-    ratio = heads // kv_heads
+    ratio, family = heads // kv_heads, FAMILIES[shape.model_type]
     of_rank = max(kv_heads // tp, 1)
     few = max(exchanging, 2 if tp <= 4 else 1)
     if of_rank > few and of_rank % exchanging == 0:
         of_rank = few
     fewer = of_rank * tp if kv_heads >= tp else kv_heads
+    # Heads that work in pairs, or lie in blocks, are cut as they were.
+    fewer = math.lcm(fewer, math.gcd(kv_heads, max(family.fused_blocks, 2 * family.paired_heads, 1) * tp))
     unit = math.lcm(max(tp // kv_heads, 1), exchanging // math.gcd(of_rank, exchanging))
     if ratio % unit == 0:
         ratio = min(ratio, unit if unit > 1 else 2)
@@ -100,7 +102,7 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     if hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])
-    if "head_dim" in plan.spec.model.hf_config or FAMILIES[shape.model_type].defaults.get("head_dim"):
+    if "head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim"):
         found["head_dim"] = shape.head_dim
     return found
 

@@ -87,7 +87,8 @@ class ChunkForward:
         shadows: dict[str, Any] = {self._name: layers}
         if not stage.has_head:
             layers[-1] = _Left(layers[-1], ends)
-            shadows[self._norm] = _Before(getattr(self._base, self._norm), ends)
+            if self._norm:
+                shadows[self._norm] = _Before(getattr(self._base, self._norm), ends)
         seen.update(shadows, config=_config_of(config, stage.layers, len(layers)))
         try:
             yield

@@ -286,6 +286,30 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gptj": {**_GPT, "rotary_dim": 4},
+    "codegen": {**_GPT, "rotary_dim": 4},
+    "gpt_neox_japanese": {**_OLD, "intermediate_multiple_size": 2, "rotary_pct": 0.5, "attention_dropout": 0.0},
+    "openai-gpt": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "ctrl": {**_GPT, "dff": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "modernbert-decoder": {
+        **_OLD,
+        "intermediate_size": 48,
+        "local_attention": 10,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "norm_bias": True,
+        "classifier_bias": True,
+        "pad_token_id": 1,
+    },
+    "diffllama": {"head_dim": 8},
+    "beam": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        **_MIXED,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gpt_neo": {
         "hidden_size": 32,
         "num_layers": 2,
@@ -326,7 +350,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
 }
 
-OWN_KEYS = ("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt")
+OWN_KEYS = (
+    *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt"),
+    *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder"),
+)
 """Families whose configurations have other keys than Llama's."""
 
 
@@ -377,6 +404,7 @@ ONE_LAYOUT = (
     *("bamba", "falcon_h1", "granitemoehybrid"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
+    *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "diffllama", "beam"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),
     *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm", "granite_swa", "granitemoe_swa"),
 )

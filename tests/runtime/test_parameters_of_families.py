@@ -108,6 +108,98 @@ def test_a_table_lists_what_a_published_model_registers(preset: Preset) -> None:
     check(config)
 
 
+WITHOUT_PRESETS: dict[str, dict[str, Any]] = {
+    "codegen-350M": {
+        "model_type": "codegen",
+        "vocab_size": 51200,
+        "n_positions": 2048,
+        "n_ctx": 2048,
+        "n_embd": 1024,
+        "n_layer": 20,
+        "n_head": 16,
+        "rotary_dim": 32,
+        "n_inner": None,
+        "tie_word_embeddings": False,
+    },
+    "gpt-neox-japanese-2.7b": {
+        "model_type": "gpt_neox_japanese",
+        "vocab_size": 32000,
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_multiple_size": 4,
+        "rotary_pct": 1.0,
+        "rotary_emb_base": 10000,
+        "max_position_embeddings": 2048,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.1,
+    },
+    "openai-gpt": {
+        "model_type": "openai-gpt",
+        "vocab_size": 40478,
+        "n_positions": 512,
+        "n_ctx": 512,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "afn": "gelu",
+    },
+    "ctrl": {
+        "model_type": "ctrl",
+        "vocab_size": 246534,
+        "n_positions": 50000,
+        "n_ctx": 512,
+        "n_embd": 1280,
+        "n_layer": 48,
+        "n_head": 16,
+        "dff": 8192,
+        "from_tf": False,
+    },
+    "ettin-decoder-17m": {
+        "model_type": "modernbert-decoder",
+        "vocab_size": 50368,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "local_attention": 128,
+        "norm_bias": False,
+        "global_attn_every_n_layers": 3,
+        "max_position_embeddings": 7999,
+        "decoder_bias": True,
+        "tie_word_embeddings": True,
+        "classifier_bias": False,
+        "mlp_bias": False,
+        "pad_token_id": 50283,
+    },
+}
+"""Dimensions as they are published, of types without a preset; the layers are as many."""
+
+
+@pytest.mark.parametrize("name", WITHOUT_PRESETS)
+def test_a_table_lists_what_a_model_registers_that_is_published_and_no_preset(name: str) -> None:
+    check(WITHOUT_PRESETS[name])
+    built, shape = registered(WITHOUT_PRESETS[name])[1], shape_from_config(WITHOUT_PRESETS[name])
+    assert shape.sliding_window == getattr(built, "sliding_window", None)
+    assert shape.max_position_embeddings == built.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [
+        ("codegen", {"num_attention_heads": 2}, "n_head"),
+        ("gpt_neox_japanese", {"intermediate_multiple_size": 0}, "intermediate_multiple_size"),
+        ("modernbert-decoder", {"local_attention": 1}, "local_attention"),
+        ("diffllama", {"num_key_value_heads": 1}, "num_key_value_heads"),
+        ("diffllama", {"attention_dropout": 0.1}, "attention_dropout"),
+    ],
+)
+def test_what_a_family_cannot_be_told_from_names_its_key(family: str, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelConfigError, match=f"^{key}: ") as caught:
+        shape_from_config(tiny_config(family, **changes))
+    assert caught.value.key == key
+
+
 LEFT_OUT = {
     "llama": ("head_dim", "mlp_bias", "pretraining_tp"),
     "mistral": ("head_dim",),

@@ -60,10 +60,13 @@ def whole_config(name: str, **changes: Any) -> Any:
 
 
 def whole_model(name: str, **changes: Any) -> nn.Module:
-    from transformers import AutoModelForImageTextToText
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(3)
-    model: nn.Module = AutoModelForImageTextToText.from_config(whole_config(name, **changes))
+    config = whole_config(name, **changes)
+    # Those that hear are in the other list.
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model: nn.Module = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config)
     return model.eval()
 
 

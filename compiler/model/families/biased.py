@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from parcompile.model.family import Family, Norm, QkNorm, Refusal
 
-from .traits import TIED, UP_ONLY, defaults_of
+from .traits import TIED, UP_ONLY, all_heads, defaults_of
+
+
+def _modernbert_window(config: Mapping[str, Any]) -> int:
+    window = config.get("local_attention", 128)
+    return window // 2 if isinstance(window, int) else 0
+
 
 BIASED: Mapping[str, Family] = {
     "jais2": Family(
@@ -81,6 +88,35 @@ BIASED: Mapping[str, Family] = {
         mlp_bias=True,
         defaults={"attention_bias": True},
         own_head_dim=False,
+    ),
+    "modernbert-decoder": Family(
+        embedding="embeddings.tok_embeddings",
+        embedding_norm="embeddings.norm",
+        final_norm="final_norm",
+        head="decoder",
+        head_block="lm_head",
+        head_block_bias="classifier_bias",
+        order=("attn_norm", "attention", "mlp_norm", "mlp"),
+        attention="attn",
+        kv_heads=all_heads,
+        output="Wo",
+        up=("Wi",),
+        down="Wo",
+        norms=("attn_norm", "mlp_norm"),
+        not_first="attn_norm",
+        norm_bias="norm_bias",
+        mlp_bias="mlp_bias",
+        head_bias="decoder_bias",
+        own_head_dim=False,
+        window_of=_modernbert_window,
+        refusals=(
+            Refusal(
+                "local_attention",
+                lambda config: not config.get("sliding_window") and _modernbert_window(config) < 1,
+                "transformers halves it for the window of its layers: it has to be a whole number of 2 or more",
+            ),
+        ),
+        defaults={**TIED, "decoder_bias": True, "intermediate_size": 1152},
     ),
     "stablelm": Family(
         qkv_bias="use_qkv_bias",

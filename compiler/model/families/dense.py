@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parcompile.model.family import Family, Norm, QkNorm
+from parcompile.model.family import Family, Norm, QkNorm, Refusal
 
 from .traits import FOUR_NORMS, FUSED_UP, POST_NORMS, TIED, UP_ONLY, defaults_of
 
@@ -22,6 +22,22 @@ DENSE: Mapping[str, Family] = {
         defaults=defaults_of(4, 256, sliding_window=4096, **TIED),
     ),
     "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD, qk_norm_names=("query_layernorm", "key_layernorm")),
+    "diffllama": Family(
+        paired_heads=True,
+        head_vectors=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
+        refusals=(
+            Refusal(
+                "num_key_value_heads",
+                lambda config: (config.get("num_key_value_heads") or config.get("num_attention_heads") or 0) % 2 > 0,
+                "its heads work in pairs, whose values are the halves of all: it has to be even",
+            ),
+            Refusal(
+                "attention_dropout",
+                lambda config: bool(config.get("attention_dropout")),
+                "transformers builds no differential attention with dropout: it has to be 0",
+            ),
+        ),
+    ),
     "mistral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),
     "ministral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),
     "qwen2": Family(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parcompile.model.family import Experts, Family, Norm, QkNorm
 
-from .traits import POST_NORMS, defaults_of
+from .traits import FOUR_NORMS, POST_NORMS, defaults_of
 
 EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(
@@ -23,6 +23,22 @@ EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 768),
         ),
         defaults=defaults_of(4, sliding_window=4096),
+    ),
+    "beam": Family(
+        norms=FOUR_NORMS,
+        qk_norm=QkNorm.HEAD,
+        gate="gate_proj",
+        gate_bias="gate_bias",
+        experts=Experts(
+            router_first=False,
+            count=("num_experts", 256),
+            count_alias=None,
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 2560),
+            by_layer="mlp_layer_types",
+            dense_by_default=3,
+        ),
+        defaults=defaults_of(8, 128, sliding_window=512),
     ),
     "olmoe": Family(
         hidden_is_heads=True,
