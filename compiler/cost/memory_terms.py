@@ -10,6 +10,7 @@ from parcompile.model.catalogue import WEIGHTED_IN_TYPE
 
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
+from .indexer import choice_bytes
 from .kinds import mean_over_layers
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import exchanged_bytes, kept_bytes
@@ -78,6 +79,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
             for part in ("stream", "attention", "mlp", "gathered")
         }
+        choice = choice_bytes(work, stage) if work.framework == "deepspeed" else 0.0
         states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
         instead = kept_bytes(work) - dense.attention * tokens * (work.shape.attending(stage.layers) < len(stage.layers))
         kept["attention"] += states * instead * held
@@ -98,6 +100,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
                 kept["attention"] += states * exchanged_bytes(work) * held
                 kept["mlp"] += in_flight
+        kept["attention"] += choice * held
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.

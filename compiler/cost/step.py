@@ -18,6 +18,7 @@ from .activations import layer_bytes, score_bytes
 from .coefficients import Fit, default_time
 from .context_time import ContextCost, context_cost, state_seconds
 from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
+from .indexer import index_flops_per_token
 from .rates import time_values
 from .recurrent import scan_flops_per_token
 from .stage_exchanges import hidden_bytes
@@ -132,6 +133,8 @@ def step_terms(work: Workload) -> StepTerms:
     # transformers' recurrence is computed again with its layer.
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers) / shape.num_hidden_layers
     attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
+    # Every tp rank runs the whole of an indexer, forward only.
+    attention += work.tp * index_flops_per_token(shape, work.sequence_length) * tokens
     passed = again * (kept.total - kept.gathered)
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)

@@ -32,6 +32,8 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append(f"{family.recurrent.kind.value}s {where}")
     if family.latent:
         found.append("latent attention")
+    if family.indexer:
+        found.append("keys chosen by an indexer")
     if family.positions:
         found.append("learned positions")
     if family.alibi is True:

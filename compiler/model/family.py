@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .indexer import Indexer
 from .layer_kind import LayerShape
 from .recurrent.traits import Recurrent
 from .shape import LayerInputs
@@ -213,6 +214,8 @@ class Family:
     head_bias: Switch = False
     experts: Experts | None = None
     latent: Latent | None = None
+    indexer: Indexer | None = None
+    """What chooses the keys that each query attends to."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a configuration leaves out, where they are not those of Llama's."""
     hidden_is_heads: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
+from .indexer import IndexerShape, indexer_shape
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
@@ -94,6 +95,7 @@ def shape_from_config(config: Config) -> ModelShape:
         sliding_window=_sliding_window(config, family),
         moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config) else None,
         mla=mla,
+        indexer=_indexer(read, family, config),
         recurrent=_recurrent(read, family, config),
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
     )
@@ -124,6 +126,15 @@ def _recurrent(read: _Reader, family: Family, config: Config) -> RecurrentShape 
     try:
         return recurrent_shape(family.recurrent, config, read.size("num_hidden_layers"), read.size)
     except LayerListError as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _indexer(read: _Reader, family: Family, config: Config) -> IndexerShape | None:
+    if family.indexer is None:
+        return None
+    try:
+        return indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size)
+    except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .families import FAMILIES
-from .family import Family, QkNorm
+from .family import Family, Norm, QkNorm
+from .indexer import IndexerShape
 from .layer_inputs import rows_of_inputs, tables_of_inputs
 from .recurrent.rows import recurrent_rows
 from .rows import Rows, kinds
@@ -177,6 +178,18 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     rows.linear(f"{name}.kv_b_proj", keys_values, mla.kv_lora_rank, column(keys_values, heads))
     size = heads * mla.v_head_dim
     rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
+    if shape.indexer is not None:
+        assert mla.q_lora_rank is not None, "an indexer takes the compressed queries"
+        _indexer(rows.of(shape.indexer.layers), f"{name}.indexer", h, mla.q_lora_rank, shape.indexer)
+
+
+def _indexer(rows: Rows, name: str, hidden: int, query_rank: int, shape: IndexerShape) -> None:
+    # Whole on every rank, which all have to choose the same keys. Nothing of it gets a gradient.
+    rows.linear(f"{name}.wq_b", shape.heads * shape.head_dim, query_rank, None)
+    rows.linear(f"{name}.wk", shape.head_dim, hidden, None)
+    for kind in kinds(Norm.WEIGHT_AND_BIAS):
+        rows.add(f"{name}.k_norm.{kind}", (shape.head_dim,))
+    rows.linear(f"{name}.weights_proj", shape.heads, hidden, None)
 
 
 def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from .indexer import IndexerShape
 from .layer_kind import KeysAndValues, LayerKind, LayerShape
 from .recurrent.shape import RecurrentShape
 from .user_module import UserModule
@@ -99,6 +100,8 @@ class ModelShape:
     layer_inputs: LayerInputs | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    indexer: IndexerShape | None = None
+    """What chooses the keys that each query attends to."""
     recurrent: RecurrentShape | None = None
     """Layers that carry a state in the place of attention."""
     user_module: UserModule | None = None
@@ -153,6 +156,11 @@ class ModelShape:
     def value_dim(self) -> int:
         """Width of a value head."""
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def shares_choices(self) -> bool:
+        """Whether layers take the choice of another layer's indexer, and have none."""
+        return self.indexer is not None and len(self.indexer.layers) < len(self.indexer.attending)
 
     @property
     def has_moe(self) -> bool:

@@ -14,6 +14,22 @@ BASE: Mapping[str, Any] = {
 }
 """Breaks no rule."""
 
+SHARING: Mapping[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 1,
+}
+"""A model with an indexer in the first of each four layers, whose choice the other three take."""
+
 HYBRID: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",
     "hidden_size": 1024,

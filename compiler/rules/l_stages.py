@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import Axis
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.stages import PipelineSplit, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import divisors, listed, nearest_divisors, nearest_multiples
-from .examples import HYBRID
+from .examples import HYBRID, SHARING
 from .places import also, layout_change, model_path
 from .registry import Finding, rule
 
@@ -269,8 +269,8 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     "L008",
     "virtual stages of layers that are not alike",
     """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
-    counted as those of one stretch. Where layers that carry a state stand between layers that attend, one stretch has
-    not as many of each as the others.""",
+    counted as those of one stretch. Where layers that carry a state stand between layers that attend, or some layers
+    have an indexer and others take its choice, one stretch has not as many of each as the others.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2},
@@ -283,16 +283,66 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     },
 )
 def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages with layers that carry a state."""
-    recurrent = spec.shape.recurrent
-    if spec.virtual_stages > 1 and recurrent is not None:
+    """Fires for virtual stages with layers that carry a state, or that take the choice of another's indexer."""
+    recurrent, indexer, layers = spec.shape.recurrent, spec.shape.indexer, spec.shape.num_hidden_layers
+    kinds = ""
+    if recurrent is not None:
+        kinds = f"{len(recurrent.layers)} of {layers} layers that carry a state ({recurrent.kind.value})"
+    elif indexer is not None and spec.shape.shares_choices:
+        kinds = f"{len(indexer.layers)} of {layers} layers that have an indexer"
+    if spec.virtual_stages > 1 and kinds:
         yield Finding(
-            f"{_VIRTUAL[-1]} {spec.virtual_stages} with {len(recurrent.layers)} of {spec.shape.num_hidden_layers} "
-            f"layers that carry a state ({recurrent.kind.value})",
+            f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}",
             _VIRTUAL,
             help=f"remove {_VIRTUAL[-1]}",
             fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, (Edit(_VIRTUAL, remove=True),)),),
             related=also(spec, _PP),
+        )
+
+
+@rule(
+    "L009",
+    "a stage begins with a layer that takes the choice of another",
+    """An indexer chooses the keys that each query attends to, and the layers behind it may take its choice. Stages hand
+    hidden states on, and no choice: the first layer of each stage has an indexer of its own.""",
+    wrong={
+        "model": {**SHARING},
+        "parallelism": {"pp": 4},
+        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
+    },
+    right={
+        "model": {**SHARING},
+        "parallelism": {"pp": 2},
+        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
+    },
+    sources=("transformers models/glm_moe_dsa/modeling_glm_moe_dsa.py: GlmMoeDsaAttention",),
+)
+def stages_begin_with_an_indexer(spec: Resolution) -> Iterator[Finding]:
+    """Fires for stages that begin with a layer without an indexer of its own."""
+    indexer, layers = spec.shape.indexer, spec.shape.num_hidden_layers
+    if indexer is None:
+        return
+    try:
+        stages = stages_from_counts(spec.pipeline_split.counts(layers))
+    except ValueError:
+        return  # another rule says so
+    sharing = set(indexer.attending) - set(indexer.layers)
+    starts = [stage.layers.start for stage in stages if len(stage.layers) and stage.layers.start in sharing]
+    if starts:
+        others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
+        sizes = [pp for pp in divisors(layers) if not sharing.intersection(range(0, layers, layers // pp))]
+        removed = f", remove {', '.join(path[-1] for path in others)}" if others else ""
+        edits = tuple(Edit(path, remove=True) for path in others)
+        yield Finding(
+            f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(starts)}, which take the choice of a layer "
+            f"before them; the layers with an indexer are {listed(indexer.layers)}",
+            _PP,
+            help=f"with stages of equal length pp can be {listed(sizes)}",
+            fixes=tuple(
+                Fix(f"set pp to {pp}{removed}", layout_change(spec), (Edit(_PP, pp), *edits))
+                for pp in sizes
+                if pp <= spec.axis(Axis.PP)
+            ),
         )
 
 

@@ -36,6 +36,11 @@ _ROUTED = (
     "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob "
     "routed_scaling_factor n_group topk_group"
 )
+_DEEPSEEK = (
+    f"num_key_value_heads {_POSITIONS} rms_norm_eps hidden_act attention_dropout attention_bias {_ROUTED} "
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+)
+_INDEXER = "index_n_heads index_head_dim index_topk"
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob mlp_only_layers"
 _STATES = (
     "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
@@ -58,10 +63,9 @@ _KEYS = {
     "nemotron": f"{_LAYER_NORM} norm_eps partial_rotary_factor attention_bias mlp_bias",
     "jais2": f"{_LAYER_NORM} layer_norm_eps attention_bias mlp_bias",
     "glm4_moe": f"{_ROTARY} {_ROUTED} partial_rotary_factor attention_bias use_qk_norm",
-    "deepseek_v3": (
-        f"num_key_value_heads {_POSITIONS} rms_norm_eps hidden_act attention_dropout attention_bias {_ROUTED} "
-        "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
-    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": f"{_DEEPSEEK} {_INDEXER}",
+    "glm_moe_dsa": f"{_DEEPSEEK} {_INDEXER} index_topk_freq index_skip_topk_offset",
     "qwen3_next": f"{_ROTARY} {_EXPERTS} {_STATES} shared_expert_intermediate_size",
     "qwen3_5_text": f"{_ROTARY} {_STATES}",
     "qwen3_5_moe_text": (

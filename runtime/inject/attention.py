@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current, follow_calls
 from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
+from .chosen import Unmasked, hiding
 from .chunks import chunk_of, chunked, take_temperatures, tempered
 from .rotary import see_last_position
 
@@ -95,6 +97,15 @@ class RingPlace:
         rank = 0 if self.group is None else dist.get_rank(self.group)
         return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
 
+    def hiding(self, indices: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        """What hides the keys that an indexer has not chosen; `indices` [B, S, N] are places in the whole sequence."""
+        batch, length = current(), key.shape[2]
+        if batch.alone:
+            return hiding(indices, length, length, dtype)
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        total = length * ranks if batch.packing is None else sum(batch.packing.lengths)
+        return hiding(indices, length, total, dtype)
+
     def dropping(self, dropout: float, name: str, layer: int, first_head: int) -> dict[str, Any]:
         """What dropout needs to draw the same mask in every layout; nothing without dropout.
 
@@ -166,18 +177,19 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     place: RingPlace = getattr(module, RING)
     name = type(module).__name__
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, Unmasked):
         raise RunError(
             f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
         )
@@ -198,6 +210,7 @@ def _attention(
     if chunk is not None and current().alone:
         raise RunError(f"generate() beyond attention_chunk_size {chunk} tokens is not injected", everywhere=True)
     query = tempered(module, query, place.layout, place.group)
+    chosen = {} if indices is None else {"bias": place.hiding(indices, key, query.dtype)}
     out = place.attend(
         query,
         key,
@@ -208,6 +221,7 @@ def _attention(
         window=None if covered else sliding_window,
         sinks=s_aux,
         softcap=softcap,
+        **chosen,
         **place.dropping(dropout, name, layer or 0, query.shape[1] * place.tp_index),
     )
     # Models view it as [B, S, H D], as they may what transformers gives.

@@ -32,6 +32,7 @@ from .attention import RingPlace, use_ring_attention
 from .experts import cut_experts
 from .generation import let_generate
 from .heads import localise_heads
+from .indexers import use_indexers
 from .interface import put_on_interface
 from .masks import check_masks
 from .norms import SpreadRMSNorm
@@ -84,12 +85,15 @@ class _Injection:
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         replaced = put_on_interface(self.model, self.family)
         if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
-            attending = self.spec.model.shape.attention_layers
+            # What an indexer chooses is no mask; its layers have the causal one.
+            chosen = self.spec.model.shape.indexer
+            attending = set(self.spec.model.shape.attention_layers) - set(chosen.attending if chosen else ())
             check_masks(self.model, path, self.spec.training.sequence_length, attending)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         use_pieces(self.model, self.mesh)
+        use_indexers(self.model, self.mesh)
         deal_experts(self.model, self.mesh, self.slices)
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:

@@ -6,6 +6,7 @@ Windows, and the lengths at which rotary embeddings change, become so short that
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 from parcompile.layout.stages import PipelineSplit
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import shape_from_config
+from parcompile.model.indexer import FULL, SHARED
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
@@ -24,7 +26,7 @@ WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 """Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
 most this many beside what is left over when the real one is divided by it)."""
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
 _WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK = 32, 16
 
 
@@ -53,7 +55,7 @@ def shrunk(plan: Plan) -> Plan:
     changes = {
         **_heads(plan, config),
         **_widths(plan, config),
-        **_of_layers(config, shape, layers),
+        **_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
         **_lengths(config, spec.training.sequence_length, length),
         **_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
     }
@@ -158,7 +160,9 @@ def _layers(plan: Plan, config: Any) -> list[int]:
         attends = layer in attending
         kinds.setdefault((dense, attends, *(value[layer] for value in lists)), layer)
     stages = split.pp * split.virtual
-    wanted = -(-max(len(kinds), 2) // stages) * stages
+    # A layer that takes the choice of another's indexer stands behind it, in the same stage.
+    least = 2 * stages if any(SHARED in value for value in lists) else 2
+    wanted = -(-max(len(kinds), least) // stages) * stages
     if wanted >= shape.num_hidden_layers:
         return list(range(shape.num_hidden_layers))
     chosen = list(kinds.values())
@@ -167,7 +171,7 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     return sorted(chosen)
 
 
-def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, Any]:
+def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: PipelineSplit) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
     found: dict[str, Any] = {"num_hidden_layers": len(layers)}
     if hasattr(config, "num_attention_heads_per_layer"):
@@ -179,6 +183,11 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
         # The numbers of the layers that attend.
         attending = set(range(shape.num_hidden_layers)) - set(shape.recurrent.layers)
         found[traits.attending_key] = [place for place, layer in enumerate(layers) if layer in attending]
+    if SHARED in found.get("indexer_types", ()) and len(layers) < shape.num_hidden_layers:
+        starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
+        # A stage begins with a layer that has an indexer.
+        first = set(starts)
+        found["indexer_types"] = [FULL if place in first else SHARED for place in range(len(layers))]
     if getattr(config, "moe_layers", None) is not None:
         found["moe_layers"] = list(range(len(layers)))  # the numbers of layers, of which each has experts
     if "attention_types" in config.to_dict():
@@ -194,7 +203,7 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, A
     return found
 
 
-_BY_LAYER = ("layer_types", "_layers", "layer_rope_theta")
+_BY_LAYER = ("layer_types", "_layers", "layer_rope_theta", "indexer_types")
 """Endings of keys that list something for each layer."""
 
 

@@ -139,9 +139,9 @@ class _Before:
         return hidden_states if self._ends else self._norm(hidden_states)
 
 
-def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+def _pass_on(hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
     """Stands for the layers of a stage that has none."""
-    return hidden_states
+    return (hidden_states, None) if "prev_topk_indices" in kwargs else hidden_states
 
 
 def _config_of(config: Any, layers: range, count: int) -> Any:

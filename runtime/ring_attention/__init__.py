@@ -16,6 +16,7 @@ from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
 from .packing import Packing, PackingCosts, pack_documents
 from .recompute import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
+from .token_order import TokenOrder, order_of_last, order_of_packing, order_of_sequence
 from .ulysses import UspGroups, ulysses_attention, usp_attention
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PackedLoader",
     "Packing",
     "PackingCosts",
+    "TokenOrder",
     "UspGroups",
     "all_gather_attention",
     "attention",
@@ -33,6 +35,9 @@ __all__ = [
     "gather_sequence",
     "keep_attention",
     "local_positions",
+    "order_of_last",
+    "order_of_packing",
+    "order_of_sequence",
     "pack_documents",
     "pack_tensors",
     "packed_attention",

@@ -11,6 +11,7 @@ Every rank of the context-parallel group walks through the same documents in the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,19 +126,24 @@ def packed_attention(
         packing: the batch's.
         rank: this rank in the context-parallel group.
         implementation: for the dealt documents, a name of `IMPLEMENTATIONS`.
-        options: as for `ring_attention`, except layout and documents.
+        options: as for `ring_attention`, except layout and documents. The columns of `bias` are those of the documents
+            without padding, one document after the other.
 
     Raises:
-        ValueError: the tensors are not as long as the packing says, or a bias is given, whose columns are not packed;
-            or documents that are padded are attended to in both directions.
+        ValueError: the tensors or the bias are not as long as the packing says, or documents that are padded are
+            attended to in both directions.
     """
     if query.shape[2] != packing.local_tokens:
         raise ValueError(
             f"packed attention: {query.shape[2]} local tokens, the packing has {packing.dealt_tokens} dealt + "
             f"{packing.local_tokens - packing.dealt_tokens} whole = {packing.local_tokens}"
         )
-    if options.get("bias") is not None:
-        raise ValueError("packed attention: give ALiBi slopes, or attend document by document with a bias")
+    bias, total = options.get("bias"), sum(packing.lengths)
+    if bias is not None and bias.shape[2:] != (packing.local_tokens, total):
+        raise ValueError(
+            f"packed attention: bias {list(bias.shape)} must have {packing.local_tokens} rows, the tokens of the rank, "
+            f"and {total} columns, the tokens of all documents"
+        )
     padded = packing.dealt_borders[-1] > sum(packing.lengths[number] for number in packing.dealt)
     if padded and not options.get("causal", True):
         raise ValueError(
@@ -154,18 +160,30 @@ def packed_attention(
             "documents": packing.dealt_borders,
             "per_document": True,
         }
+        if bias is not None:
+            dealt["bias"] = _columns(bias[:, :, :border], packing, packing.dealt, packing.dealt_borders)
         parts = (tensor[:, :, :border] for tensor in (query, key, value))
         outputs.append(attention(*parts, implementation=implementation, **dealt))
     if border < packing.local_tokens:
         # What names other ranks is not for documents that stay on one.
         alone: Any = {name: given for name, given in options.items() if name not in ("group", "groups", "inner_ranks")}
         alone["documents"] = packing.whole_borders[rank]
+        if bias is not None:
+            alone["bias"] = _columns(bias[:, :, border:], packing, packing.whole[rank], packing.whole_borders[rank])
         if options.get("dropout"):
             # Masks of whole documents on different ranks are not those of the dealt ones.
             alone["dropout_seed"] = (options["dropout_seed"] or 0) + ((rank + 1) << 48)
         parts = (tensor[:, :, border:] for tensor in (query, key, value))
         outputs.append(attention(*parts, **alone))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _columns(bias: Tensor, packing: Packing, numbers: Sequence[int], borders: Sequence[int]) -> Tensor:
+    """The columns of these documents at their borders; no query sees what lies between them."""
+    firsts = list(itertools.accumulate(packing.lengths, initial=0))
+    own = [torch.arange(firsts[number], firsts[number + 1]) for number in numbers]
+    columns = _joined(own, borders, torch.empty(0, dtype=torch.int64), -1).to(bias.device)
+    return bias.index_select(3, columns.clamp(min=0)).masked_fill(columns < 0, -torch.inf)
 
 
 def batches_of_tokens(

@@ -48,8 +48,9 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
     [
         ("gpt_oss", "gpt_oss works: tp, cp, pp, dp, sequence parallelism"),
         ("gpt_oss", "presets: gpt-oss-20b, gpt-oss-120b"),
-        ("deepseek_v32", "an indexer chooses the keys"),
-        ("deepseek_v32", "nearest type that works: deepseek_v3"),
+        ("deepseek_v32", "keys chosen by an indexer"),
+        ("deepseek_v4", "an indexer chooses the keys"),
+        ("deepseek_v4", "nearest type that works: deepseek_v3"),
         ("nemotron_h", "state-space layers"),
         ("kimi_k2", "kimi_k2 works: its layers are those of deepseek_v3, as which it is planned and trained"),
         ("bart", "encoder-decoder"),

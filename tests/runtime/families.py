@@ -40,6 +40,8 @@ _LATENT = {
     "v_head_dim": 8,
 }
 
+_INDEXED = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5}
+
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64}
 _OLD = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 
@@ -129,6 +131,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
     "minicpm3": _LATENT,
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 2, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "use_bias": True},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
@@ -382,6 +386,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 4},
     ),
     "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
+    "glm_moe_dsa, shared choice": (
+        "glm_moe_dsa",
+        {"num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3], "index_topk_pattern": "FSFS"},
+    ),
     "mpt, 6 heads": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.8}}),
 }
 """Other layouts of a family's parameters, or another way to attend: `benchmarks/models.py` runs them too."""
@@ -402,6 +410,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
     *("bamba", "falcon_h1", "granitemoehybrid"),
+    "glm_moe_dsa",
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "diffllama", "beam"),

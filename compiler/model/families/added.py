@@ -14,6 +14,7 @@ from .dense import DENSE
 from .experts import EXPERTS
 from .gpt import GPT
 from .hybrids import HYBRIDS
+from .indexed import INDEXED
 from .latent import LATENT
 from .llama4 import LLAMA4
 from .shared_experts import SHARED_EXPERTS
@@ -27,6 +28,7 @@ BUILT_IN: Mapping[str, Family] = {
     **EXPERTS,
     **SHARED_EXPERTS,
     **LATENT,
+    **INDEXED,
     **LLAMA4,
     **HYBRIDS,
     **STATE_SPACE,

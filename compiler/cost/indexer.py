@@ -1,0 +1,41 @@
+"""What an indexer costs: operations of its own, on every tp rank, and what tells an attention of its choice."""
+
+from __future__ import annotations
+
+from parcompile.layout.stages import Stage
+from parcompile.model.shape import ModelShape
+
+from .workload import Workload
+
+INDEX_BYTES = 4
+"""A chosen key is an int32."""
+
+
+def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
+    """Forward operations for one token, the mean of all layers: no gradient, and every key of the sequence is scored.
+
+    Each tp rank computes all of it.
+    """
+    indexer, mla = shape.indexer, shape.mla
+    if indexer is None or mla is None or mla.q_lora_rank is None:
+        return 0.0
+    flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
+    flops += 2.0 * sequence_length * indexer.heads * (indexer.head_dim + 1)
+    return flops * len(indexer.layers) / shape.num_hidden_layers
+
+
+def choice_bytes(work: Workload, stage: Stage) -> float:
+    """What the layers of a stage keep for backward of one micro-batch: what hides keys, and the choice beside.
+
+    With full recomputation the choice of each layer, and what hides the keys of one.
+    """
+    indexer = work.shape.indexer
+    if indexer is None:
+        return 0.0
+    hiding = work.sequence_length * work.element_bytes
+    chosen = INDEX_BYTES * min(indexer.top_k, work.sequence_length)
+    attending = len(set(indexer.attending) & set(stage.layers))
+    own = len(set(indexer.layers) & set(stage.layers))
+    if work.recompute == "full":
+        return work.local_tokens * (hiding * bool(attending) + chosen * own)
+    return float(work.local_tokens * hiding * attending)

@@ -1,0 +1,73 @@
+"""Sparse attention over the keys that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parcompile.model.family import Family, Latent, Refusal
+from parcompile.model.indexer import Indexer, scheduled_kinds
+
+from .traits import routed
+
+_COUNTS = ("n_routed_experts", "num_local_experts")
+
+
+def _another_count(config: Mapping[str, Any]) -> bool:
+    """Whether the old key of the number of experts, which transformers puts before the others, says something else."""
+    old = config.get("num_experts")
+    return old is not None and all(config.get(key) != old for key in _COUNTS)
+
+
+def _other_layers(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    return kinds is not None and any(kind != "indexed_attention" for kind in kinds)
+
+
+def _narrow_head(rotary: int, head: int) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda config: config.get("index_head_dim", head) < config.get("qk_rope_head_dim", rotary)
+
+
+def _refusals(latent: Latent, indexer: Indexer) -> tuple[Refusal, ...]:
+    return (
+        Refusal(
+            "q_lora_rank",
+            lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
+            "it is null, and the indexer takes the compressed queries: write their width",
+        ),
+        Refusal(
+            "num_experts",
+            _another_count,
+            "it is the old name of n_routed_experts, which says something else: write n_routed_experts alone",
+        ),
+        Refusal(
+            "layer_types",
+            _other_layers,
+            "transformers runs the indexer in every layer of this type whatever the list says: write "
+            '"indexed_attention" for each layer, or leave it out',
+        ),
+        Refusal(
+            "index_head_dim",
+            _narrow_head(latent.qk_rope_head_dim, indexer.head_dim),
+            "it is less than qk_rope_head_dim, the part of the indexer's heads that is rotated",
+        ),
+    )
+
+
+_V32, _GLM = Latent(), Latent(2048, 512, 192, 64, 256)
+_V32_INDEXER, _GLM_INDEXER = Indexer(), Indexer(heads=32, kinds=scheduled_kinds)
+
+INDEXED: Mapping[str, Family] = {
+    "deepseek_v32": Family(
+        latent=_V32,
+        indexer=_V32_INDEXER,
+        experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
+        refusals=_refusals(_V32, _V32_INDEXER),
+    ),
+    "glm_moe_dsa": Family(
+        latent=_GLM,
+        indexer=_GLM_INDEXER,
+        experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
+        refusals=_refusals(_GLM, _GLM_INDEXER),
+    ),
+}

@@ -1,0 +1,98 @@
+"""Sparse attention with an indexer (DeepSeek-V3.2): a few light heads choose the keys that each query attends to.
+
+An indexer scores every earlier token for a query, and the `top_k` best are the keys that all heads of the layer see.
+The choice has no gradient: transformers computes it without one, so that the indexer's weights stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .layer_kind import LayersError
+
+Size = Callable[[str, int], int]
+"""The value of a key, or its default."""
+
+FULL, SHARED = "full", "shared"
+"""What a layer does for its keys: it runs an indexer of its own, or takes the choice of the last layer that did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Defaults of an indexer's keys, and which layers have one."""
+
+    heads: int = 64
+    head_dim: int = 128
+    top_k: int = 2048
+    kinds: Callable[[Mapping[str, Any], int], tuple[str, ...]] | None = None
+    """`FULL` or `SHARED` for each layer, from the configuration and the number of layers; None: every layer has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerShape:
+    """The sizes of the indexers. `layers` have one; others of `attending` take the choice of the last before them."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    layers: tuple[int, ...]
+    attending: tuple[int, ...]
+    """The layers whose attention sees chosen keys only."""
+
+    def numel(self, hidden: int, query_rank: int) -> int:
+        """Elements of the weights of one indexer that multiply each token."""
+        return query_rank * self.heads * self.head_dim + hidden * (self.head_dim + self.heads)
+
+
+def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, size: Size) -> IndexerShape:
+    """The indexers that a configuration describes.
+
+    Raises:
+        LayersError: the list of kinds does not fit the layers, or has a kind that nobody knows.
+    """
+    kinds = (FULL,) * num_layers if traits.kinds is None else traits.kinds(config, num_layers)
+    return IndexerShape(
+        heads=size("index_n_heads", traits.heads),
+        head_dim=size("index_head_dim", traits.head_dim),
+        top_k=size("index_topk", traits.top_k),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == FULL),
+        attending=tuple(range(num_layers)),
+    )
+
+
+def scheduled_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The kinds of GLM-5's layers: a list, a pattern of letters, or every nth layer (`GlmMoeDsaConfig`).
+
+    Raises:
+        LayersError: they do not fit the layers.
+    """
+    for key in ("indexer_types", "index_topk_pattern"):
+        if (given := config.get(key)) is not None:
+            return _checked(key, given, num_layers)
+    every = max(_whole(config, "index_topk_freq", 1), 1)
+    offset = _whole(config, "index_skip_topk_offset", 2)
+    found = [FULL if max(layer - offset + 1, 0) % every == 0 else SHARED for layer in range(num_layers)]
+    return _checked("index_skip_topk_offset", found, num_layers)
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise LayersError(f"{key} is {value!r}: it has to be a whole number", key)
+    return value
+
+
+def _checked(key: str, given: Any, num_layers: int) -> tuple[str, ...]:
+    letters = {"F": FULL, "S": SHARED} if key == "index_topk_pattern" and isinstance(given, str) else {}
+    if not isinstance(given, str | list | tuple) or (isinstance(given, str) and not letters):
+        raise LayersError(f"{key} is {given!r}: it has to be a list with the kind of each layer", key)
+    kinds = tuple(str(letters.get(one, one)) for one in given)
+    if len(kinds) != num_layers:
+        raise LayersError(f"{key} has {len(kinds)} entries for {num_layers} layers: write the kind of each", key)
+    if others := sorted(set(kinds) - {FULL, SHARED}):
+        raise LayersError(f"{key} has {', '.join(others)}: the kinds of layers here are {FULL} and {SHARED}", key)
+    if kinds[0] != FULL:
+        raise LayersError(f"{key}: the first layer is {SHARED}, and there is no choice before it to take", key)
+    return kinds

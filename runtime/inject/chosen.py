@@ -1,0 +1,29 @@
+"""What an indexer has chosen, on its way into the attention over ranks.
+
+Shapes: B rows, S tokens of this rank, T tokens of all ranks, N chosen keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Unmasked:
+    """What an attention with an indexer is given for its mask: the ring knows the mask, and the choice comes beside."""
+
+    def __getitem__(self, _: Any) -> Unmasked:
+        return self
+
+
+def hiding(indices: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """[B, S, N] → what is added to the scores, 0 for chosen keys and −inf for others: [B, 1, queries, keys].
+
+    Where there are more queries than choices, those in front are of tokens whose results nobody reads.
+    """
+    added = torch.full((*indices.shape[:2], keys), -torch.inf, dtype=dtype, device=indices.device)
+    added.scatter_(2, indices.long(), 0.0)
+    return F.pad(added, (0, 0, queries - added.shape[1], 0)).unsqueeze(1)
