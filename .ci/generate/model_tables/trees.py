@@ -1,0 +1,170 @@
+"""Learns what decides a value, as a tree of questions with expressions as leaves, and writes it as one expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from questions import Questions
+from terms import Terms
+
+At = tuple[int, tuple[int, ...]]
+"""Which configuration, and which indices of its layers."""
+Tree: TypeAlias = "str | tuple[str, Tree, Tree]"
+"""An expression, or a question with what holds if its answer is yes and if it is no."""
+
+_DEPTH = 8
+_TRIES = 40
+
+
+class UnlearnableError(ValueError):
+    """Nothing that is asked explains a value."""
+
+
+class Learner:
+    """Learns from configurations."""
+
+    def __init__(self, configs: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
+        self.configs, self.keys = configs, keys
+        self.terms, self.questions = Terms(configs, keys), Questions(configs, keys)
+
+    def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
+        """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
+        texts, answers = self.questions.answers(samples, layered=layered)
+        wanted = np.array([sorted(set(labels)).index(label) for label in labels])
+
+        def grow(at: np.ndarray, depth: int) -> Tree:
+            here = wanted[at]
+            if (here == here[0]).all():
+                return labels[at[0]]
+            best, least = None, _entropy(here) - 1e-9
+            for number in range(len(texts)):
+                yes = answers[number, at]
+                if 0 < yes.sum() < len(at):
+                    found = _entropy(here[yes]) + _entropy(here[~yes])
+                    if found < least - 1e-9:
+                        best, least = number, found
+            if best is None or depth > _DEPTH:
+                best = self._balanced(answers, at) if depth <= _DEPTH else None
+            if best is None:
+                raise UnlearnableError(f"nothing asked tells {sorted({labels[one] for one in at})[:4]} apart")
+            yes = answers[best, at]
+            if {labels[one] for one in at[yes]} == {"False"} and {labels[one] for one in at[~yes]} == {"True"}:
+                opposite = np.flatnonzero((answers[:, at] == ~yes).all(1))
+                if len(opposite):
+                    return texts[opposite[0]], "True", "False"
+            return texts[best], grow(at[yes], depth + 1), grow(at[~yes], depth + 1)
+
+        return written(grow(np.arange(len(samples)), 0))
+
+    @staticmethod
+    def _balanced(answers: np.ndarray, at: np.ndarray) -> int | None:
+        """A question that splits evenly, where none tells anything on its own (an exclusive or)."""
+        share = answers[:, at].mean(1) if len(answers) else np.array([])
+        usable = np.flatnonzero((share > 0.2) & (share < 0.8))
+        return int(usable[np.argmin(np.abs(share[usable] - 0.5))]) if len(usable) else None
+
+    def size(self, samples: Sequence[At], sizes: Sequence[int], *, layered: bool) -> str:
+        """An expression for numbers."""
+        whole = self._fit(samples, sizes, range(len(samples)), sums=True)
+        if whole is not None:
+            return whole
+        texts, answers = self.questions.answers(samples, layered=layered)
+
+        def grow(at: np.ndarray, depth: int) -> Tree:
+            leaf = self._fit(samples, sizes, at, sums=len(at) > 5)
+            if leaf is not None:
+                return leaf
+            usable = [number for number in range(len(texts)) if 0 < answers[number, at].sum() < len(at)]
+            chance = [number for number in usable if texts[number] in self.questions.rare]
+            likely = [number for number in usable if texts[number] not in self.questions.rare]
+            stages = ((likely, False), (likely[:_TRIES], True), (chance, False), (chance[:_TRIES], True))
+            for numbers, sums in stages:
+                best, most = None, 0
+                for number in numbers:
+                    yes = answers[number, at]
+                    sides = [at[yes], at[~yes]]
+                    fits = [len(side) for side in sides if self._fit(samples, sizes, side, sums=sums) is not None]
+                    if len(fits) == 2:
+                        best = number
+                        break
+                    if fits and fits[0] > max(most, 2):
+                        best, most = number, fits[0]
+                if best is not None:
+                    break
+            if best is None or depth > _DEPTH:
+                examples = [(samples[one][1], sizes[one]) for one in at[:3]]
+                raise UnlearnableError(f"no expression gives {examples}")
+            yes = answers[best, at]
+            return texts[best], grow(at[yes], depth + 1), grow(at[~yes], depth + 1)
+
+        return written(grow(np.arange(len(samples)), 0))
+
+    def _fit(self, samples: Sequence[At], sizes: Sequence[int], at: Any, *, sums: bool) -> str | None:
+        held: dict[int, int] = {}
+        for one in at:
+            if held.setdefault(samples[one][0], sizes[one]) != sizes[one]:
+                return self._fit_entries(samples, sizes, at)
+        return self.terms.find(list(held), list(held.values()), sums=sums)
+
+    def _fit_entries(self, samples: Sequence[At], sizes: Sequence[int], at: Any) -> str | None:
+        """An entry of a list of sizes, one for each layer."""
+        for key in self.keys:
+            entries = [_entry(self.configs[samples[one][0]].get(key), samples[one][1]) for one in at]
+            if any(entry is None for entry in entries):
+                continue
+            for factor in (1, 2, 3):
+                if all(factor * entry == sizes[one] for entry, one in zip(entries, at, strict=True)):
+                    return (f"{factor} * " if factor > 1 else "") + f"{key}[layer]"
+            for other, values in self.terms.keys.items():
+                if all(e * values[samples[one][0]] == sizes[one] for e, one in zip(entries, at, strict=True)):
+                    return f"{key}[layer] * {other}"
+        return None
+
+
+def _entry(value: Any, indices: tuple[int, ...]) -> int | None:
+    if isinstance(value, list) and indices and indices[0] < len(value) and type(value[indices[0]]) is int:
+        return int(value[indices[0]])
+    return None
+
+
+def _entropy(labels: np.ndarray) -> float:
+    counts = np.bincount(labels).astype(float)
+    counts = counts[counts > 0]
+    return float(-(counts * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
+
+
+def written(tree: Tree) -> str:
+    """A tree as an expression."""
+    if isinstance(tree, str):
+        return tree
+    question, yes, no = tree[0], written(tree[1]), written(tree[2])
+    if yes == no:
+        return yes
+    rules: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (yes == "True" and no == "False", lambda: question),
+        (yes == "False" and no == "True", lambda: negated(question)),
+        (yes == "True", lambda: f"{_inner(question)} or {_inner(no)}"),
+        (no == "True", lambda: f"{_inner(negated(question))} or {_inner(yes)}"),
+        (no == "False", lambda: f"{_inner(question)} and {_inner(yes)}"),
+        (yes == "False", lambda: f"{_inner(negated(question))} and {_inner(no)}"),
+    )
+    for applies, text in rules:
+        if applies:
+            return text()
+    return f"{_inner(yes) if ' if ' in yes else yes} if {question} else {no}"
+
+
+def negated(question: str) -> str:
+    """The opposite question."""
+    if " is None" in question:
+        return question.replace(" is None", " is not None")
+    if " == '" in question and "[" not in question:
+        return question.replace(" == ", " != ")
+    # What cannot be compared is false, and so its negation is true: only equality of values may be turned around.
+    return f"not {question}" if question.isidentifier() else f"not ({question})"
+
+
+def _inner(text: str) -> str:
+    return f"({text})" if any(word in text for word in (" or ", " and ", " if ")) else text

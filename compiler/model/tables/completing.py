@@ -1,0 +1,63 @@
+"""A configuration as its class of transformers holds it: other names of keys, defaults, and values that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .expression import ExpressionError, evaluate
+from .reading import Table
+
+
+class TableError(ValueError):
+    """A configuration that the table of its type does not tell the parameters of: `key` is the one at fault."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+_WITH_PARAMETERS = ("xielu",)
+"""Activations that have parameters."""
+
+
+def complete(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value under its flat name (`text_config.hidden_size`).
+
+    Raises:
+        TableError: a key has a value for which the table was not derived, or one that follows cannot be computed.
+    """
+    if config.get("per_layer_config"):
+        raise TableError("per_layer_config: layers that differ one by one are not derived", "per_layer_config")
+    for key, value in config.items():
+        if value in _WITH_PARAMETERS and table.defaults.get(key) != value:
+            raise TableError(f"{key} is {value!r}: parameters of this activation are not derived for this type", key)
+    found = dict(table.defaults)
+    for key, value in flat(config, table.nested).items():
+        owner, dot, name = key.rpartition(".")
+        found[owner + dot + table.names.get(owner + dot + name, name)] = value
+    for key, default in table.fixed.items():
+        if found.get(key) != default:
+            raise TableError(f"{key} is {found[key]!r}: parameters are derived for {default!r} only", key)
+    for key, text in table.derived.items():
+        found[key] = _following(key, text, found)
+    return found
+
+
+def _following(key: str, text: str, scope: Mapping[str, Any]) -> Any:
+    try:
+        return evaluate(text, scope)
+    except ExpressionError as error:
+        raise TableError(f"{key} does not follow from this configuration: {error}", key) from None
+
+
+def flat(config: Mapping[str, Any], nested: frozenset[str], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration and of those inside it, under flat names; other mappings stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = prefix + key
+        if name in nested and isinstance(value, Mapping):
+            found.update(flat(value, nested, f"{name}."))
+        else:
+            found[name] = value
+    return found

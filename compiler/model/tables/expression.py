@@ -1,0 +1,206 @@
+"""Expressions over the keys of a configuration, as the derived tables hold them.
+
+They are a small part of Python: keys by name (`hidden_size`, `text_config.hidden_size`), numbers, text, `None`,
+arithmetic, comparisons, `and`, `or`, `not`, `x if condition else y`, entries (`layer_types[layer]`), lists, list
+comprehensions over `range`, and the functions `ceil`, `int` and `len`. Nothing else is taken, and nothing is executed.
+
+A key that a configuration does not have is None. A comparison that cannot be made (`None > 0`, an entry beyond the
+end of a list) is false: the code of the model would not have come there.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Scope = Mapping[str, Any]
+"""Values under flat names: those of a nested configuration stand under `text_config.hidden_size`."""
+
+Compiled = Callable[[Scope], Any]
+
+
+class ExpressionError(ValueError):
+    """Text that is no expression, or one that has no value for a configuration."""
+
+
+_CANNOT = (TypeError, IndexError, KeyError, ValueError, ZeroDivisionError)
+
+_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda left, right: left in right,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"ceil": math.ceil, "int": int, "len": len, "range": range}
+
+
+def evaluate(text: str, scope: Scope) -> Any:
+    """The value of an expression for a configuration.
+
+    Raises:
+        ExpressionError: the text is no expression, or it cannot be computed for this configuration.
+    """
+    try:
+        return compiled(text)(scope)
+    except _CANNOT as error:
+        raise ExpressionError(f"{text} cannot be computed: {error}") from None
+
+
+@functools.cache
+def compiled(text: str) -> Compiled:
+    """The function from a configuration to the value of an expression.
+
+    Raises:
+        ExpressionError: the text is no expression.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        raise ExpressionError(f"{text!r} is no expression") from None
+    return _compile(tree.body)
+
+
+@functools.cache
+def names(text: str) -> frozenset[str]:
+    """The keys that an expression reads, `layer` and its like among them."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Name | ast.Attribute):
+            found.add(ast.unparse(node))
+        else:
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+
+    visit(ast.parse(text, mode="eval"))
+    return frozenset(found - _FUNCTIONS.keys())
+
+
+def _compile(node: ast.expr) -> Compiled:
+    make = _MAKERS.get(type(node))
+    if make is None:
+        raise ExpressionError(f"{ast.unparse(node)}: {type(node).__name__} is not part of the language")
+    return make(node)
+
+
+def _constant(node: ast.Constant) -> Compiled:
+    value = node.value
+    return lambda _: value
+
+
+def _key(node: ast.Name | ast.Attribute) -> Compiled:
+    name = ast.unparse(node)
+    return lambda scope: scope.get(name)
+
+
+def _binary(node: ast.BinOp) -> Compiled:
+    left, right, apply = _compile(node.left), _compile(node.right), _OPERATORS.get(type(node.op))
+    if apply is None:
+        raise ExpressionError(f"{ast.unparse(node)}: this operator is not part of the language")
+    return lambda scope: apply(left(scope), right(scope))
+
+
+def _unary(node: ast.UnaryOp) -> Compiled:
+    operand = _compile(node.operand)
+    if isinstance(node.op, ast.Not):
+        return lambda scope: not operand(scope)
+    if isinstance(node.op, ast.USub):
+        return lambda scope: -operand(scope)
+    raise ExpressionError(f"{ast.unparse(node)}: this operator is not part of the language")
+
+
+def _boolean(node: ast.BoolOp) -> Compiled:
+    parts = [_compile(value) for value in node.values]
+    if isinstance(node.op, ast.And):
+        return lambda scope: all(part(scope) for part in parts)
+    return lambda scope: any(part(scope) for part in parts)
+
+
+def _comparison(node: ast.Compare) -> Compiled:
+    if len(node.ops) != 1 or type(node.ops[0]) not in _COMPARISONS:
+        raise ExpressionError(f"{ast.unparse(node)}: this comparison is not part of the language")
+    left, right, compare = _compile(node.left), _compile(node.comparators[0]), _COMPARISONS[type(node.ops[0])]
+
+    def value(scope: Scope) -> bool:
+        try:
+            return bool(compare(left(scope), right(scope)))
+        except _CANNOT:
+            return False
+
+    return value
+
+
+def _choice(node: ast.IfExp) -> Compiled:
+    test, yes, no = _compile(node.test), _compile(node.body), _compile(node.orelse)
+    return lambda scope: yes(scope) if test(scope) else no(scope)
+
+
+def _entry(node: ast.Subscript) -> Compiled:
+    owner, index = _compile(node.value), _compile(node.slice)
+
+    def value(scope: Scope) -> Any:
+        at = index(scope)
+        if isinstance(at, int) and at < 0:
+            raise IndexError(at)
+        return owner(scope)[at]
+
+    return value
+
+
+def _list(node: ast.List) -> Compiled:
+    parts = [_compile(value) for value in node.elts]
+    return lambda scope: [part(scope) for part in parts]
+
+
+def _comprehension(node: ast.ListComp) -> Compiled:
+    (loop,) = node.generators
+    if not isinstance(loop.target, ast.Name):
+        raise ExpressionError(f"{ast.unparse(node)}: a list comprehension has one name")
+    name, source, element = loop.target.id, _compile(loop.iter), _compile(node.elt)
+    tests = [_compile(test) for test in loop.ifs]
+
+    def value(scope: Scope) -> list[Any]:
+        inner = ({**scope, name: item} for item in source(scope))
+        return [element(one) for one in inner if all(test(one) for test in tests)]
+
+    return value
+
+
+def _call(node: ast.Call) -> Compiled:
+    if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords:
+        raise ExpressionError(f"{ast.unparse(node)}: this function is not part of the language")
+    function, arguments = _FUNCTIONS[node.func.id], [_compile(argument) for argument in node.args]
+    return lambda scope: function(*(argument(scope) for argument in arguments))
+
+
+_MAKERS: Mapping[type[ast.AST], Callable[[Any], Compiled]] = {
+    ast.Constant: _constant,
+    ast.Name: _key,
+    ast.Attribute: _key,
+    ast.BinOp: _binary,
+    ast.UnaryOp: _unary,
+    ast.BoolOp: _boolean,
+    ast.Compare: _comparison,
+    ast.IfExp: _choice,
+    ast.Subscript: _entry,
+    ast.List: _list,
+    ast.ListComp: _comprehension,
+    ast.Call: _call,
+}

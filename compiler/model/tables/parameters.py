@@ -1,0 +1,74 @@
+"""Names, order and shapes of a model's parameters, from the derived table of its type and its configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .completing import TableError, complete
+from .expression import ExpressionError, evaluate
+from .reading import Row, Table
+
+INDICES = ("layer", "item", "part")
+"""The names of the numbers in a parameter's name, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """One parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: Row
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+def parameters(table: Table, config: Mapping[str, Any]) -> list[Derived]:
+    """Every parameter in the order in which transformers registers it.
+
+    Raises:
+        TableError: the table does not tell the parameters of this configuration.
+    """
+    scope = complete(table, config)
+    found: list[tuple[list[tuple[int, int]], Derived]] = []
+    first: dict[tuple[str, ...], int] = {}
+    try:
+        for number, row in enumerate(table.rows):
+            parts = row.name.split(".")
+            for end in range(1, len(parts) + 1):
+                first.setdefault(tuple(parts[:end]), number)
+            for numbers in _numbers(table, parts, scope, 0):
+                here = {**scope, **numbers}
+                if not evaluate(row.when, here):
+                    continue
+                place = [(first[tuple(parts[: end + 1])], numbers.get(part[1:-1], 0)) for end, part in enumerate(parts)]
+                shape = tuple(_size(text, here) for text in row.shape)
+                found.append((place, Derived(row.name.format(**numbers), shape, row)))
+    except ExpressionError as error:
+        raise TableError(str(error)) from None
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _size(text: str, scope: Mapping[str, Any]) -> int:
+    value = evaluate(text, scope)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ExpressionError(f"{text} is {value!r}: it has to be a whole number of 0 or more")
+    return value
+
+
+def _numbers(table: Table, parts: list[str], scope: Mapping[str, Any], start: int) -> Iterator[dict[str, int]]:
+    """The numbers of every instance of a row: of its layer, and of what is repeated within."""
+    for end in range(start, len(parts)):
+        if parts[end].startswith("{"):
+            name = parts[end][1:-1]
+            for number in range(_size(table.stacks[".".join(parts[: end + 1])], scope)):
+                for inner in _numbers(table, parts, {**scope, name: number}, end + 1):
+                    yield {name: number, **inner}
+            return
+    yield {}

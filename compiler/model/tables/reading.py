@@ -1,0 +1,90 @@
+"""The derived tables, as `.ci/generate/model_tables` writes them: one file for a version of transformers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = "5.23.0"
+"""The version of transformers that the tables come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter, or one of each entry of a stack (`{layer}` in its name)."""
+
+    name: str
+    shape: tuple[str, ...]
+    """An expression for each dim."""
+    when: str = "True"
+    """The condition under which it exists."""
+    tp: str | None = None
+    """How transformers' own plan cuts it, in transformers' words; None where its plan does not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The parameters of a model type, and how its configuration is completed."""
+
+    model_type: str
+    model_class: str
+    nested: frozenset[str]
+    """Keys that hold configurations."""
+    names: Mapping[str, str]
+    """Other names of keys."""
+    defaults: Mapping[str, Any]
+    """Values of keys that a configuration leaves out."""
+    fixed: Mapping[str, Any]
+    """Keys for which parameters are known for one value only."""
+    derived: Mapping[str, str]
+    """Values that the class computes from others, in the order in which they follow."""
+    stacks: Mapping[str, str]
+    """How often each repeated module (`model.layers.{layer}`) is there."""
+    rows: tuple[Row, ...]
+
+
+def table_of(model_type: str) -> Table | None:
+    """The table of a model type; None where it has none."""
+    return _tables().get(model_type)
+
+
+def covered() -> tuple[str, ...]:
+    """The model types that have a table, in alphabetical order."""
+    return tuple(_tables())
+
+
+def left_out() -> Mapping[str, str]:
+    """Model types whose parameters cannot be expressed, and why."""
+    found: Mapping[str, str] = _stored()["left_out"]
+    return found
+
+
+def table_from(model_type: str, stored: Mapping[str, Any]) -> Table:
+    """The table from its entry in the file."""
+    return Table(
+        model_type,
+        stored["class"],
+        frozenset(stored.get("nested", ())),
+        stored.get("names", {}),
+        stored["defaults"],
+        stored.get("fixed", {}),
+        stored.get("derived", {}),
+        stored["stacks"],
+        tuple(Row(row["name"], tuple(row["shape"]), row.get("when", "True"), row.get("tp")) for row in stored["rows"]),
+    )
+
+
+@functools.cache
+def _stored() -> Mapping[str, Any]:
+    file = importlib.resources.files("parcompile.model.tables") / f"transformers-{VERSION}.json"
+    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+@functools.cache
+def _tables() -> Mapping[str, Table]:
+    return {name: table_from(name, entry) for name, entry in sorted(_stored()["types"].items())}

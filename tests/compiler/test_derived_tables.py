@@ -1,0 +1,97 @@
+"""The derived tables of parameters, read without torch."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from parcompile.model.presets import Preset, presets
+from parcompile.model.tables import TableError, complete, covered, left_out, parameters, table_of
+from parcompile.model.tables.cutting import cut_dim
+from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize("preset", presets().values(), ids=lambda preset: preset.name)
+def test_the_table_of_a_published_model_has_its_number_of_parameters(preset: Preset) -> None:
+    table = table_of(preset.config["model_type"])
+    if table is None:
+        pytest.skip(f"{preset.config['model_type']} has no table")
+    assert sum(one.numel for one in parameters(table, preset.config)) == preset.parameters
+
+
+def test_every_type_is_in_the_file_once_and_what_is_left_out_has_its_reason() -> None:
+    assert not set(covered()) & set(left_out())
+    assert all(reason for reason in left_out().values())
+    assert len(covered()) >= 90
+
+
+def test_the_file_is_small_and_holds_a_row_on_each_line() -> None:
+    (file,) = (one for one in resources.files("parcompile.model.tables").iterdir() if one.name.endswith(".json"))
+    text = file.read_text(encoding="utf-8")
+    assert len(text) < 1_000_000
+    rows = sum(len(entry["rows"]) for entry in json.loads(text)["types"].values())
+    assert sum(line.startswith('    {"name":') for line in text.splitlines()) == rows
+
+
+def test_every_expression_is_in_the_language_and_every_cut_in_transformers_plans() -> None:
+    for name in covered():
+        table = table_of(name)
+        assert table is not None
+        texts = [*table.derived.values(), *table.stacks.values(), *(row.when for row in table.rows)]
+        for text in [*texts, *(size for row in table.rows for size in row.shape)]:
+            compiled(text)
+        for row in table.rows:
+            if row.tp is not None:
+                dim = cut_dim(row.tp, row.name, len(row.shape))
+                assert dim is None or dim < len(row.shape)
+
+
+def test_a_configuration_is_completed_as_its_class_does() -> None:
+    table = table_of("qwen3_moe")
+    assert table is not None
+    found = complete(table, {"num_experts": 7, "num_hidden_layers": 3})
+    assert (found["num_local_experts"], found["vocab_size"], found["mlp_only_layers"]) == (7, 151936, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "heads"), [({}, 4), ({"num_key_value_heads": None}, 4), ({"num_key_value_heads": 2}, 2)]
+)
+def test_key_value_heads_that_are_left_out_are_as_many_as_queries(given: dict[str, Any], heads: int) -> None:
+    table = table_of("llama")
+    assert table is not None
+    shapes = {one.name: one.shape for one in parameters(table, {**LLAMA, **given})}
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (heads * 8, 32)
+
+
+def test_a_table_refuses_what_it_was_not_derived_for() -> None:
+    table = table_of("llama")
+    assert table is not None
+    with pytest.raises(TableError, match="per_layer_config"):
+        parameters(table, {**LLAMA, "per_layer_config": {"0": {"intermediate_size": 3}}})
+    with pytest.raises(TableError, match="does not follow"):
+        parameters(table, {**LLAMA, "num_attention_heads": 0})
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "a if b", "open('x')", "(lambda: 1)()", "a @ b", "a < b < c", "[x for y.z in a]"]
+)
+def test_what_is_no_expression_is_refused(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        evaluate(text, {})
+
+
+def test_a_comparison_that_cannot_be_made_is_false() -> None:
+    assert evaluate("layers[layer] == 'dense'", {"layers": ["dense"], "layer": 3}) is False
+    assert evaluate("window > 0", {}) is False
+    assert evaluate("not window > 0", {"window": None}) is True
