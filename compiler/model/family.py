@@ -104,7 +104,8 @@ class Latent:
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    v_head_dim: int | None = 128
+    """None: hidden_size / num_attention_heads."""
 
 
 @dataclass(frozen=True, slots=True)

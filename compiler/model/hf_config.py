@@ -64,7 +64,7 @@ def shape_from_config(config: Config) -> ModelShape:
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
-    mla = _mla(read, family.latent) if family.latent else None
+    mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
     norms = family.norms_of(config)
     shape = ModelShape(
@@ -167,11 +167,11 @@ class _Reader:
         self._names = names
 
     def size(self, name: str, default: int | None = None) -> int:
-        """The value of a key; else the family's default, else `default`."""
+        """The value of a key; where it is left out the family's default, and where it is null, too, `default`."""
         key = self._names.get(name, name) or ""
         value = self._config.get(key, self._config.get(name) if key else None)
         if value is None:
-            found = self._family.defaults.get(name, default)
+            found = default if self.is_null(key or name) else self._family.defaults.get(name, default)
             if found is None:
                 raise ModelConfigError(f"{key or name} is missing", key or name)
             return int(found)
@@ -188,8 +188,8 @@ class _Reader:
         return self.size(alias)
 
     def has(self, name: str) -> bool:
-        """Whether there is a value or the family has a default."""
-        return self._config.get(name) is not None or name in self._family.defaults
+        """Whether there is a value, or the family has a default for a key that is left out."""
+        return self._config[name] is not None if name in self._config else name in self._family.defaults
 
     def is_null(self, name: str) -> bool:
         """Whether the key is there without a value."""
@@ -305,7 +305,8 @@ def _first_moe_layer(read: _Reader, experts: Experts) -> int:
     return len(dense)
 
 
-def _mla(read: _Reader, latent: Latent) -> MlaShape:
-    sizes = {name: read.size(name, default) for name, default in asdict(latent).items() if name != "q_lora_rank"}
+def _mla(read: _Reader, latent: Latent, width: int) -> MlaShape:
+    defaults = {**asdict(latent), "v_head_dim": latent.v_head_dim or width}
+    sizes = {name: read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
     rank = None if read.is_null("q_lora_rank") else read.size("q_lora_rank", latent.q_lora_rank)
     return MlaShape(q_lora_rank=rank, **sizes)

@@ -328,7 +328,7 @@ class _Study:
             for key, value in self.kind.defaults.items()
             if key in self.draws.keys
             and key not in varied | self.kind.names.keys()
-            and not isinstance(value, str | float)
+            and not _changes_no_shape(value)
             and len({json.dumps(sample.raw.get(key)) for sample in self.samples}) < 2
         }
         found: dict[str, Any] = {"defaults": defaults}
@@ -451,6 +451,11 @@ def _ordered(derived: dict[str, str]) -> list[str]:
         order.append(ready[0] if ready else rest[0])
         rest.remove(order[-1])
     return order
+
+
+def _changes_no_shape(value: Any) -> bool:
+    """Text that no code compares, and fractions: other values of them are taken as they come."""
+    return isinstance(value, str | float) or (isinstance(value, list) and any(isinstance(one, float) for one in value))
 
 
 def _plain(text: str) -> str:

@@ -15,6 +15,13 @@ def _modernbert_window(config: Mapping[str, Any]) -> int:
     return window // 2 if isinstance(window, int) else 0
 
 
+def _other_head_dim(config: Mapping[str, Any]) -> bool:
+    width = config.get("head_dim")
+    return bool(
+        config.get("qk_layernorm") and width and width != config["hidden_size"] // config["num_attention_heads"]
+    )
+
+
 BIASED: Mapping[str, Family] = {
     "jais2": Family(
         up=UP_ONLY,
@@ -59,6 +66,9 @@ BIASED: Mapping[str, Family] = {
         output_bias=True,
         mlp_bias=True,
         head_bias=True,
+        refusals=(
+            Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
+        ),
     ),
     "starcoder2": Family(
         up=("c_fc",),

@@ -112,7 +112,7 @@ DENSE: Mapping[str, Family] = {
         activation=("act_fn.alpha_p", "act_fn.alpha_n"),
         norms=("attention_layernorm", "feedforward_layernorm"),
     ),
-    "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING, defaults=defaults_of(6)),
+    "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING),
     "hyperclovax": Family(
         mlp_bias="mlp_bias",
         more_norms=("use_post_norm", True, ("post_norm1", "post_norm2")),
@@ -120,7 +120,6 @@ DENSE: Mapping[str, Family] = {
     ),
     "granite_swa": Family(
         sinks="sinks",
-        own_head_dim=False,
         mlp_bias="mlp_bias",
         defaults=defaults_of(4, sliding_window=128, **TIED),
     ),

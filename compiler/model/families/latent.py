@@ -16,7 +16,7 @@ LATENT: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(latent=Latent(), experts=routed(256, 8, 2048, dense_layers=3)),
     "youtu": Family(latent=Latent(), defaults=defaults_of(16, **TIED)),
-    "minicpm3": Family(latent=Latent(768, 256, 64, 32, 64), mlp_bias="mlp_bias", defaults=defaults_of(**TIED)),
+    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None), mlp_bias="mlp_bias", defaults=defaults_of(**TIED)),
     "glm4_moe_lite": Family(
         latent=Latent(768, 512, 192, 64, 256),
         experts=routed(64, 4, 1536, by_layer="mlp_layer_types", dense_by_default=1),
@@ -29,6 +29,11 @@ LATENT: Mapping[str, Family] = {
                 "moe_layer_freq",
                 lambda config: config.get("mlp_layer_types") is None and config.get("moe_layer_freq", 1) != 1,
                 "it has to be 1: every layer from the first with experts on has them",
+            ),
+            Refusal(
+                "q_lora_rank",
+                lambda config: config.get("q_lora_rank", 1) is None,
+                "transformers compresses the queries of this model type always: it has to be a number",
             ),
         ),
     ),

@@ -66,7 +66,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         output_bias="use_bias",
         mlp_bias="use_bias",
         head_bias="use_bias",
-        own_head_dim=False,
         experts=Experts(
             shared="shared_experts",
             shared_is_optional=True,
@@ -134,7 +133,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             dense_layers=("first_k_dense_replace", 0),
             dense_width=("prefix_dense_intermediate_size", None),
         ),
-        defaults=defaults_of(64, 128, sliding_window=4096, **TIED),
+        defaults=defaults_of(head_dim=128, sliding_window=4096, **TIED),
     ),
     "granitemoeshared": Family(
         order=("attention", "norms", "mlp"),
@@ -142,7 +141,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "granitemoe_swa": Family(
         sinks="sinks",
-        own_head_dim=False,
         order=("attention", "norms", "mlp"),
         experts=_GRANITE,
         defaults=defaults_of(sliding_window=128),
@@ -164,7 +162,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_count=("num_shared_experts", 2),
             dense_layers=("num_dense_layers", 1),
         ),
-        defaults=defaults_of(16, 128, sliding_window=1024),
+        defaults=defaults_of(head_dim=128, sliding_window=1024),
     ),
     "laguna": Family(
         qk_norm=QkNorm.HEAD,
