@@ -30,7 +30,8 @@ def stage_exchanges(work: Workload, stage: int) -> Collectives:
     sends = sum(work.schedule.sends(stage))
     size = hidden_bytes(work)
     balance = BALANCE_BYTES * work.shape.moe.num_experts if work.balances_experts and work.shape.moe else 0
-    found[Axis.PP, "send"] = Sent(sends * (2 if balance else 1), float(sends * (size + balance)))
+    messages = 1 + bool(balance) + (work.shape.layer_inputs is not None)
+    found[Axis.PP, "send"] = Sent(sends * messages, float(sends * (size + balance)))
     if work.shape.tie_word_embeddings and stage in (0, work.pp - 1):
         found[EMBEDDING, "all-reduce"] = Sent(1, float(_embedding_gradient_bytes(work)))
     return found
@@ -53,8 +54,10 @@ def buffer_bytes(work: Workload, stage: int) -> float:
 
 
 def hidden_bytes(work: Workload) -> float:
-    """Hidden states of a micro-batch as one rank hands them on."""
-    whole = work.split_tokens * work.shape.hidden_size * work.element_bytes
+    """Hidden states of a micro-batch as one rank hands them on, with the layers' parts of a second embedding."""
+    inputs = work.shape.layer_inputs
+    further = 0 if inputs is None else work.shape.num_hidden_layers * inputs.width
+    whole = work.split_tokens * (work.shape.hidden_size + further) * work.element_bytes
     return whole / (work.tp if work.sequence_parallel or FRAMEWORKS[work.framework].scatters_exchange else 1)
 
 

@@ -20,6 +20,7 @@ from .family import Family
 TEXT_PARTS = frozenset(
     {
         *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
+        *("gemma4", "gemma4_unified"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         "llama4",
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
@@ -155,7 +156,6 @@ REASONS: Mapping[str, Reason] = {
 
 _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
-    "gemma4_text": "gemma3_text",
     "gemma3n_text": "gemma3_text",
     "deepseek_v4": "deepseek_v3",
     "axk2": "axk1",
@@ -165,7 +165,6 @@ _NEAREST = {
     "jamba": "mixtral",
     "dots3_note_text": "dots1",
     "hy_v4": "hy_v3",
-    "gemma4_unified_text": "gemma3_text",
     "zamba2": "llama",
     "recurrent_gemma": "gemma2",
     "mistral4": "deepseek_v3",

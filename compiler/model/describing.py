@@ -30,6 +30,10 @@ def kinds_of(one: ModelType) -> list[str]:
     if family.recurrent:
         where = "beside attention" if family.recurrent.beside_attention else "in the place of most attention"
         found.append(f"{family.recurrent.kind.value}s {where}")
+    if family.layer_shapes:
+        found.append("layers of different shapes")
+    if family.layer_inputs:
+        found.append("an input of each layer")
     if family.latent:
         found.append("latent attention")
     if family.indexer:

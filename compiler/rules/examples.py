@@ -44,6 +44,20 @@ HYBRID: Mapping[str, Any] = {
 }
 """A model three quarters of whose layers carry a state in the place of attention."""
 
+SHARED_KEYS: Mapping[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "num_kv_shared_layers": 6,
+}
+"""A model whose last layers use the keys and values of earlier ones; every sixth layer is a full one."""
+
 
 def example_spec(part: Mapping[str, Any]) -> dict[str, Any]:
     """`BASE` with the keys of `part` in its place.

@@ -71,6 +71,11 @@ _KEYS = {
     "qwen3_5_moe_text": (
         f"{_ROTARY} num_experts num_experts_per_tok moe_intermediate_size {_STATES} shared_expert_intermediate_size"
     ),
+    "gemma4_text": (
+        "num_key_value_heads head_dim rms_norm_eps attention_dropout attention_bias sliding_window global_head_dim "
+        "num_global_key_value_heads attention_k_eq_v num_kv_shared_layers use_double_wide_mlp "
+        "hidden_size_per_layer_input vocab_size_per_layer_input"
+    ),
     "gpt_neox": (
         "rotary_emb_base rotary_pct rope_scaling layer_norm_eps hidden_act attention_bias use_parallel_residual "
         "attention_dropout hidden_dropout"

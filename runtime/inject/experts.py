@@ -10,8 +10,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from parcompile.runtime.collectives import (
+    copy_to_group,
+    gather_from_sequence,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+)
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
@@ -26,6 +34,52 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
 
     What is added to the ranks' parts of the sum (a bias behind a cut weight) is added by the first rank.
     """
+    _cut(name, block, slices, region)
+    # Jitter is multiplied into the hidden states in place.
+    region.enter_block(block, writes=draws(block))
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        parts = output[0] if isinstance(output, tuple) else output
+        if parts.dim() == 2 and region.sequence_parallel:
+            parts = parts.unflatten(0, (current().rows or 1, -1))  # a block that flattened its tokens
+        whole = region.leave(parts)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    last = _norm_of_sum(name, block, slices)
+    if last is None:
+        block.register_forward_hook(leave)
+    else:
+        # It needs the sum, not this rank's part; what it gives leaves the block as it is.
+        last.register_forward_pre_hook(lambda _, args: (region.leave(args[0]), *args[1:]))
+
+
+def cut_experts_alone(name: str, experts: nn.Module, slices: Slices, region: Region) -> None:
+    """Cuts the experts of a layer that itself has the router, which sees the rank's own tokens.
+
+    Tokens [N, H], their experts [N, k] and weights [N, k] enter the region, in the order of the ranks; what leaves it
+    is whole. Experts see each token by itself: their order does not matter.
+    """
+    _cut(name, experts, slices, region)
+    group = region.group
+
+    def enter(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, chosen, weights = args
+        if not region.sequence_parallel:
+            return copy_to_group(hidden, group), chosen, copy_to_group(weights, group)
+        everyones = chosen.new_empty(group_size(group) * len(chosen), chosen.shape[1])
+        dist.all_gather_into_tensor(everyones, chosen.contiguous(), group=group)
+        return gather_from_sequence(hidden, 0, group), everyones, gather_from_sequence(weights, 0, group)
+
+    def leave(_: nn.Module, __: Any, parts: Tensor) -> Tensor:
+        if region.sequence_parallel:
+            return reduce_scatter_to_sequence(parts, 0, group)
+        return reduce_from_group(parts, group)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)
+
+
+def _cut(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
     for child_name, module in block.named_modules():
         for kind, parameter in list(module.named_parameters(recurse=False)):
             whole = ".".join(part for part in (name, child_name, kind) if part)
@@ -43,22 +97,6 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = local.shape
         _see_to_alignment(module)
-    # Jitter is multiplied into the hidden states in place.
-    region.enter_block(block, writes=draws(block))
-
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        parts = output[0] if isinstance(output, tuple) else output
-        if parts.dim() == 2 and region.sequence_parallel:
-            parts = parts.unflatten(0, (current().rows or 1, -1))  # a block that flattened its tokens
-        whole = region.leave(parts)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
-
-    last = _norm_of_sum(name, block, slices)
-    if last is None:
-        block.register_forward_hook(leave)
-    else:
-        # It needs the sum, not this rank's part; what it gives leaves the block as it is.
-        last.register_forward_pre_hook(lambda _, args: (region.leave(args[0]), *args[1:]))
 
 
 def _norm_of_sum(name: str, block: nn.Module, slices: Slices) -> nn.Module | None:

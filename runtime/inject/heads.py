@@ -16,7 +16,8 @@ WIDTHS = ("embed_dim", "split_size", "kv_dim")
 def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
     """Corrects the counts that `attention` was built with; `heads` and `kv_heads` are those of this rank.
 
-    It also gets a copy of its configuration with these counts, since some modules read them there.
+    It also gets a copy of its configuration with these counts, since some modules read them there; those whose layers
+    have counts of their own read none.
     """
     module: Any = attention
     before = {name: vars(module).get(name) for name in (*QUERY_COUNTS, *KEY_COUNTS)}
@@ -29,7 +30,7 @@ def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
         if isinstance(vars(module).get(name), int):
             setattr(module, name, heads // kv_heads)
     config = vars(module).get("config")
-    if hasattr(config, "num_attention_heads"):
+    if hasattr(config, "num_attention_heads") and not getattr(config, "is_heterogeneous", False):
         width = getattr(module, "head_dim", None)
         local = copy.copy(config)
         local.num_attention_heads = heads

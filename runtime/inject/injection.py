@@ -29,11 +29,12 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import RingPlace, use_ring_attention
-from .experts import cut_experts
+from .experts import cut_experts, cut_experts_alone
 from .generation import let_generate
 from .heads import localise_heads
 from .indexers import use_indexers
 from .interface import put_on_interface
+from .layer_inputs import cut_layer_inputs
 from .masks import check_masks
 from .norms import SpreadRMSNorm
 from .positions import share_positions
@@ -105,6 +106,7 @@ class _Injection:
                 share_positions(self.model, self.family.base, table, region)
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
+        cut_layer_inputs(self.model, self.mesh, region)
         if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             register_gradient_sums(self.model, self.mesh)
         adapters.put_back(self.slices, region, self.mesh)
@@ -122,6 +124,10 @@ class _Injection:
     def _experts(self, region: Region) -> None:
         names = [name for name, _ in self.model.named_parameters() if self.slices.of(name).parameter.expert_dim == 0]
         for name in dict.fromkeys(name.rpartition(".experts.")[0] for name in names):
+            if self.family.experts is not None and self.family.experts.beside_mlp:
+                experts = f"{name}.experts"
+                cut_experts_alone(experts, self.model.get_submodule(experts), self.slices, region)
+                continue
             block = self.model.get_submodule(name)
             cut_experts(name, block, self.slices, region)
 
@@ -158,9 +164,11 @@ class _Injection:
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
             if parent_name.endswith(f".{self.family.attention}") and parent_name not in whole:
-                pairs = 2 if shape.paired_heads else 1
-                kv_heads = pairs * max(1, shape.num_key_value_heads // pairs // tp)
-                localise_heads(parent, shape.num_attention_heads // tp, kv_heads)
+                own, pairs = shape, 2 if shape.paired_heads else 1
+                if shape.kinds:
+                    own = shape.of_layer(int(parent_name.removeprefix(f"{path}.").partition(".")[0]))
+                kv_heads = pairs * max(1, own.num_key_value_heads // pairs // tp)
+                localise_heads(parent, own.num_attention_heads // tp, kv_heads)
         if shape.recurrent is not None:
             for module in recurrent_modules(self.model, self.mesh):
                 localise_groups(module, shape.recurrent, tp, self.mesh.index("tp"))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from parcompile.runtime.errors import RunError
 
 from .chunks import chunk_of
+from .layer_inputs import without_tables
 
 _NAME = "parcompile_masks"
 _KEYS = ("use_bidirectional_attention", "sliding_window", "attention_chunk_size", "layer_types")
@@ -31,6 +32,10 @@ class _Mask:
     """From batch, head, query and key, as positions, to whether the query sees the key."""
     size: int | None
     """The window or chunk that transformers names beside it."""
+
+    def __getitem__(self, _: Any) -> _Mask:
+        """Base models cut their masks to the tokens whose logits are wanted: all of them."""
+        return self
 
 
 class _Returned(Tensor):
@@ -154,6 +159,8 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
         return hidden.as_subclass(_Returned)
 
     stood_in = [child for child in base.children() if child is not layers and any(True for _ in child.parameters())]
+    methods = without_tables(base, 1, 2)
+    vars(base).update(methods)
     for child in stood_in:
         child.forward = _pass_hidden
     for layer in layers:
@@ -164,6 +171,8 @@ def _calls(model: nn.Module, path: str, **further: Tensor) -> list[tuple[tuple[A
     finally:
         for module in (*stood_in, *layers):
             vars(module).pop("forward", None)
+        for name in methods:
+            vars(base).pop(name)
     return calls
 
 

@@ -79,7 +79,10 @@ class SelfCheck:
         self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)
         # Parts of a sum over the tensor-parallel ranks, inside blocks of experts, equal nothing of the original.
         self._hidden = tuple(
-            f"{name.rpartition('.')[0]}." for name, style in entries(model).items() if style == EXPERTS
+            f"{name.rpartition('.')[0]}."
+            for name, style in entries(model).items()
+            # Experts of the layer itself, without a block, give the whole sum.
+            if style == EXPERTS and not name.rpartition(".")[0].rpartition(".")[2].isdigit()
         )
         self._expected = self._run(model, self._ids, self._positions, {"labels": self._labels})
 

@@ -35,7 +35,7 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
         new_embedding = VocabParallelEmbedding.from_embedding(
             embedding, padded_num_embeddings=padded, pad_sequence=True, **options
         )
-        _keep_scale(embedding, new_embedding)
+        keep_scale(embedding, new_embedding)
         causal.set_input_embeddings(new_embedding)
         if getattr(head, "weight", None) is embedding.weight:
             tied = new_embedding.weight
@@ -48,8 +48,12 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
             region.enter_layer(new_head)
 
 
-def _keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
-    """Some embeddings, Gemma 3's or BioGPT's, multiply what they look up."""
+def keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
+    """Some embeddings, Gemma 3's or BioGPT's, multiply what they look up: lets `new` do so too.
+
+    Raises:
+        RunError: the embedding does more than look up and scale.
+    """
     if type(old) is nn.Embedding:
         return
     factor = getattr(old, "embed_scale", None)

@@ -16,6 +16,7 @@ from parcompile.layout.stages import PipelineSplit
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.indexer import FULL, SHARED
+from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
@@ -52,10 +53,12 @@ def shrunk(plan: Plan) -> Plan:
     unit = 2 * spec.parallelism.cp * spec.parallelism.tp
     length = min(-(-LENGTH // unit) * unit, spec.training.sequence_length)
     layers = _layers(plan, config)
+    heads = _heads(plan, config)
     changes = {
-        **_heads(plan, config),
+        **heads,
         **_widths(plan, config),
         **_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
+        **_kinds_of_layers(plan, config, layers, heads),
         **_lengths(config, spec.training.sequence_length, length),
         **_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
     }
@@ -127,6 +130,32 @@ def _state_space(plan: Plan, hidden: int) -> dict[str, Any]:
     return {**found, keys.heads[0]: heads, keys.head_dim[0]: features // heads}
 
 
+def _kinds_of_layers(plan: Plan, config: Any, layers: list[int], heads: Mapping[str, Any]) -> dict[str, Any]:
+    """What the layers have otherwise than others: widths of heads as they are, as many kv heads to a query head."""
+    shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    found: dict[str, Any] = {}
+    if getattr(config, "num_kv_shared_layers", None):
+        first = shape.num_hidden_layers - config.num_kv_shared_layers
+        found["num_kv_shared_layers"] = sum(layer >= first for layer in layers)
+    overrides = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_overrides", None)
+    if overrides is None:
+        return found
+    found["per_layer_config"] = {}
+    for place, layer in enumerate(layers):
+        own = dict(overrides.get(layer, {}))
+        if "num_key_value_heads" in own:
+            # As many ranks as before share a kv head.
+            own["num_key_value_heads"] = _few(own["num_key_value_heads"], tp, heads["num_attention_heads"])
+        if own:
+            found["per_layer_config"][str(place)] = own
+    return found
+
+
+def _few(kv_heads: int, tp: int, heads: int) -> int:
+    """A count of kv heads that is held by as many ranks each, and divides the query heads of the small model."""
+    return kv_heads if kv_heads <= tp and heads % kv_heads == 0 else tp
+
+
 def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     """A narrow MLP, and a few narrow experts of every group."""
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
@@ -157,9 +186,14 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     attending = set(shape.attention_layers)
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and layer < shape.moe.first_moe_layer
-        attends = layer in attending
-        kinds.setdefault((dense, attends, *(value[layer] for value in lists)), layer)
+        keys = shape.of_layer(layer).keys_and_values if shape.kinds else None
+        kind = (dense, layer in attending, keys, *(value[layer] for value in lists))
+        kinds.setdefault(kind, layer)
+        if shape.kinds and layer == shape.num_hidden_layers - 1:
+            kinds[kind] = layer  # some models have a kind for the last layer, whatever their list says
     stages = split.pp * split.virtual
+    if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
+        return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use
     # A layer that takes the choice of another's indexer stands behind it, in the same stage.
     least = 2 * stages if any(SHARED in value for value in lists) else 2
     wanted = -(-max(len(kinds), least) // stages) * stages
@@ -223,7 +257,10 @@ def _tokens(config: Any, vocabulary: int) -> dict[str, Any]:
         return [min(one, vocabulary - 1) for one in token] if isinstance(token, list) else min(token, vocabulary - 1)
 
     special = {key: getattr(config, key, None) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    return {"vocab_size": vocabulary} | {key: inside(token) for key, token in special.items() if token is not None}
+    found = {"vocab_size": vocabulary}
+    if getattr(config, "vocab_size_per_layer_input", None):
+        found["vocab_size_per_layer_input"] = vocabulary
+    return found | {key: inside(token) for key, token in special.items() if token is not None}
 
 
 def _lengths(config: Any, before: int, length: int) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.transport import Like
 
+from .layer_parts import LayerParts
+
 _FOR_BASE = ("input_ids", "inputs_embeds", "position_ids")
 """What of a batch the layers want; labels and the like belong to the loss."""
 
@@ -43,6 +45,7 @@ class ChunkForward:
         family = FAMILIES[plan.spec.model.shape.model_type]
         self._base: Any = model.get_submodule(family.base)
         self._norm = family.final_norm
+        self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
         self._stages: Sequence[Stage] = Holding(plan, pp_rank).stages
         self._held: Any = getattr(self._base, self._name)
@@ -64,18 +67,20 @@ class ChunkForward:
         stage = self._stages[chunk]
         balance: Any = getattr(self._model, "loss_function", None)
         hand_on = getattr(balance, "hand_on", None)
+        parts = LayerParts(self._base, stage.layers, received[-1] if received else None) if self._has_parts else None
         if received:
             batch = {**batch, "inputs_embeds": received[0].detach()}
             del batch["input_ids"]
         if hand_on is not None:
             balance.begin(received[1] if received else None)
         ends: list[Tensor] = []
-        with self._only(stage, received, ends):
+        with self._only(stage, received, ends), parts or contextlib.nullcontext():
             if stage.has_head:
                 return self._forward(**batch)
             self._base(**{name: batch[name] for name in _FOR_BASE if name in batch})
         (hidden,) = ends
-        return (hidden,) if hand_on is None else (hidden, hand_on())
+        further = () if parts is None else (parts.hand_on(),)
+        return (hidden, *further) if hand_on is None else (hidden, hand_on(), *further)
 
     @contextlib.contextmanager
     def _only(self, stage: Stage, received: tuple[Tensor, ...], ends: list[Tensor]) -> Iterator[None]:
@@ -159,7 +164,8 @@ def _config_of(config: Any, layers: range, count: int) -> Any:
 def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Like]:
     """Shapes and types of what goes from stage to stage for a micro-batch: hidden states [B, s, H] in `dtype`.
 
-    Under sequence parallelism s is the rank's share of the sequence. A loss that balances experts adds what it counts.
+    Under sequence parallelism s is the rank's share of the sequence. A loss that balances experts adds what it counts,
+    a second embedding the parts of all layers.
     """
     spec = mesh.plan.spec
     rows, length = batch["input_ids"].shape
@@ -169,4 +175,6 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     if hasattr(without_peft(model).loss_function, "hand_on"):
         assert spec.model.shape.moe is not None
         found.append(((2, spec.model.shape.moe.num_experts), torch.float32))
+    if (inputs := spec.model.shape.layer_inputs) is not None:
+        found.append(((*shape[:2], spec.model.shape.num_hidden_layers, inputs.width), dtype))
     return found

@@ -131,7 +131,8 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     for key, values in _NUMBERS.items():
         maybe(key, values)
     for key, values in _RARE.items():
-        maybe(key, values, 1 / 12)
+        if not FAMILIES[family].layer_shapes:  # whose classes have words for it
+            maybe(key, values, 1 / 12)
     for key in ("hidden_act", "hidden_activation"):
         if family != "apertus":  # its activation has parameters
             maybe(key, _ACTIVATIONS)
@@ -140,6 +141,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _layer_kinds(choose, family, config, names, layers)
     changes |= _state_space(choose, family)
     changes |= _rope(choose, family, config, changes)
+    changes |= _layer_shapes(choose, family, names, changes)
     return Drawn(number, family, layout or choose.choice(list(LAYOUTS)), changes)
 
 
@@ -248,10 +250,38 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
     return found
 
 
+def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
+    """Layers of different shapes: heads of full ones, whose keys they use, and further embeddings."""
+    if not FAMILIES[family].layer_shapes:
+        return {}
+    layers = changes["num_hidden_layers"]
+    found: dict[str, Any] = {
+        "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers],
+        "head_dim": choose.choice([4, 8]),
+        "global_head_dim": choose.choice([4, 8, 12]),
+        "attention_k_eq_v": choose.choice([False, True]),
+        "num_global_key_value_heads": choose.choice([None, changes["num_key_value_heads"]]),
+        "num_kv_shared_layers": layers - 2,
+        "use_double_wide_mlp": choose.choice([False, True]),
+    }
+    if "hidden_size_per_layer_input" in names:
+        found["hidden_size_per_layer_input"] = choose.choice([4, 12])
+    if choose.random() < 0.5 and "enable_moe_block" in names:
+        found |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    return found
+
+
 def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, Any]) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None)
     if rope is None or choose.random() < 0.25:
         return {}
+    if FAMILIES[family].layer_shapes:
+        # Widths of heads differ, and with them the frequencies that other kinds list.
+        return {
+            "rope_parameters": {
+                kind: {**value, "rope_theta": choose.choice([50.0, 10000.0])} for kind, value in rope.items()
+            }
+        }
     width = changes.get("head_dim", 32 // changes.get("num_attention_heads", 4))
     width = changes.get("qk_rope_head_dim", width)
     if all(isinstance(value, dict) for value in rope.values()):

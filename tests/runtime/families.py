@@ -58,6 +58,26 @@ _GATED_DELTA = {
 }
 
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "mamba_chunk_size": 4}
+_GEMMA4_LAYERS = {
+    "num_hidden_layers": 4,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    # A norm behind each block, and behind the gate of a layer's input, makes rounding of small values large.
+    "rms_norm_eps": 1.0,
+}
+_GEMMA4 = {
+    **_GEMMA4_LAYERS,
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 67,
+}
 
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
@@ -285,6 +305,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 6,
         "floor_scale": 4,
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": {**_GEMMA4_LAYERS, "attention_k_eq_v": True},
     "cohere_compass_text": {**_MIXED, "logit_scale": 0.5, "rope_parameters": TWO_ROPES},
     "bitnet": {"hidden_act": "silu"},
     "gpt2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
@@ -362,6 +384,27 @@ OWN_KEYS = (
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4_text, experts": (
+        "gemma4_text",
+        {
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma4_unified_text, shared keys": (
+        "gemma4_unified_text",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     "falcon, multi-query": ("falcon", {"new_decoder_architecture": False}),
     "falcon, ALiBi": (
         "falcon",
@@ -412,7 +455,7 @@ ONE_LAYOUT = (
     *("bamba", "falcon_h1", "granitemoehybrid"),
     "glm_moe_dsa",
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
-    *("bitnet", "cohere_compass_text"),
+    *("bitnet", "cohere_compass_text", "gemma4_unified_text"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "diffllama", "beam"),
     *("gpt_bigcode", "gptj", "gpt_neo", "biogpt", "xglm", "falcon", "mpt"),
     *("laguna", "flint", "aria_text", "minimax_m3_vl_text", "stablelm", "granite_swa", "granitemoe_swa"),

@@ -256,6 +256,60 @@ def test_presets_of_rotary_models_state_the_base_and_the_scaling(family: str) ->
     }
 
 
+GEMMA4_SIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "26B, 4B active": (
+        25_233_141_760,
+        {
+            "hidden_size": 2816,
+            "num_hidden_layers": 30,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+    ),
+    "31B": (
+        30_697_345_280,
+        {
+            "hidden_size": 5376,
+            "num_hidden_layers": 60,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "E2B": (
+        4_628_569_344,
+        {
+            "hidden_size": 1536,
+            "num_hidden_layers": 35,
+            "intermediate_size": 6144,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+    ),
+}
+"""Configurations of the sizes in which Gemma 4 is published, and their parameters."""
+
+
+@pytest.mark.parametrize("size", GEMMA4_SIZES)
+def test_a_table_lists_what_a_gemma_4_of_a_published_size_registers(size: str) -> None:
+    numel, config = GEMMA4_SIZES[size]
+    check({"model_type": "gemma4_text", **config})
+    assert parameter_table(shape_from_config({"model_type": "gemma4_text", **config})).numel == numel
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -285,6 +339,22 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("exaone_moe", {"num_shared_experts": 0}, "num_shared_experts is 0: transformers builds a shared expert"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: it makes the model a decoder behind an encoder"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm: a LayerNorm of its own for each head is not described"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention: with "all" every token'),
+        ("gemma4_text", {"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input: it is less than vocab_size"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "num_kv_shared_layers: transfo"),
+        ("gemma4_text", {"num_kv_shared_layers": 7}, "num_kv_shared_layers 7 of 8 layers: the 1 layers before them"),
+        ("gemma4_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 8 layers"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"intermediate_size": 7}}},
+            "per_layer_config gives layer 1 int",
+        ),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"head_dim": 16}}},
+            "per_layer_config gives layers 1 and 3",
+        ),
+        ("gemma4_text", {"global_head_dim": 0}, "global_head_dim gives layer 1 head_dim 0: it has"),
         ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer: layers with different"),
         ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"]}, "layer_types: minimax_m3_spa"),
         ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index: dense layers behind those with experts"),
@@ -319,6 +389,21 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        ("gemma4_text", {"num_global_key_value_heads": 1}),
+        ("gemma4_text", {"use_double_wide_mlp": False, "num_kv_shared_layers": 4}),
+        ("gemma4_text", {"layer_types": None, "num_hidden_layers": 13, "num_kv_shared_layers": 5}),
+        ("gemma4_text", {"layer_types": ["sliding_attention"] * 8, "num_kv_shared_layers": 0}),
+        (
+            "gemma4_text",
+            {
+                "per_layer_config": {
+                    layer: {"head_dim": 12, "num_key_value_heads": 1} for layer in ("1", "03", "5", "7")
+                }
+            },
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
+        ("gemma4_unified_text", {"attention_k_eq_v": False, "attention_bias": True}),
         ("laguna", {"gating": "per-element"}),
         ("laguna", {"gating": "per-head"}),
         ("hyperclovax", {"use_post_norm": False}),

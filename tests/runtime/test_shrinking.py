@@ -80,7 +80,12 @@ def test_a_published_model_becomes_one_of_the_same_kind_that_is_checked_in_a_sec
 def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     wide = {"num_attention_heads": 16, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
     sizes = {"num_key_value_heads": 16 if FAMILIES[family].latent or family == "persimmon" else 4}
-    special: dict[str, Any] = {"olmoe": {"head_dim": None}, "helium": {"head_dim": 32}}.get(family, {})
+    special: dict[str, Any] = {
+        "olmoe": {"head_dim": None},
+        "helium": {"head_dim": 32},
+        # Two stages of four layers would part layers from those whose keys they use.
+        "gemma4_text": {"num_kv_shared_layers": 0},
+    }.get(family, {})
     lists = {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "sliding_window": 300}
     known = planned_config(family_plan(family, 1, {})).to_dict()
     mixed = lists if known.get("layer_types") and "sliding_attention" in known["layer_types"] else {}
@@ -110,6 +115,17 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     if mixed:
         assert planned_config(small).sliding_window == WINDOW
         assert set(planned_config(small).layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_layers_that_share_keys_stay_with_layers_that_have_them() -> None:
+    plan = family_plan("gemma4_text", 4, {"tp": 4}, num_hidden_layers=12, layer_types=None, num_kv_shared_layers=6)
+    small = shrunk(plan)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built(small).named_parameters()}
+    assert shapes == {name: parameter.shape for name, parameter in small.parameters.expanded()}
+    assert small.kv_replicas == plan.kv_replicas == 2
+    config = planned_config(small)
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert config.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
 
 
 @pytest.mark.parametrize(

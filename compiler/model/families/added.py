@@ -12,6 +12,7 @@ from .alibi import ALIBI
 from .biased import BIASED
 from .dense import DENSE
 from .experts import EXPERTS
+from .gemma import GEMMA
 from .gpt import GPT
 from .hybrids import HYBRIDS
 from .indexed import INDEXED
@@ -32,6 +33,7 @@ BUILT_IN: Mapping[str, Family] = {
     **LLAMA4,
     **HYBRIDS,
     **STATE_SPACE,
+    **GEMMA,
 }
 """The families of this package."""
 
