@@ -38,7 +38,6 @@ WRITTEN = {
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",
-    "hrm_text": "recurrent_depth",
     "jetmoe": "attention_of_experts",
     "longcat_flash": "two_blocks",
     "recurrent_gemma": "recurrence",

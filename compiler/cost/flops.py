@@ -88,9 +88,10 @@ def moe_layers(shape: ModelShape) -> int:
 
 
 def matmul_parameters(shape: ModelShape) -> float:
-    """Parameters of the whole model that multiply each token, head included."""
+    """Parameters of the whole model that multiply each token, head included; of layers that run again, again."""
     sparse = moe_layers(shape)
-    total = layer_matmul_parameters(shape) * (shape.num_hidden_layers - sparse) + shape.vocab_size * shape.hidden_size
+    layers = shape.num_hidden_layers - sparse if shape.runs is None else shape.runs.counted
+    total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
     return total + _instead(shape)
 
@@ -101,6 +102,7 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
         width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim) / 2
     else:
         width = shape.num_attention_heads * mean_over_layers(shape, lambda one: (one.head_dim + one.value_dim) / 2)
-    attention = 12.0 * len(shape.attention_layers) * width * sequence_length
+    attending = len(shape.attention_layers) if shape.runs is None else shape.runs.counted
+    attention = 12.0 * attending * width * sequence_length
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
     return 6.0 * matmul_parameters(shape) + attention + 3.0 * states * scan_flops_per_token(shape)

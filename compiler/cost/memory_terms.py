@@ -69,12 +69,12 @@ def memory_terms(work: Workload) -> list[StageTerms]:
         )
         for routed in (False, work.shape.moe is not None)
     )
-    found = []
+    found, untrained = [], 0 if work.shape.runs is None else work.shape.runs.untrained
     for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
         held = work.in_flight(index)
         tokens = work.local_tokens
         moe_layers = routed_layers(work.shape, stage)
-        dense_layers = len(stage.layers) - moe_layers
+        dense_layers = len(stage.layers) - moe_layers - untrained
         kept = {
             part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
             for part in ("stream", "attention", "mlp", "gathered")
@@ -95,7 +95,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             kept["attention"] += max(0.0, instead) if states else 0.0
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.hidden_size * work.element_bytes / share
-            kept["stream"] += len(stage.layers) * inputs * work.split_tokens * held
+            kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
                 kept["attention"] += states * exchanged_bytes(work) * held

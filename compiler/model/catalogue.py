@@ -134,10 +134,6 @@ REASONS: Mapping[str, Reason] = {
         "masks that a model learns",
         "it learns which keys a query sees: the ring masks by position, window and document",
     ),
-    "recurrent_depth": Reason(
-        "layers that run several times",
-        "its two stacks of layers run several times in a forward pass: neither the plan nor the pipeline knows that",
-    ),
     "attention_of_experts": Reason(
         "attention heads chosen by a router", "a router chooses the query heads of each token: heads are cut by number"
     ),

@@ -34,6 +34,8 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("layers of different shapes")
     if family.layer_inputs:
         found.append("an input of each layer")
+    if family.runs:
+        found.append("stacks of layers that run several times")
     if family.latent:
         found.append("latent attention")
     if family.indexer:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .indexer import Indexer
 from .layer_kind import LayerShape
+from .layer_runs import LayerRuns
 from .recurrent.traits import Recurrent
 from .shape import LayerInputs
 
@@ -177,10 +178,18 @@ class Family:
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether it has one value for each head; otherwise one for each of its features."""
+    gate_key: Switch = True
+    """Whether there is one."""
+    gate_as_queries: bool = False
+    """The projection has a bias where that of queries has one."""
     gate_bias: str = ""
     """A bias of that gate for each head, in the attention itself."""
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate."""
+    runs: Callable[[Mapping[str, Any], int], LayerRuns] | None = None
+    """Stacks in the place of `layers`, which run several times, from the configuration and its number of layers."""
+    initial_state: str = ""
+    """A vector of the base model that is never trained, registered before the embedding."""
     layer_shapes: Callable[[Mapping[str, Any], LayerShape, int], Sequence[LayerShape]] | None = None
     """The shape of each layer, where they differ: from the configuration, what it says for all, and their number."""
     layer_inputs: Callable[[Mapping[str, Any]], LayerInputs | None] | None = None

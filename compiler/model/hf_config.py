@@ -67,10 +67,12 @@ def shape_from_config(config: Config) -> ModelShape:
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
     norms = family.norms_of(config)
+    layers = read.size("num_hidden_layers")
+    runs = None if family.runs is None else family.runs(config, layers)
     shape = ModelShape(
         model_type=name,
         hidden_size=hidden,
-        num_hidden_layers=read.size("num_hidden_layers"),
+        num_hidden_layers=layers if runs is None else runs.total,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
@@ -97,6 +99,7 @@ def shape_from_config(config: Config) -> ModelShape:
         mla=mla,
         indexer=_indexer(read, family, config),
         recurrent=_recurrent(read, family, config),
+        runs=runs,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
     )
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
@@ -224,7 +227,7 @@ def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config
 
 
 def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int) -> int:
-    if not family.gate and not family.query_gate:
+    if not family.query_gate and not (family.gate and family.is_on(family.gate_key, config)):
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
     return 1 if of_heads else _head_dim(read, family, hidden, heads)

@@ -8,6 +8,7 @@ from .families import FAMILIES
 from .family import Family, Norm, QkNorm
 from .indexer import IndexerShape
 from .layer_inputs import rows_of_inputs, tables_of_inputs
+from .layer_runs import LayerRuns
 from .recurrent.rows import recurrent_rows
 from .rows import Rows, kinds
 from .shape import ModelShape
@@ -23,6 +24,8 @@ def parameter_table(shape: ModelShape) -> ParameterTable:
 
 
 def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
+    if shape.runs is not None:
+        return _stacked(shape, shape.runs, family)
     h, v, layers = shape.hidden_size, shape.vocab_size, range(shape.num_hidden_layers)
     rows = Rows(f"{family.base}.{family.layers}.{{layer}}.", layers, family.transposed)
     norm = family.holds(bias=shape.norm_bias)
@@ -48,7 +51,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             for name in shape.norm_names if part == "norms" else (part,):
                 own_rows = rows.of(layers[1:]) if name == family.not_first else attending
                 own_rows.norm(name, h, norm)
-    before = [Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v))]
+    before = [Parameter(f"{family.base}.{family.initial_state}", (h,))] if family.initial_state else []
+    before.append(Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v)))
     if family.positions:
         size = (shape.max_position_embeddings + family.first_position, h)
         before.append(Parameter(f"{family.base}.{family.positions}.weight", size, sequence_parallel=True))
@@ -77,6 +81,23 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     return ParameterTable(
         (*before, *late), tuple(rows.rows), tuple(after), len(layers), first, len(late), norms if late else 0
     )
+
+
+def _stacked(shape: ModelShape, runs: LayerRuns, family: Family) -> ParameterTable:
+    """Of stacks whose layers run several times: the rows of one stack, for the first run of each."""
+    one = _decoder(replace(shape, runs=None, num_hidden_layers=runs.layers), family)
+    prefix = f"{family.base}.{family.layers}."
+    rows = tuple(
+        replace(
+            row,
+            name=f"{family.base}.{name}.{row.name.removeprefix(prefix)}",
+            layers=tuple(layer + first for layer in row.layers or ()),
+            first=first,
+        )
+        for name, first in runs.stacks
+        for row in one.layer
+    )
+    return replace(one, layer=rows, num_layers=runs.total)
 
 
 def _recurrent(rows: Rows, shape: ModelShape, family: Family) -> None:
@@ -142,7 +163,8 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         norms()
     if shape.attention_gate and family.gate:
         size = heads * shape.attention_gate
-        rows.linear(f"{name}.{family.gate}", size, h, column(size, heads))
+        bias = family.gate_as_queries and shape.qkv_bias
+        rows.linear(f"{name}.{family.gate}", size, h, column(size, heads), bias=bias)
 
 
 def _qk_norm(rows: Rows, name: str, heads: int, width: int, family: Family) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from .indexer import IndexerShape
 from .layer_kind import KeysAndValues, LayerKind, LayerShape
+from .layer_runs import LayerRuns
 from .recurrent.shape import RecurrentShape
 from .user_module import UserModule
 
@@ -104,6 +105,8 @@ class ModelShape:
     """What chooses the keys that each query attends to."""
     recurrent: RecurrentShape | None = None
     """Layers that carry a state in the place of attention."""
+    runs: LayerRuns | None = None
+    """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 

@@ -54,10 +54,18 @@ class Parameter:
     partial: bool = False
     """Held by every tp rank but used on the rank's own heads or features: its gradient is always summed over tp."""
 
+    first: int = 0
+    """The layer that its name calls 0."""
+
     @property
     def numel(self) -> int:
         """Elements of one such tensor."""
         return math.prod(self.shape)
+
+    @property
+    def numbers(self) -> Layers | None:
+        """Those layers as its name counts them."""
+        return None if self.layers is None else tuple(layer - self.first for layer in self.layers)
 
     @property
     def count(self) -> int:
@@ -96,7 +104,7 @@ class ParameterTable:
         for index in range(self.num_layers):
             for parameter in self.layer:
                 if parameter.layers is not None and index in parameter.layers:
-                    yield parameter.name.format(layer=index), parameter
+                    yield parameter.name.format(layer=index - parameter.first), parameter
         behind = max(self.registered_first, self.last_norm)
         late = (*self.after[self.registered_first : behind], *self.before[early:], *self.after[behind:])
         for parameter in late:

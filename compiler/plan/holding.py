@@ -33,7 +33,8 @@ class Holding:
         self._layer_prefix = table.layer[0].name.partition("{layer}")[0]
         self._before = frozenset(row.name for row in table.before)
         self._after = frozenset(row.name for row in table.after)
-        self._tied = table.before[0].name if plan.spec.model.shape.tie_word_embeddings else None
+        embedding = next(row.name for row in table.before if row.split is not None and row.split.pads_vocabulary)
+        self._tied = embedding if plan.spec.model.shape.tie_word_embeddings else None
         self._names = tuple(name for name, _ in table.expanded())
 
     @property

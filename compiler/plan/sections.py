@@ -105,7 +105,7 @@ def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:
     """One parameter as each tp rank holds it."""
     return {
         "name": parameter.name,
-        "layers": None if parameter.layers is None else _spans(parameter.layers),
+        "layers": None if parameter.numbers is None else _spans(parameter.numbers),
         "shape": list(parameter.shape),
         "padded_shape": list(layout.full_shape),
         "local_shape": list(layout.local_shape),

@@ -23,9 +23,6 @@ from .positions import write_to_copies
 
 Core = Callable[..., tuple[Tensor, Any]]
 
-_SCALES_IN_PLACE = frozenset({"ctrl"})
-"""Types whose base model multiplies its embeddings in place."""
-
 
 def put_on_interface(model: Any, family: Family) -> bool:
     """Lets the attention modules of a model that has its own attention call what is registered for the model.
@@ -44,8 +41,9 @@ def put_on_interface(model: Any, family: Family) -> bool:
     for number, module in enumerate(attentions):
         vars(module).setdefault("layer_idx", number)  # dropout is drawn by it
         replace(model, module)
-    if model.config.model_type in _SCALES_IN_PLACE:
-        write_to_copies(model, family.base)
+    prepare = PREPARED.get(model.config.model_type)
+    if prepare is not None:
+        prepare(model, family.base)
     return True
 
 
@@ -256,6 +254,23 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., Any]:
     return found
 
 
+def _refuse_prefixes(model: Any, base: str) -> None:
+    """HRM's tokens of a prefix see one another, which only a mask of transformers tells."""
+
+    def look(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("token_type_ids") is not None:
+            raise RunError(
+                "token_type_ids mark a prefix whose tokens see one another; the ring masks by position, window and "
+                "document only: leave them out",
+                everywhere=True,
+            )
+
+    model.get_submodule(base).register_forward_pre_hook(look, with_kwargs=True)
+
+
+PREPARED: Mapping[str, Callable[[Any, str], None]] = {"ctrl": write_to_copies, "hrm_text": _refuse_prefixes}
+"""What is done to a model and its base model beside."""
+
 REPLACED: Mapping[str, Callable[[nn.Module, Any], None]] = {
     "gptj": _gptj,
     "gpt_neo": _gpt_neo,
@@ -263,6 +278,8 @@ REPLACED: Mapping[str, Callable[[nn.Module, Any], None]] = {
     "openai-gpt": _openai_gpt,
     "codegen": _forward(_codegen),
     "ctrl": _forward(_ctrl),
+    # It calls what is registered: its stacks are no list of layers that calls could be looked at of.
+    "hrm_text": lambda *_: None,
     "xglm": _forward(_xglm),
     "bloom": _forward(_bloom),
     "mpt": _forward(_mpt),

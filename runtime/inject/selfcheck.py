@@ -73,7 +73,8 @@ class SelfCheck:
         border = self._length // 2 - 1
         path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
-        same = shape.user_module is None and shape.recurrent is None  # transformers passes a state from one to the next
+        # It passes a state from one to the next, and the masks of stacks are not looked at.
+        same = shape.user_module is None and shape.recurrent is None and shape.runs is None
         if same and border > 1 and separates_documents(without_peft(model), path):
             self._positions[1, border:] -= border
         self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)

@@ -208,6 +208,8 @@ def _layers(plan: Plan, config: Any) -> list[int]:
 def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: PipelineSplit) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
     found: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    if shape.runs is not None:
+        found["num_layers_per_stack"] = None  # then the other counts the layers of a stack
     if hasattr(config, "num_attention_heads_per_layer"):
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
     for key, value in _by_layer(config, shape.num_hidden_layers):

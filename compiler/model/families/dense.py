@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from parcompile.model.family import Family, Norm, QkNorm, Refusal
+from parcompile.model.layer_runs import LayerRuns, alternating
 
-from .traits import FOUR_NORMS, FUSED_UP, POST_NORMS, TIED, UP_ONLY, defaults_of
+from .traits import FOUR_NORMS, FUSED_UP, POST_NORMS, TIED, UP_ONLY, all_heads, defaults_of
 
 _INTERNLM3_BIAS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
+
+_POSITIVE = "it counts how often layers run: it has to be a whole number of 1 or more"
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _passes(cycles: Any) -> bool:
+    return cycles is None or (isinstance(cycles, list) and bool(cycles) and all(map(_whole, cycles)))
+
+
+def _fits(config: Mapping[str, Any]) -> bool:
+    layers, runs = config["num_layers_per_stack"], config.get("H_cycles", 2) * (config.get("L_cycles", 3) + 1)
+    return _whole(layers) and layers * runs == config.get("num_hidden_layers")
+
+
+def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
+    return alternating(
+        config.get("num_layers_per_stack") or layers,
+        config.get("H_cycles", 2),
+        config.get("L_cycles", 3),
+        config.get("L_bp_cycles") or (2,),
+    )
+
 
 DENSE: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
@@ -37,6 +64,42 @@ DENSE: Mapping[str, Family] = {
                 "transformers builds no differential attention with dropout: it has to be 0",
             ),
         ),
+    ),
+    "hrm_text": Family(
+        runs=_cycles,
+        initial_state="z_L_init",
+        final_norm="",
+        norms=(),
+        kv_heads=all_heads,
+        gate="gate_proj",
+        gate_as_queries=True,
+        mlp_bias="mlp_bias",
+        refusals=(
+            Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),
+            Refusal("L_cycles", lambda config: not _whole(config.get("L_cycles", 3)), _POSITIVE),
+            Refusal(
+                "L_bp_cycles",
+                lambda config: not _passes(config.get("L_bp_cycles")),
+                "it says in how many of the last low cycles gradients pass: it has to be a list of whole numbers of 1 "
+                "or more",
+            ),
+            Refusal(
+                "num_layers_per_stack",
+                lambda config: config.get("num_layers_per_stack") is not None and not _fits(config),
+                "num_hidden_layers beside it counts the runs of all layers: it has to be num_layers_per_stack x "
+                "H_cycles x (L_cycles + 1)",
+            ),
+            Refusal(
+                "attention_dropout",
+                lambda config: bool(config.get("attention_dropout")),
+                "masks are drawn by the number of the layer, which each of its runs has: it has to be 0",
+            ),
+        ),
+        refused_axes={
+            "pp": "its two stacks of layers run several times, one after the other: hidden states would pass each "
+            "stage many times in a forward pass"
+        },
+        defaults=defaults_of(head_dim=128),
     ),
     "mistral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),
     "ministral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),

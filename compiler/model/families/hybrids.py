@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
@@ -107,6 +108,15 @@ def _lfm2(*refusals: Refusal, **others: Any) -> Family:
     )
 
 
+def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
+
+
+def _lfm3_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
+    behind = ("post_operator_norm", "post_ffn_norm") if config.get("use_sandwich_norm", True) else ()
+    return ("operator_norm", "ffn_norm", *behind)
+
+
 HYBRIDS: Mapping[str, Family] = {
     "lfm2": _lfm2(mlp_width=_adjusted, defaults=defaults_of(8, **TIED)),
     "lfm2_moe": _lfm2(
@@ -120,6 +130,21 @@ HYBRIDS: Mapping[str, Family] = {
             dense_layers=("num_dense_layers", 2),
         ),
         defaults=defaults_of(8, **TIED),
+    ),
+    "lfm3": Family(
+        final_norm="embedding_norm",
+        qk_norm=QkNorm.HEAD,
+        gate="g_proj",
+        gate_of_heads=lambda _: True,
+        gate_key="use_attention_gate",
+        mlp="feed_forward",
+        up=("w1", "w3"),
+        down="w2",
+        norms_by=_lfm3_norms,
+        recurrent=replace(
+            _SHORT, by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
+        ),
+        defaults=defaults_of(4, 128, sliding_window=256, conv_L_cache=7, use_attention_gate=True, **TIED),
     ),
     "minimax": Family(
         order=("attention", "norms", "mlp"),

@@ -118,7 +118,7 @@ def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size:
             traits.layers_key,
         )
     kinds = [LEGACY.get(str(kind), kind) for kind in kinds]
-    known = (traits.word, "full_attention")
+    known = (traits.word, *traits.attending_words)
     if others := sorted({str(kind) for kind in kinds} - set(known)):
         raise LayerListError(
             f"{traits.layers_key} has {', '.join(others)}: the kinds of layers here are {' and '.join(known)}",

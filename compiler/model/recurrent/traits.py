@@ -18,6 +18,8 @@ class Recurrent:
     module: str = "linear_attn"
     word: str = "linear_attention"
     """What stands for such a layer in the list of layers."""
+    attending_words: tuple[str, ...] = ("full_attention",)
+    """What stands there for one that attends."""
     layers_key: str = "layer_types"
     layers_alias: str = ""
     """Another name of that key."""

@@ -97,7 +97,7 @@ def _tensors(plan: Plan) -> list[dict[str, Any]]:
     before = {parameter.name for parameter in plan.parameters.before}
     found = []
     for parameter, layout in plan.tensors().values():
-        layers = parameter.layers
+        layers = parameter.numbers
         place = "layers" if layers is not None else "embedding" if parameter.name in before else "head"
         found.append(
             {
