@@ -130,6 +130,8 @@ def eager_layer_bytes(
     rms = family.norm is Norm.WEIGHT
     normed = 4 if shape.model_type in FP32_NORMS else width
     stream = shape.norms_per_layer * h * (4 + normed if rms else width)
+    if shape.norm_gate:  # what the gate multiplies, and the gate in fp32
+        stream += shape.norms_per_layer * (h * (width + 4) + 2 * width * shape.norm_gate)
     if shape.layer_inputs is not None:
         stream += (
             4 * width * shape.layer_inputs.width

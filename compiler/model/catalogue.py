@@ -41,6 +41,7 @@ CORRECTED = frozenset(
     (
         "afmoe",
         "axk1",
+        "axk2",
         "beam",
         "deepseek_v3",
         "deepseek_v32",
@@ -154,7 +155,6 @@ _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
     "gemma3n_text": "gemma3_text",
     "deepseek_v4": "deepseek_v3",
-    "axk2": "axk1",
     "kimi_linear": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "nemotron_h": "nemotron",

@@ -185,7 +185,10 @@ class Family:
     gate_bias: str = ""
     """A bias of that gate for each head, in the attention itself."""
     query_gate: bool = False
-    """The query projection gives such a gate too: behind the query of a head its gate."""
+    """The query projection gives such a gate too: behind the query of a head its gate. With latent attention `gate` is
+    the name of that projection, which takes the compressed queries with and without their norm."""
+    norm_gate: tuple[str, int] | None = None
+    """The key of the rank of a gate behind norms of a layer: behind the first, and with experts behind all."""
     runs: Callable[[Mapping[str, Any], int], LayerRuns] | None = None
     """Stacks in the place of `layers`, which run several times, from the configuration and its number of layers."""
     initial_state: str = ""

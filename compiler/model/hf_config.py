@@ -90,7 +90,8 @@ def shape_from_config(config: Config) -> ModelShape:
         head_block_bias=family.is_on(family.head_block_bias, config),
         paired_heads=family.paired_heads,
         qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
-        attention_gate=_gate(read, family, config, hidden, heads),
+        attention_gate=_gate(read, family, config, hidden, heads, mla),
+        norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
         norms_per_layer=len(norms),
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
@@ -226,11 +227,13 @@ def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config
     return read.size(*(family.experts.width if missing else (key, default)))
 
 
-def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int) -> int:
+def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int, mla: MlaShape | None) -> int:
     if not family.query_gate and not (family.gate and family.is_on(family.gate_key, config)):
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
-    return 1 if of_heads else _head_dim(read, family, hidden, heads)
+    if of_heads:
+        return 1
+    return mla.v_head_dim if mla else _head_dim(read, family, hidden, heads)
 
 
 def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:

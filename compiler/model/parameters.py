@@ -45,6 +45,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         elif part == "experts":
             if shape.moe is not None:
                 _experts_of_layer(rows, shape, family)
+        elif part == "norms" and shape.norm_gate:
+            _gated_norms(rows, shape, family)
         else:
             own = family.recurrent is not None and family.recurrent.norms
             attending = rows.of(shape.attention_layers) if own and part == "norms" else rows
@@ -195,7 +197,10 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         rows.linear(f"{name}.q_proj", queries, h, column(queries, heads))
     else:
         compressed("q_a_proj", mla.q_lora_rank, mla.q_lora_rank)
-        rows.linear(f"{name}.q_b_proj", queries, mla.q_lora_rank, column(queries, heads))
+        taken = mla.q_lora_rank
+        if family.query_gate:
+            queries, taken = queries + heads * shape.attention_gate, 2 * taken
+        rows.linear(f"{name}.{family.gate or 'q_b_proj'}", queries, taken, column(queries, heads))
     compressed("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank)
     rows.linear(f"{name}.kv_b_proj", keys_values, mla.kv_lora_rank, column(keys_values, heads))
     size = heads * mla.v_head_dim
@@ -203,6 +208,21 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
     if shape.indexer is not None:
         assert mla.q_lora_rank is not None, "an indexer takes the compressed queries"
         _indexer(rows.of(shape.indexer.layers), f"{name}.indexer", h, mla.q_lora_rank, shape.indexer)
+
+
+def _gated_norms(rows: Rows, shape: ModelShape, family: Family) -> None:
+    """Norms behind which a rank gates its own tokens; those behind the first do so in layers with experts only."""
+    h, every = shape.hidden_size, range(shape.num_hidden_layers)
+    dense = range(min(shape.moe.first_moe_layer, len(every))) if shape.moe is not None else every
+    for place, name in enumerate(shape.norm_names):
+        gated = tuple(layer for layer in every if place == 0 or layer not in dense)
+        if plain := tuple(layer for layer in every if layer not in gated):
+            rows.of(plain).norm(name, h, family.norm)
+        if gated:
+            own = rows.of(gated)
+            own.norm(f"{name}.norm", h, family.norm)
+            own.add(f"{name}.mlp.fc1.weight", (shape.norm_gate, h), sequence_parallel=True)
+            own.add(f"{name}.mlp.fc2.weight", (h, shape.norm_gate), sequence_parallel=True)
 
 
 def _indexer(rows: Rows, name: str, hidden: int, query_rank: int, shape: IndexerShape) -> None:

@@ -86,6 +86,8 @@ class ModelShape:
     """A norm of the queries and keys; over what, the family says."""
     attention_gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
+    norm_gate: int = 0
+    """Rank of the gate behind each norm of a layer; 0: there is none."""
     norms_per_layer: int = 2
     norm_names: tuple[str, ...] = ()
     """Of the norms of a layer; empty where the model is no Hugging Face model."""

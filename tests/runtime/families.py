@@ -153,6 +153,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v32": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 2, "first_k_dense_replace": 1},
     "glm_moe_dsa": {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "axk2": {**_ROUTED, **_LATENT, **_INDEXED, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"]},
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "use_bias": True},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
@@ -462,7 +463,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
     *("bamba", "falcon_h1", "granitemoehybrid"),
-    "glm_moe_dsa",
+    *("glm_moe_dsa", "axk2"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text", "gemma4_unified_text", "lfm3", "hrm_text"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "diffllama", "beam"),

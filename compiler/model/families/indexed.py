@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model.family import Family, Latent, Refusal
 from parcompile.model.indexer import Indexer, scheduled_kinds
 
-from .traits import routed
+from .traits import EVERY_LAYER, routed
 
 _COUNTS = ("n_routed_experts", "num_local_experts")
 
@@ -28,17 +28,13 @@ def _narrow_head(rotary: int, head: int) -> Callable[[Mapping[str, Any]], bool]:
     return lambda config: config.get("index_head_dim", head) < config.get("qk_rope_head_dim", rotary)
 
 
-def _refusals(latent: Latent, indexer: Indexer) -> tuple[Refusal, ...]:
+def _refusals(latent: Latent, indexer: Indexer, *others: Refusal) -> tuple[Refusal, ...]:
     return (
+        *others,
         Refusal(
             "q_lora_rank",
             lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
             "it is null, and the indexer takes the compressed queries: write their width",
-        ),
-        Refusal(
-            "num_experts",
-            _another_count,
-            "it is the old name of n_routed_experts, which says something else: write n_routed_experts alone",
         ),
         Refusal(
             "layer_types",
@@ -54,20 +50,40 @@ def _refusals(latent: Latent, indexer: Indexer) -> tuple[Refusal, ...]:
     )
 
 
-_V32, _GLM = Latent(), Latent(2048, 512, 192, 64, 256)
-_V32_INDEXER, _GLM_INDEXER = Indexer(), Indexer(heads=32, kinds=scheduled_kinds)
+_OLD_COUNT = Refusal(
+    "num_experts",
+    _another_count,
+    "it is the old name of n_routed_experts, which says something else: write n_routed_experts alone",
+)
+_GROUPS = Refusal(
+    "n_group",
+    lambda config: (config.get("n_group") is None) != (config.get("topk_group") is None),
+    "n_group and topk_group are given together, or neither is",
+)
+
+_V32, _GLM, _AX = Latent(), Latent(2048, 512, 192, 64, 256), Latent(384, 128, 64, 32, 64)
+_V32_INDEXER, _GLM_INDEXER, _AX_INDEXER = Indexer(), Indexer(heads=32, kinds=scheduled_kinds), Indexer(heads=16)
 
 INDEXED: Mapping[str, Family] = {
     "deepseek_v32": Family(
         latent=_V32,
         indexer=_V32_INDEXER,
         experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-        refusals=_refusals(_V32, _V32_INDEXER),
+        refusals=_refusals(_V32, _V32_INDEXER, _OLD_COUNT),
     ),
     "glm_moe_dsa": Family(
         latent=_GLM,
         indexer=_GLM_INDEXER,
         experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-        refusals=_refusals(_GLM, _GLM_INDEXER),
+        refusals=_refusals(_GLM, _GLM_INDEXER, _OLD_COUNT),
+    ),
+    "axk2": Family(
+        latent=_AX,
+        indexer=_AX_INDEXER,
+        gate="q_gate_proj",
+        query_gate=True,
+        norm_gate=("gated_norm_rank", 16),
+        experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types"),
+        refusals=_refusals(_AX, _AX_INDEXER, EVERY_LAYER, _GROUPS),
     ),
 }

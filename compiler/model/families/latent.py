@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parcompile.model.family import Family, Latent, Refusal
 
-from .traits import TIED, defaults_of, routed
+from .traits import EVERY_LAYER, TIED, defaults_of, routed
 
 LATENT: Mapping[str, Family] = {
     "deepseek_v2": Family(
@@ -25,11 +25,7 @@ LATENT: Mapping[str, Family] = {
         latent=Latent(),
         experts=routed(192, 8, 2048, by_layer="mlp_layer_types", dense_layers=1, norm_after="post_mlp_layernorm"),
         refusals=(
-            Refusal(
-                "moe_layer_freq",
-                lambda config: config.get("mlp_layer_types") is None and config.get("moe_layer_freq", 1) != 1,
-                "it has to be 1: every layer from the first with experts on has them",
-            ),
+            EVERY_LAYER,
             Refusal(
                 "q_lora_rank",
                 lambda config: config.get("q_lora_rank", 1) is None,

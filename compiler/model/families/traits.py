@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Experts
+from parcompile.model.family import Experts, Refusal
 
 TIED = {"tie_word_embeddings": True}
 FOUR_NORMS = (
@@ -15,6 +15,11 @@ FOUR_NORMS = (
     "post_feedforward_layernorm",
 )
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+EVERY_LAYER = Refusal(
+    "moe_layer_freq",
+    lambda config: config.get("mlp_layer_types") is None and config.get("moe_layer_freq", 1) != 1,
+    "it has to be 1: every layer from the first with experts on has them",
+)
 UP_ONLY: tuple[str, ...] = ("up_proj",)
 FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
 
