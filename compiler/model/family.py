@@ -187,6 +187,8 @@ class Family:
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate. With latent attention `gate` is
     the name of that projection, which takes the compressed queries with and without their norm."""
+    rotated_norm: str = ""
+    """With latent attention, a norm of the rotated part of the keys, which all heads share."""
     norm_gate: tuple[str, int] | None = None
     """The key of the rank of a gate behind norms of a layer: behind the first, and with experts behind all."""
     runs: Callable[[Mapping[str, Any], int], LayerRuns] | None = None

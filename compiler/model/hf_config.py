@@ -273,6 +273,7 @@ def _moe(read: _Reader, experts: Experts) -> MoeShape:
         shared, shared_width = 1, read.size(*experts.dense_width)  # every token passes the MLP, as a shared expert
     if experts.shared_width:
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
+        shared_width *= max(shared, 1)
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
         num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),

@@ -15,8 +15,8 @@ from .layer_kind import LayersError
 Size = Callable[[str, int], int]
 """The value of a key, or its default."""
 
-FULL, SHARED = "full", "shared"
-"""What a layer does for its keys: it runs an indexer of its own, or takes the choice of the last layer that did."""
+FULL, SHARED, NONE = "full", "shared", ""
+"""What a layer does for its keys: it runs an indexer, takes the choice of the last layer that did, or sees all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Indexer:
     head_dim: int = 128
     top_k: int = 2048
     kinds: Callable[[Mapping[str, Any], int], tuple[str, ...]] | None = None
-    """`FULL` or `SHARED` for each layer, from the configuration and the number of layers; None: every layer has one."""
+    """`FULL`, `SHARED` or `NONE` for each layer, from the configuration and their number; None: `FULL` for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,21 @@ class IndexerShape:
         return query_rank * self.heads * self.head_dim + hidden * (self.head_dim + self.heads)
 
 
-def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, size: Size) -> IndexerShape:
-    """The indexers that a configuration describes.
+def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, size: Size) -> IndexerShape | None:
+    """The indexers that a configuration describes; None where it has none.
 
     Raises:
         LayersError: the list of kinds does not fit the layers, or has a kind that nobody knows.
     """
     kinds = (FULL,) * num_layers if traits.kinds is None else traits.kinds(config, num_layers)
+    if FULL not in kinds:
+        return None
     return IndexerShape(
         heads=size("index_n_heads", traits.heads),
         head_dim=size("index_head_dim", traits.head_dim),
         top_k=size("index_topk", traits.top_k),
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == FULL),
-        attending=tuple(range(num_layers)),
+        attending=tuple(layer for layer, kind in enumerate(kinds) if kind != NONE),
     )
 
 

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .mla_shape import MlaShape
+
 
 class KeysAndValues(enum.Enum):
     """Where an attention takes its keys and values from; the value names the projections that it has."""
@@ -38,6 +40,12 @@ class LayerShape:
     keys_and_values: KeysAndValues = KeysAndValues.OWN
     sinks: bool = True
     """Whether the layer has attention sinks, where its family knows them."""
+    num_attention_heads: int | None = None
+    mla: MlaShape | None = None
+
+
+OF_MODEL = frozenset({"num_attention_heads", "mla"})
+"""What a kind that leaves it out has as the model does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,14 +200,20 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         taken = mla.q_lora_rank
         if family.query_gate:
             queries, taken = queries + heads * shape.attention_gate, 2 * taken
-        rows.linear(f"{name}.{family.gate or 'q_b_proj'}", queries, taken, column(queries, heads))
+        projection = family.gate if family.query_gate else "q_b_proj"
+        rows.linear(f"{name}.{projection}", queries, taken, column(queries, heads))
     compressed("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank)
     rows.linear(f"{name}.kv_b_proj", keys_values, mla.kv_lora_rank, column(keys_values, heads))
     size = heads * mla.v_head_dim
     rows.linear(f"{name}.{family.output}", h, size, row(size, heads), bias=shape.attention_output_bias)
-    if shape.indexer is not None:
+    if family.rotated_norm:
+        rows.add(f"{name}.{family.rotated_norm}.weight", (mla.qk_rope_head_dim,), partial=True)
+    if shape.attention_gate and family.gate and not family.query_gate:
+        gates = heads * shape.attention_gate
+        rows.linear(f"{name}.{family.gate}", gates, h, column(gates, heads))
+    if shape.indexer is not None and (own := tuple(set(shape.indexer.layers) & set(rows.layers))):
         assert mla.q_lora_rank is not None, "an indexer takes the compressed queries"
-        _indexer(rows.of(shape.indexer.layers), f"{name}.indexer", h, mla.q_lora_rank, shape.indexer)
+        _indexer(rows.of(tuple(sorted(own))), f"{name}.indexer", h, mla.q_lora_rank, shape.indexer)
 
 
 def _gated_norms(rows: Rows, shape: ModelShape, family: Family) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from .indexer import IndexerShape
-from .layer_kind import KeysAndValues, LayerKind, LayerShape
+from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_runs import LayerRuns
+from .mla_shape import MlaShape as MlaShape
 from .recurrent.shape import RecurrentShape
 from .user_module import UserModule
 
@@ -26,23 +27,6 @@ class MoeShape:
     """Hidden width of that MLP."""
     first_moe_layer: int = 0
     """Layers before this one keep the dense MLP."""
-
-
-@dataclass(frozen=True, slots=True)
-class MlaShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    q_lora_rank: int | None
-    """None: queries are projected at once."""
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of one query or key head: the part without and the part with rotary position."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +121,18 @@ class ModelShape:
             yield self.attention_layers, self
         for kind in self.kinds:
             own = {one.name: getattr(kind.shape, one.name) for one in fields(LayerShape)}
+            # What a kind does not say is the model's.
+            own = {name: value for name, value in own.items() if value is not None or name not in OF_MODEL}
             yield kind.layers, replace(self, kinds=(), **own)
 
     def of_layer(self, layer: int) -> ModelShape:
         """A model all of whose layers are as this one."""
         return next((one for layers, one in self.by_kind if layer in layers), self)
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """How many query heads layers have, each count once, the largest first."""
+        return tuple(sorted({one.num_attention_heads for _, one in self.by_kind}, reverse=True))
 
     @property
     def kv_head_counts(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from parcompile.cost.context_time import context_fault
@@ -32,7 +33,10 @@ def _named(spec: Resolution) -> CpImplementation:
 
 def _heads(spec: Resolution) -> tuple[int, int]:
     """Query and key/value heads of a tensor-parallel rank."""
-    heads, kv_heads, tp = spec.shape.num_attention_heads, spec.shape.num_key_value_heads, spec.axis(Axis.TP)
+    kv_heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
+    heads = math.gcd(*spec.shape.head_counts) if spec.shape.kinds else spec.shape.num_attention_heads
+    if len(spec.shape.head_counts) > 1:
+        kv_heads = math.gcd(*spec.shape.kv_head_counts)
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise Unavailable("model")  # T001 or T002 speaks of it
     return heads // tp, max(1, kv_heads // tp)

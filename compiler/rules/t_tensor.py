@@ -21,7 +21,7 @@ _TP = ("parallelism", "tp")
 def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
     shape = spec.shape
-    sizes = [shape.num_attention_heads]
+    sizes = [*shape.head_counts] or [shape.num_attention_heads]
     if shape.recurrent is not None:
         sizes.append(shape.recurrent.units)
     if shape.moe is None or shape.moe.first_moe_layer:
@@ -94,7 +94,8 @@ def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
 )
 def heads_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when num_attention_heads % tp is not 0."""
-    heads, tp = spec.shape.num_attention_heads, spec.axis(Axis.TP)
+    tp = spec.axis(Axis.TP)
+    heads = next((one for one in spec.shape.head_counts if one % tp), spec.shape.num_attention_heads)
     if heads % tp:
         yield _indivisible(
             spec,

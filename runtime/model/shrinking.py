@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from parcompile.layout.stages import PipelineSplit
@@ -69,6 +69,7 @@ def shrunk(plan: Plan) -> Plan:
     changes = {name: value for key, value in changes.items() if (name := names.get(key, key)) is not None}
     # What rope_scaling says stands in rope_parameters too.
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
+    replaced |= {"per_layer_config"} if "use_dsa" in changes else set()
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
     model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
     axes = spec.parallelism
@@ -104,12 +105,23 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
         "num_attention_heads": fewer * ratio,
         "hidden_size": fewer * ratio * max(shape.hidden_size // heads, 1),
     }
-    if hasattr(config, "num_key_value_heads"):
+    if shape.kinds or hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])
+    found |= _windowed_latent(shape, fewer)
     if "head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim"):
         found["head_dim"] = shape.head_dim
     return found
+
+
+def _windowed_latent(shape: ModelShape, heads: int) -> dict[str, Any]:
+    """Where latent attention has other sizes in windows: those, under the keys of one kind, with as few heads."""
+    windows = [one for _, one in shape.by_kind if one.mla is not None and one.sliding_window]
+    if not shape.kinds or not windows or (mla := windows[0].mla) is None:
+        return {}
+    sizes = {**asdict(mla), "head_dim": mla.qk_head_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
+    # The list of kinds says which layers have an indexer.
+    return {"use_dsa": None, **{f"swa_{name}": value for name, value in sizes.items()}}
 
 
 def _state_space(plan: Plan, hidden: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ test_generation.py.
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
 from parcompile.runtime.ring_attention import (
     PackedCollator,
@@ -160,12 +162,50 @@ def test_a_bias_of_packed_documents_has_the_columns_of_the_documents() -> None:
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "indexer_types"),
         ("glm_moe_dsa", {"index_topk_pattern": "FX"}, "index_topk_pattern"),
         ("glm_moe_dsa", {"index_topk_freq": "2"}, "index_topk_freq"),
+        ("axk2", {"topk_group": None}, "n_group"),
+        ("axk2", {"mlp_layer_types": None, "moe_layer_freq": 2}, "moe_layer_freq"),
+        ("dots3_note_text", {"layer_types": ["indexed_attention"]}, "layer_types"),
+        ("dots3_note_text", {"layer_types": ["indexed_attention", "conv"]}, "layer_types"),
+        ("dots3_note_text", {"swa_num_key_value_heads": 1}, "swa_num_key_value_heads"),
+        ("dots3_note_text", {"mlp_layer_types": None, "moe_layer_freq": [0, 1, 0]}, "moe_layer_freq"),
+        ("dots3_note_text", {"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config.1."),
     ],
 )
 def test_what_an_indexer_cannot_be_built_from_is_refused_by_key(family: str, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelConfigError) as error:
         shape_from_config(tiny_config(family, **changes))
     assert error.value.key == key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_dsa": False},
+        {"layer_types": None, "num_hidden_layers": 6, "mlp_layer_types": None, "moe_layer_freq": [0, 0, *[1] * 4]},
+        {"layer_types": None, "use_sliding_window": False},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {
+            "swa_qk_rope_head_dim": 8,
+            "swa_head_dim": 14,
+            "moe_shared_expert_intermediate_size": 28,
+            "n_shared_experts": 3,
+        },
+    ],
+)
+def test_files_of_before_and_what_transformers_saves_of_them_describe_the_same_model(changes: dict[str, Any]) -> None:
+    from transformers import Dots3NoteForCausalLM, Dots3NoteTextConfig
+
+    config = tiny_config("dots3_note_text", **changes)
+    if "moe_layer_freq" in changes:
+        config |= {"first_k_dense_replace": 2}
+    built = Dots3NoteTextConfig(**{key: value for key, value in config.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = Dots3NoteForCausalLM(built)
+    expected = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    for one in (config, json.loads(built.to_json_string(use_diff=False))):
+        table = parameter_table(shape_from_config(one))
+        assert [(name, parameter.shape) for name, parameter in table.expanded()] == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from parcompile.model.family import Family
 from .alibi import ALIBI
 from .biased import BIASED
 from .dense import DENSE
+from .dots3 import DOTS3
 from .experts import EXPERTS
 from .gemma import GEMMA
 from .gpt import GPT
@@ -30,6 +31,7 @@ BUILT_IN: Mapping[str, Family] = {
     **SHARED_EXPERTS,
     **LATENT,
     **INDEXED,
+    **DOTS3,
     **LLAMA4,
     **HYBRIDS,
     **STATE_SPACE,

@@ -1,0 +1,146 @@
+"""dots3-note: latent attention of two widths, in windows and over the keys that an indexer chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from parcompile.model.family import Experts, Family, Latent, Refusal
+from parcompile.model.indexer import FULL, NONE, Indexer
+from parcompile.model.layer_kind import LayersError, LayerShape
+
+_INDEXED, _WINDOW, _WHOLE = "indexed_attention", "sliding_attention", "full_attention"
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_WINDOWED: Mapping[str, int] = {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 1024,
+    "head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 128,
+}
+"""Defaults of layers with a window (`Dots3NoteTextConfig`), under keys that begin with `swa_`."""
+
+
+def _kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The kind of each layer. Files of before have another name for layers with an indexer, and `use_dsa`."""
+    chooses = config.get("use_dsa", None if "per_layer_config" in config else True)
+    given = config.get("layer_types")
+    if given is None:
+        seeing = _WHOLE if chooses is False else _INDEXED
+        windows = config.get("use_sliding_window", True)
+        kinds = [seeing if not windows or layer < 2 or layer % 4 == 1 else _WINDOW for layer in range(num_layers)]
+    else:
+        kinds = list(given)
+    if len(kinds) != num_layers:
+        raise LayersError(
+            f"layer_types has {len(kinds)} entries for {num_layers} layers: write the kind of each", "layer_types"
+        )
+    if chooses is not None:
+        old, new = (_WHOLE, _INDEXED) if chooses else (_INDEXED, _WHOLE)
+        kinds = [new if kind == old else kind for kind in kinds]
+    if unknown := sorted(set(map(str, kinds)) - {_INDEXED, _WINDOW, _WHOLE}):
+        raise LayersError(
+            f"layer_types has {', '.join(unknown)}: the kinds of layers here are {_INDEXED}, {_WINDOW} and {_WHOLE}",
+            "layer_types",
+        )
+    return tuple(kinds)
+
+
+def _choosing(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    return tuple(FULL if kind == _INDEXED else NONE for kind in _kinds(config, num_layers))
+
+
+def _layer_shapes(config: Mapping[str, Any], common: LayerShape, num_layers: int) -> Sequence[LayerShape]:
+    kinds, given = _kinds(config, num_layers), config.get("per_layer_config")
+    window = config.get("sliding_window") or config.get("sliding_window_size", 512)
+    found = []
+    for layer, kind in enumerate(kinds):
+        if given is not None:
+            own, named = given.get(str(layer), given.get(layer, {})), f"per_layer_config.{layer}."
+        else:
+            own, named = _of_windows(config) if kind == _WINDOW else {}, "swa_"
+        found.append(_shape(own, named, common, window if kind == _WINDOW else None))
+    return found
+
+
+def _of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {name: config.get(f"swa_{name}", default) for name, default in _WINDOWED.items()}
+    found["qk_rope_head_dim"] = config.get("swa_qk_rope_head_dim", found["head_dim"] - found["qk_nope_head_dim"])
+    return found
+
+
+def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int | None) -> LayerShape:
+    """The shape of a layer that has these keys otherwise than the model."""
+    if unknown := sorted(set(own) - {*_HEADS, *_LATENT, "head_dim"}):
+        raise LayersError(f"{named}{unknown[0]} differs from the model's: layers may differ in their attention", named)
+    for name, value in own.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise LayersError(f"{named}{name} is {value!r}: it has to be a whole number of 1 or more", f"{named}{name}")
+    assert common.mla is not None
+    mla = replace(common.mla, **{name: own[name] for name in _LATENT if name in own})
+    heads = own.get("num_attention_heads", common.num_attention_heads)
+    kv_heads = own.get("num_key_value_heads", common.num_key_value_heads)
+    if heads != kv_heads:
+        raise LayersError(
+            f"{named}num_key_value_heads {kv_heads} is not num_attention_heads {heads}, as latent attention has it",
+            f"{named}num_key_value_heads",
+        )
+    return replace(
+        common,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=mla.v_head_dim,
+        sliding_window=window,
+        mla=mla,
+    )
+
+
+def _dense_between(config: Mapping[str, Any]) -> bool:
+    """Whether layers without experts stand behind one with them."""
+    every = config.get("moe_layer_freq", 1)
+    if config.get("mlp_layer_types") is not None:
+        return False
+    if isinstance(every, list | tuple):
+        return not all(every[config.get("first_k_dense_replace", 1) :])
+    return bool(every != 1)
+
+
+DOTS3: Mapping[str, Family] = {
+    "dots3_note_text": Family(
+        keys={"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
+        latent=Latent(1024, 512, 128, 64, 128),
+        indexer=Indexer(kinds=_choosing),
+        layer_shapes=_layer_shapes,
+        gate="g_proj",
+        gate_of_heads=lambda _: True,
+        rotated_norm="k_rope_only_layernorm",
+        experts=Experts(
+            router_first=False,
+            shared="shared_experts",
+            count=("n_routed_experts", 256),
+            count_alias="num_local_experts",
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 1536),
+            shared_count=("n_shared_experts", 1),
+            shared_width=("shared_experts_intermediate_size", 1536),
+            by_layer="mlp_layer_types",
+            dense_layers=("first_k_dense_replace", 1),
+        ),
+        refusals=(
+            Refusal(
+                "q_lora_rank",
+                lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
+                "it is null, and transformers compresses the queries of this type: write their width",
+            ),
+            Refusal(
+                "moe_layer_freq",
+                _dense_between,
+                "every layer from the first with experts on has to have them: a stage is counted by its first and last",
+            ),
+        ),
+    )
+}
