@@ -25,8 +25,10 @@ from parcompile.cost.measurements import Measurement
 NANOTRON, MEGATRON = "nanotron_h100_1b_3b.csv", "megatron_a100_3.6b_18.4b.csv"
 
 GOALS: Mapping[str, float] = {
-    "memory, mean absolute error": 0.10,
-    "fits or not": 0.97,
+    "memory, mean absolute error": 0.09,
+    "memory, median absolute error": 0.05,
+    "fits or not": 0.975,
+    "crashes predicted to fit": 0.01,
     "step time, mean absolute error": 0.08,
     "regret": 0.05,
     "interval, least coverage": 0.85,
@@ -35,8 +37,24 @@ GOALS: Mapping[str, float] = {
 """What is aimed at on models that were never fitted."""
 
 FLOORS: Mapping[str, Mapping[str, float]] = {
-    "1B -> 3B": {"memory": 0.109, "fits": 0.968, "time": 0.072, "memory coverage": 0.85, "time coverage": 0.85},
-    "3B -> 1B": {"memory": 0.107, "fits": 0.970, "time": 0.098, "memory coverage": 0.85, "time coverage": 0.85},
+    "1B -> 3B": {
+        "memory": 0.082,
+        "median": 0.045,
+        "fits": 0.971,
+        "unsafe": 0.005,
+        "time": 0.072,
+        "memory coverage": 0.85,
+        "time coverage": 0.85,
+    },
+    "3B -> 1B": {
+        "memory": 0.097,
+        "median": 0.078,
+        "fits": 0.982,
+        "unsafe": 0.012,
+        "time": 0.098,
+        "memory coverage": 0.85,
+        "time coverage": 0.85,
+    },
     "3.6B -> 18.4B": {"time": 0.064, "time coverage": 0.85},
     "18.4B -> 3.6B": {"time": 0.074, "time coverage": 0.85},
 }
@@ -104,27 +122,39 @@ def judge_all(runs: Mapping[str, Sequence[Measurement]], sets: Mapping[str, Coef
     }
 
 
+_GOALS = """Goals: memory ≤ 9 % in the mean and ≤ 5 % in the median, fits or not ≥ 97.5 %, crashes that were predicted
+to fit with a probability of 90 % and more in ≤ 1 % of cases, step time ≤ 8 %, coverage of the interval 85-95 %, regret
+≤ 5 % up to 16 nodes."""
+
 _COUNTED = """What is counted: memory on every run with a measured peak. *Fits or not* on these and on crashes that may
 have been of memory: a crash is left out when a larger micro-batch of the same layout ran, or ran with ZeRO 1 and left
 so much of the device empty that the optimizer state of ZeRO 0 (12 bytes of each parameter) would have left 20 % of it.
 Step time on layouts that took at most twice as long as the best of their model and number of nodes. Left out
-everywhere: rows whose batch contradicts their label, and runs with stages that have nothing to do."""
+everywhere: rows whose batch contradicts their label, runs with stages that have nothing to do, and runs with fewer
+micro-batches than stages but one, which nanotron's 1F1B refuses to start (none of 106 ran)."""
 
 _REGRET = """Regret: the share of the best measured throughput that the predicted choice loses, by model and nodes; a
-choice that crashed loses all of it. A layout is chosen when it fits with a probability of at least 90 %; among layouts
-within 8 % of the fastest prediction (the mean error) the simplest is taken."""
+choice that crashed loses all of it. A layout is chosen when it fits with a probability of at least 90 %. Its step
+counts over that probability, and with ZeRO 0 over several copies over 85 %, the share of such runs that did not crash
+for reasons that no file tells; among layouts within 8 % of the fastest (the mean error) the simplest is taken."""
 
 _MISSING = (
     """Memory: the runs fall into two kinds, as if two versions of the software had been measured. In one, the gathered
-    inputs of each block stay in memory, in the other they do not (`gathered` 1 or 0; nanotron's
+    inputs of the blocks stay in memory (with three stages and more: half of them), in the other they do not (nanotron's
     `tp_recompute_allgather`). No column of the file tells which; with tp 16 and 32 the two differ by a factor of 2.
-    If it were known of each run, the mean error would be {kinds}. The median is well below the mean.""",
-    """What is not blind: coefficients never see the judged model, but the form of the formulas and five settings of
-    the method (`TIE`, `SAFE`, `TRANSFER`, `PRIOR_WEIGHT`, `USABLE_SHARE`) were chosen while both models were in view.
+    How often each kind occurs is counted by class of layout (`KEEPING`), predicted is the kind with the least expected
+    error, and intervals and probabilities are those of the mixture. If the kind were known of each run, the mean error
+    would be {kinds}.""",
+    """Memory of 1B fitted on 3B: with tp 16 and 32, runs of 1B that keep gathered inputs hold about 60 kB more of each
+    token than the form says, and those of 3B do not.""",
+    """What is not blind: coefficients never see the judged model, but the form of the formulas, the classes of
+    `KEEPING` and seven settings of the method (`TIE`, `SAFE`, `TRANSFER`, `LEAST_SPREAD`, `PRIOR_WEIGHT`,
+    `USABLE_SHARE`, `UNSHARDED_RISK`) were chosen while both models were in view.
     A third model may err more.""",
     """Fits or not: crashes of other causes (time-outs, network) that no later run contradicts stay in.""",
-    f"""Regret beyond {QUIET_NODES} nodes, and on 8 nodes for 1B: equal layouts differ by factors of 2 to 20 from run to
-    run there (on 64 nodes 1B reaches 5 % of the peak at best), so that the best measured run is partly luck.""",
+    f"""Regret beyond {QUIET_NODES} nodes: no choice crashed. Equal layouts differ by factors of 2 to 20 from run to run
+    there: of 3B the best run reaches 4,045 tokens/s per GPU and the next best layout 1,692; the
+    same layout as the best, but with ZeRO 0, reaches 679. The best measured run is luck.""",
     """Megatron: 41 runs in all, and the file does not say which of them interleaved their stages.""",
     """Time of 1B fitted on 3B: small layers are bound by launches and bandwidth, which 3B shows little of; steps with 4
     stages, of which one holds the head alone, are predicted 18 % too long. The other direction, from small to large, is
@@ -136,6 +166,7 @@ _HEAD = (
     "memory, mean / median error",
     "90 % interval covers",
     "fits or not, right",
+    "crashes predicted to fit",
     "step time, mean / median error",
     "90 % interval covers",
 )
@@ -156,10 +187,10 @@ def page(judged: Mapping[str, Judgement]) -> str:
         memory = f"{_pc(one.memory_error)} / {_pc(one.memory_median)} of {one.memory_rows}" if one.memory_rows else "–"
         cover = _pc(one.memory_coverage) if one.memory_rows else "–"
         fits = f"{_pc(one.fits_share)} of {one.fits_rows}" if one.fits_rows else "–"
+        unsafe = _pc(one.unsafe_share) if one.fits_rows else "–"
         time = f"{_pc(one.time_error)} / {_pc(one.time_median)} of {one.time_rows}"
-        lines.append(_row([title, memory, cover, fits, time, _pc(one.time_coverage)]))
-    goals = "Goals: memory ≤ 10 %, fits or not ≥ 97 %, step time ≤ 8 %, coverage of the interval 85-95 %, regret ≤ 5 %."
-    lines += ["", goals, "", _filled(_COUNTED), "", _filled(_REGRET), ""]
+        lines.append(_row([title, memory, cover, fits, unsafe, time, _pc(one.time_coverage)]))
+    lines += ["", _filled(_GOALS), "", _filled(_COUNTED), "", _filled(_REGRET), ""]
     lines += [_row(["fitted -> judged", "nodes: regret"]), _row(["---", "---"])]
     for title, one in judged.items():
         shown = ", ".join(f"{nodes}: {_pc(value)}" for (_, nodes), value in one.regret.items())

@@ -150,8 +150,14 @@ def gpt_shape(layers: int, hidden: int, heads: int, vocab: int = 51200, position
 
 
 def is_possible(one: Measurement) -> bool:
-    """Whether every stage has something to do: nanotron cannot start otherwise, which says nothing about memory."""
-    stages = one.work.stages
-    used = sum(bool(stage.layers) or stage.has_head for stage in stages)
+    """Whether nanotron can start such a run at all: if not, that says nothing about memory.
+
+    Every stage has something to do, and there are at least as many micro-batches as stages but one: its engine for
+    1F1B asserts that (nanotron, parallel/pipeline_parallel/engine.py, `OneForwardOneBackwardPipelineEngine`).
+    """
+    work = one.work
+    if work.framework == "nanotron" and work.micro_batches < work.pp - 1:
+        return False
+    used = sum(bool(stage.layers) or stage.has_head for stage in work.stages)
     # The stage behind the head computes the loss.
-    return used >= len(stages) - 1
+    return used >= len(work.stages) - 1

@@ -12,7 +12,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
-from parcompile.cost.coefficients import MEMORY, TIME, Coefficient, CoefficientSet, Fit
+from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
@@ -86,7 +86,7 @@ def _names(paths: Sequence[Path]) -> str:
 
 def _text(found: CoefficientSet, bounds: Mapping[str, Coefficient], judged: Judgement | None) -> str:
     lines = []
-    for part, fit, table in (("memory", found.memory, MEMORY), ("time", found.time, bounds)):
+    for part, fit, table in (("memory", found.memory, {**MEMORY, **KEEPING}), ("time", found.time, bounds)):
         if fit is None:
             lines.append(f"{part}: too few measured runs, not fitted")
             continue
@@ -130,7 +130,9 @@ def read_set(path: Path) -> CoefficientSet:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise click.ClickException(f"{path} was not written by parcompile calibrate") from None
-    if more or not all(_complete(fit, table) for fit, table in ((found.memory, MEMORY), (found.time, TIME))):
+    if more or not all(
+        _complete(fit, table) for fit, table in ((found.memory, {**MEMORY, **KEEPING}), (found.time, TIME))
+    ):
         raise click.ClickException(f"{path} does not hold one complete set of coefficients")
     return found
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 from parcompile.units import GIB
 
-from .coefficients import MEMORY, Coefficient, CoefficientSet, Fit
+from .coefficients import KEEPING, MEMORY, Coefficient, CoefficientSet, Fit
 from .crashes import crashed_of_memory
-from .footprint import applied, footprint, is_safe, layout_class, memory_values, peak_bytes
+from .footprint import EVEN, SAFE, applied, footprint, is_safe, keeping_class, layout_class, peak_bytes
 from .measurements import Measurement
-from .memory_terms import memory_terms
+from .memory_terms import StageTerms, memory_terms
 from .rates import time_bounds
 from .step import step_seconds, step_terms, timing
-from .workload import Workload
+from .workload import FRAMEWORKS, Workload
 
 USABLE = 2.0
 """A layout is worth judging when it is at most this many times slower than the best of its group."""
@@ -42,6 +42,8 @@ TRANSFER = 1.04
 TRANSFER_OF_TIME = 1.1
 """The same for times, which depend on sizes in more ways: the intervals of a model a third or three times as large then
 cover about 90 %."""
+LEAST_SPREAD = 1.15
+"""However well a form fits the models that were measured: another one errs by as much."""
 TIE = 1.08
 """Layouts whose predictions differ by less than the mean error of a prediction cannot be told apart: the simpler one is
 chosen."""
@@ -91,22 +93,48 @@ def fit_memory(rows: Sequence[Measurement]) -> Fit:
 
     def residuals(values: Sequence[float]) -> list[float]:
         named = dict(zip(MEMORY, values, strict=True))
-        return [
-            peak_bytes(one.work, parts, applied(one.work, named)) / (one.peak_bytes or 1) - 1 for one, parts in terms
-        ]
+        return [_ratio_of_kind(one, parts, named)[1] - 1 for one, parts in terms]
 
     values = _fitted(residuals, MEMORY)
+    nearer = [(one, *_ratio_of_kind(one, parts, values)) for one, parts in terms]
+    values |= _keeping(
+        [(one.work, parts, keeps) for (one, parts), (_, keeps, _) in zip(terms, nearer, strict=True)], values
+    )
     ratios: dict[str, list[float]] = defaultdict(list)
-    for one, parts in terms:
-        ratios[layout_class(one.work)].append(
-            (one.peak_bytes or 0) / peak_bytes(one.work, parts, applied(one.work, values))
-        )
-    error = [abs(1 / ratio - 1) for members in ratios.values() for ratio in members]
+    for one, _, ratio in nearer:
+        ratios[layout_class(one.work)].append(1 / ratio)
+    error = [abs(ratio - 1) for _, _, ratio in nearer]
     spread = {name: quantiles(members) for name, members in ratios.items()}
     for name in ("tp<=4", "tp>4"):
         spread.setdefault(name, quantiles([ratio for members in ratios.values() for ratio in members]))
     found = Fit(values, spread, len(measured), sum(error) / len(error))
     return replace(found, limit_gib=_limit(rows, found))
+
+
+def _ratio_of_kind(one: Measurement, parts: Sequence[StageTerms], values: Mapping[str, float]) -> tuple[bool, float]:
+    """Which kind of run a measurement is nearer to, keeping gathered inputs or not, and predicted / measured then."""
+    named, measured = applied(one.work, values), one.peak_bytes or 1
+    if FRAMEWORKS[one.work.framework].varies:
+        found = [(keeps, peak_bytes(one.work, parts, named, keeps=keeps) / measured) for keeps in (True, False)]
+        return min(found, key=lambda pair: abs(pair[1] - 1))
+    return True, peak_bytes(one.work, parts, named, keeps=True) / measured
+
+
+TELLING = 1.08
+"""Kinds of a run that differ by less cannot be told apart by its peak."""
+
+
+def _keeping(
+    runs: Sequence[tuple[Workload, Sequence[StageTerms], bool]], values: Mapping[str, float]
+) -> dict[str, float]:
+    """How often runs of each class keep gathered inputs: by Laplace's rule, and even where no run tells."""
+    counted: dict[str, list[bool]] = {name: [True, False] for name in KEEPING}
+    for work, parts, keeps in runs:
+        named = applied(work, values)
+        more, less = (peak_bytes(work, parts, named, keeps=one) for one in (True, False))
+        if more > TELLING * less:
+            counted[keeping_class(work)].append(keeps)
+    return {name: sum(found) / len(found) for name, found in counted.items()}
 
 
 def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = None) -> Fit:
@@ -168,7 +196,7 @@ def quantiles(ratios: Sequence[float], transfer: float = TRANSFER) -> tuple[floa
         following = ordered[min(index + 1, len(ordered) - 1)]
         return ordered[index] + (place - index) * (following - ordered[index])
 
-    return at(0.05) / transfer, at(0.5), at(0.95) * transfer
+    return min(at(0.05) / transfer, 1 / LEAST_SPREAD), at(0.5), max(at(0.95) * transfer, LEAST_SPREAD)
 
 
 def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
@@ -180,14 +208,11 @@ def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
     device = ran[0].work.machine.memory_bytes
     if device is None:
         return None
-    sizes = {
-        flag: [peak_bytes(one.work, memory_terms(one.work), memory_values(one.work, found)) for one in members]
-        for flag, members in (("ran", ran), ("crashed", crashed))
-    }
+    fits = {flag: [footprint(one.work, found).within for one in rows] for flag, rows in (("ran", ran), ("no", crashed))}
 
     def right(share: float) -> int:
         limit = share * device
-        return sum(size <= limit for size in sizes["ran"]) + sum(size > limit for size in sizes["crashed"])
+        return sum(one(limit) >= EVEN for one in fits["ran"]) + sum(one(limit) < EVEN for one in fits["no"])
 
     low, usual, high = USABLE_SHARE
     candidates = [low + step / 100 for step in range(round(100 * (high - low)) + 1)]
@@ -206,6 +231,8 @@ class Judgement:
     """What the mean error would be if it were known of each run whether gathered inputs stay in memory."""
     fits_rows: int
     fits_share: float
+    unsafe_share: float
+    """Of these, crashes that were predicted to fit with the probability that a choice asks for (`SAFE`)."""
     time_rows: int
     time_error: float
     time_median: float
@@ -218,15 +245,18 @@ def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
     memory: list[tuple[float, bool]] = []
     kinds: list[float] = []
     fits: list[bool] = []
+    unsafe = 0
     if fitted.memory is not None:
         for one in rows:
             if one.peak_bytes:
-                kinds.append(_nearer_kind(one.work, one.peak_bytes, fitted.memory))
+                kinds.append(abs(_ratio_of_kind(one, memory_terms(one.work), fitted.memory.values)[1] - 1))
                 found = footprint(one.work, fitted.memory)
                 low, high = found.interval_bytes
                 memory.append((found.peak.total_bytes / one.peak_bytes - 1, low <= one.peak_bytes <= high))
                 fits.append(found.fits is not False)
-        fits += [footprint(one.work, fitted.memory).fits is False for one in crashed_of_memory(rows)]
+        crashed = [footprint(one.work, fitted.memory) for one in crashed_of_memory(rows)]
+        fits += [one.fits is False for one in crashed]
+        unsafe = sum(map(is_safe, crashed))
     time: list[tuple[float, bool]] = []
     if fitted.time is not None:
         for one in usable(rows):
@@ -238,17 +268,9 @@ def judge(rows: Sequence[Measurement], fitted: CoefficientSet) -> Judgement:
         memory_error_of_kinds=sum(kinds) / max(len(kinds), 1),
         fits_rows=len(fits) if any(one.crashed for one in rows) else 0,
         fits_share=sum(fits) / max(len(fits), 1),
+        unsafe_share=unsafe / max(len(fits), 1),
         **dict(zip(("time_rows", "time_error", "time_median", "time_coverage"), _summary(time), strict=True)),  # type: ignore[arg-type]
         regret=regret(rows, fitted) if fitted.time is not None else {},
-    )
-
-
-def _nearer_kind(work: Workload, measured: float, fitted: Fit) -> float:
-    """The error of whichever fits better: all gathered inputs kept, or none."""
-    terms, values = memory_terms(work), applied(work, fitted.values)
-    return min(
-        abs(peak_bytes(work, terms, {**values, "gathered": share, "gathered_pipeline": share}) / measured - 1)
-        for share in (0.0, 1.0)
     )
 
 
@@ -262,12 +284,26 @@ def _summary(found: Sequence[tuple[float, bool]]) -> tuple[int, float, float, fl
 def picked(members: Sequence[Measurement], fitted: CoefficientSet) -> Measurement | None:
     """The run that the predictions choose among those that are predicted to fit; None when none is."""
     assert fitted.time is not None
-    fitting = [one for one in members if fitted.memory is None or is_safe(footprint(one.work, fitted.memory))]
-    seconds = {id(one): timing(one.work, fitted.time).step.seconds for one in fitting}
-    if not seconds:
+    expected = {}
+    for one in members:
+        probability = 1.0 if fitted.memory is None else footprint(one.work, fitted.memory).probability
+        if probability is None or probability >= SAFE:
+            expected[id(one)] = expected_seconds(one.work, timing(one.work, fitted.time).step.seconds, probability)
+    if not expected:
         return None
-    close = [one for one in fitting if seconds[id(one)] <= TIE * min(seconds.values())]
-    return min(close, key=lambda one: (simplicity(one.work), seconds[id(one)]))
+    close = [one for one in members if expected.get(id(one), math.inf) <= TIE * min(expected.values())]
+    return min(close, key=lambda one: (simplicity(one.work), expected[id(one)]))
+
+
+UNSHARDED_RISK = 0.15
+"""Share of runs with ZeRO 0 over several copies that crashed although they were predicted to fit (5 % of 3B, 27 % of
+1B); of ZeRO 1 it is 1 to 2 %, most of which the probability to fit knows of."""
+
+
+def expected_seconds(work: Workload, seconds: float, probability: float | None) -> float:
+    """What a choice goes by: the step over the probability that the layout runs at all."""
+    runs = 1.0 if probability is None else probability
+    return seconds / runs / (1 - UNSHARDED_RISK if work.zero_stage == 0 and work.dp > 1 else 1.0)
 
 
 def simplicity(work: Workload) -> tuple[int, ...]:
@@ -280,13 +316,16 @@ def simplicity(work: Workload) -> tuple[int, ...]:
 def regret(rows: Sequence[Measurement], fitted: CoefficientSet) -> dict[Group, float]:
     """For each model and number of nodes, the share of the best measured throughput that the choice loses.
 
-    A choice that crashed loses all of it.
+    A choice that crashed loses all of it. Of several runs of a layout the best counts: what was chosen is the layout.
     """
     found = {}
     for key, members in sorted(groups(rows).items()):
-        rates = {id(one): one.work.tokens_per_step / one.step_seconds for one in members if one.step_seconds}
+        rates: dict[Workload, float] = defaultdict(float)
+        for one in members:
+            if one.step_seconds:
+                rates[one.work] = max(rates[one.work], one.work.tokens_per_step / one.step_seconds)
         if not rates:
             continue
         choice = picked(members, fitted)
-        found[key] = 1 - (rates.get(id(choice), 0.0) if choice else 0.0) / max(rates.values())
+        found[key] = 1 - (rates.get(choice.work, 0.0) if choice else 0.0) / max(rates.values())
     return found

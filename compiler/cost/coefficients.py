@@ -27,14 +27,21 @@ MEMORY: Mapping[str, Coefficient] = {
     "base_gib": Coefficient(0.3, 0.0, 1.5, "GiB that the framework holds before the first layer"),
     "attention": Coefficient(2.5, 1.0, 3.2, "copies of queries, keys, values and output: 1 fused, 3 eager with rotary"),
     "mlp": Coefficient(1.1, 1.0, 1.34, "copies of the MLP's width: 1 compiled, 4/3 with the activation's output kept"),
-    "gathered": Coefficient(0.8, 0.0, 1.0, "share of gathered block inputs that is kept, without pipeline"),
-    "gathered_pipeline": Coefficient(0.1, 0.0, 1.0, "the same with a pipeline"),
     "logits": Coefficient(7.0, 4.0, 12.0, "bytes of a logit: 2 + 4 (fp32 copy) + 4 (its gradient) + 2"),
     "logits_kept": Coefficient(2.0, 0.0, 4.0, "bytes of a logit of the previous micro-batch that is still held"),
     "weights_extra": Coefficient(1.0, 0.0, 4.0, "bytes of a parameter beyond weights and gradients (ZeRO 1)"),
     "unsharded_extra": Coefficient(1.0, 0.0, 3.0, "bytes of a parameter beyond weights, gradients, optimizer (ZeRO 0)"),
 }
 """Of the memory of a rank."""
+
+KEEPING: Mapping[str, Coefficient] = {
+    "keeps": Coefficient(0.5, 0.0, 1.0, "share of runs that keep gathered block inputs: without pipeline"),
+    "keeps_wide": Coefficient(0.5, 0.0, 1.0, "the same on 64 nodes and more, with tp up to 16"),
+    "keeps_pair": Coefficient(0.5, 0.0, 1.0, "the same with two stages"),
+    "keeps_pipeline": Coefficient(0.5, 0.0, 1.0, "the same with more stages"),
+    "keeps_wide_pipeline": Coefficient(0.5, 0.0, 1.0, "the same with stages, on 64 nodes and more or with tp above 16"),
+}
+"""How often runs keep what tensor-parallel ranks gathered, by class of layout: counted, since no run says it."""
 
 TIME: Mapping[str, Coefficient] = {
     "matmul": Coefficient(0.65, 0.4, 0.85, "share of the peak rate that matrix products reach"),
@@ -121,12 +128,11 @@ FUSED = {
     "base_gib": 1.0,
     "attention": 1.0,
     "mlp": 1.0,
-    "gathered": 0.0,
-    "gathered_pipeline": 0.0,
     "logits": 10.0,
     "logits_kept": 0.0,
     "weights_extra": 0.0,
     "unsharded_extra": 0.0,
+    **dict.fromkeys(KEEPING, 0.0),
 }
 """Memory by the formulas alone, for frameworks with fused kernels: nothing of it is fitted."""
 

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from parcompile.layout.grid import Axis
 from parcompile.units import GIB, MIB
 
-from .coefficients import FUSED, Fit, default_memory
+from .coefficients import FUSED, KEEPING, Fit, default_memory
 from .memory_terms import StageTerms, memory_terms
 from .workload import FRAMEWORKS, Workload
 
 COUNTED = {
     "attention": 1.0,
     "mlp": 1.0,
-    "gathered": 1.0,
-    "gathered_pipeline": 1.0,
     "logits_kept": 0.0,
     "weights_extra": 0.0,
     "unsharded_extra": 0.0,
+    **dict.fromkeys(KEEPING, 1.0),
 }
 """For the runtime, whose memory is counted and not fitted: of the coefficients only the framework's base is left."""
 
@@ -33,6 +32,8 @@ SAFE = 0.9
 """A layout is chosen when it fits with at least this probability; below it, a spec is warned of."""
 HOPELESS = 0.05
 """Below this probability a layout is refused."""
+EVEN = 0.5
+WIDE_NODES, WIDE_TP = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,15 @@ STATIC = ("weights", "gradients", "master weights", "optimizer state", "reduce b
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of one kind of run in bytes, with its 90 % interval."""
+
+    share: float
+    size: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """The memory of a layout: every stage, the interval of the fullest one, and whether it fits."""
 
@@ -70,6 +80,12 @@ class Footprint:
     interval_bytes: tuple[float, float]
     limit_bytes: float | None
     probability: float | None
+    kinds: tuple[Peak, ...] = ()
+    """The peak of each kind of run, where a framework has several."""
+
+    def within(self, limit: float) -> float:
+        """The probability that the peak stays within `limit`."""
+        return _within(self.kinds, limit)
 
     @property
     def peak(self) -> RankMemory:
@@ -83,17 +99,52 @@ class Footprint:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the prediction is within the limit; None where no limit is known."""
-        return None if self.limit_bytes is None else self.peak.total_bytes <= self.limit_bytes
+        """Whether the peak is rather within the limit than above it; None where no limit is known."""
+        return None if self.probability is None else self.probability >= EVEN
 
 
-def stage_components(work: Workload, terms: StageTerms, values: Mapping[str, float]) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the ways in which a framework may run a layout, and how likely it is."""
+
+    share: float
+    keeps: bool
+    """Whether block inputs that were gathered over tp stay in memory until the backward pass."""
+
+
+def kinds(work: Workload, values: Mapping[str, float]) -> tuple[Kind, ...]:
+    """The kinds of runs of a layout, the likelier first."""
+    share = values[keeping_class(work)] if work.sequence_parallel else 0.0
+    found = (Kind(share, keeps=True), Kind(1 - share, keeps=False))
+    return tuple(sorted((one for one in found if one.share > 0), key=lambda one: -one.share))
+
+
+def keeping_class(work: Workload) -> str:
+    """The name in `KEEPING` under which layouts like this one are counted."""
+    if work.pp == 1:
+        return "keeps_wide" if work.nodes >= WIDE_NODES and work.tp <= WIDE_TP else "keeps"
+    if work.nodes >= WIDE_NODES or work.tp > WIDE_TP:
+        return "keeps_wide_pipeline"
+    return "keeps_pair" if work.pp == 2 else "keeps_pipeline"
+
+
+def _kept_share(work: Workload, *, keeps: bool) -> float:
+    """The share of gathered block inputs that is in memory: runs of nanotron with three stages and more keep half.
+
+    That is measured, of both models and of 4 to 16 stages; two blocks of a layer gather, so one of them keeps.
+    """
+    half = FRAMEWORKS[work.framework].varies and work.pp > 2
+    return keeps * (0.5 if half else 1.0)
+
+
+def stage_components(
+    work: Workload, terms: StageTerms, values: Mapping[str, float], *, keeps: bool
+) -> dict[str, float]:
     """The components of one stage in bytes."""
     extra = values["weights_extra"] if work.zero_stage >= 1 else values["unsharded_extra"]
-    kept = values["gathered"] if work.pp == 1 else values["gathered_pipeline"]
     repeated = values["logits_kept"] if work.micro_batches > 1 else 0.0
     activations = terms.stream + values["attention"] * terms.attention + values["mlp"] * terms.mlp
-    activations += kept * terms.gathered
+    activations += _kept_share(work, keeps=keeps) * terms.gathered
     logits = (values["logits"] + repeated) * terms.logit_elements + terms.waiting_logits
     return {
         "weights": terms.weights,
@@ -110,12 +161,11 @@ def stage_components(work: Workload, terms: StageTerms, values: Mapping[str, flo
     }
 
 
-def peak_bytes(work: Workload, terms: Sequence[StageTerms], values: Mapping[str, float]) -> float:
+def peak_bytes(work: Workload, terms: Sequence[StageTerms], values: Mapping[str, float], *, keeps: bool) -> float:
     """The fullest stage in bytes: what a fit compares with a measurement."""
     extra = values["weights_extra"] if work.zero_stage >= 1 else values["unsharded_extra"]
-    kept = values["gathered"] if work.pp == 1 else values["gathered_pipeline"]
     logit = values["logits"] + (values["logits_kept"] if work.micro_batches > 1 else 0.0)
-    attention, mlp = values["attention"], values["mlp"]
+    attention, mlp, kept = values["attention"], values["mlp"], _kept_share(work, keeps=keeps)
     best = 0.0
     for one in terms:
         total = one.weights + one.gradients + one.master + one.optimizer + one.bucket + extra * one.parameters
@@ -154,17 +204,63 @@ def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
     """
     fitted = fit or default_memory()
     values = memory_values(work, fit)
-    stride = work.stride(Axis.PP)
-    stages = tuple(
-        RankMemory(one.stage, one.stage * stride, stage_components(work, one, values)) for one in memory_terms(work)
-    )
-    fullest = max(stages, key=lambda one: one.total_bytes)
-    peak, interval = fullest.total_bytes, stage_interval(work, fullest, fitted)
+    stride, terms = work.stride(Axis.PP), memory_terms(work)
+    mixed = [
+        (
+            kind.share,
+            tuple(
+                RankMemory(one.stage, one.stage * stride, stage_components(work, one, values, keeps=kind.keeps))
+                for one in terms
+            ),
+        )
+        for kind in kinds(work, values)
+    ]
+    peaks = tuple(Peak(share, *_of_fullest(work, stages, fitted)) for share, stages in mixed)
+    stages = mixed[_likely(peaks)][1]
+    interval = _interval(peaks)
     device = work.machine.memory_bytes
     if device is None or not work.names_machine:
-        return Footprint(stages, interval, None, None)
+        return Footprint(stages, interval, None, None, peaks)
     limit = usable_bytes(device, fitted)
-    return Footprint(stages, interval, limit, fit_probability(peak, interval, limit))
+    return Footprint(stages, interval, limit, _within(peaks, limit), peaks)
+
+
+def _of_fullest(work: Workload, stages: Sequence[RankMemory], fit: Fit) -> tuple[float, tuple[float, float]]:
+    fullest = max(stages, key=lambda one: one.total_bytes)
+    return fullest.total_bytes, stage_interval(work, fullest, fit)
+
+
+def _likely(peaks: Sequence[Peak]) -> int:
+    """The kind to predict: that with the least expected error, relative to what is then measured."""
+
+    def expected(index: int) -> float:
+        return sum(one.share * abs(peaks[index].size / one.size - 1) for one in peaks)
+
+    return min(range(len(peaks)), key=expected)
+
+
+def _within(peaks: Sequence[Peak], limit: float) -> float:
+    """The probability that the peak, of whichever kind, stays within `limit`."""
+    return sum(one.share * fit_probability(one.size, one.interval, limit) for one in peaks)
+
+
+def _interval(peaks: Sequence[Peak]) -> tuple[float, float]:
+    """The 90 % interval over all kinds."""
+    if len(peaks) == 1:
+        return peaks[0].interval
+    low, high = min(one.interval[0] for one in peaks), max(one.interval[1] for one in peaks)
+    return _quantile(peaks, 0.05, low / 2, high), _quantile(peaks, 0.95, low, high * 2)
+
+
+def _quantile(peaks: Sequence[Peak], share: float, low: float, high: float) -> float:
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _within(peaks, middle) < share else (low, middle)
+    return math.sqrt(low * high)
+
+
+HALVINGS = 24
+"""Of the range in which a quantile is looked for."""
 
 
 def stage_interval(work: Workload, stage: RankMemory, fit: Fit | None = None) -> tuple[float, float]:

@@ -37,7 +37,8 @@ class Framework:
     `scatters_exchange`: a tp rank hands its share of the hidden states to the next stage, whose ranks gather them
     (arXiv 2104.04473, section 4.1), also where sequence parallelism has not split them. `overlaps_exchange`: sends and
     receives run behind the passes, except while the pipeline fills and drains. `overlaps_gradients`: gradients are
-    reduced behind the last backward pass, and sharded weights gathered behind the first forward pass.
+    reduced behind the last backward pass, and sharded weights gathered behind the first forward pass. `varies`: whether
+    gathered inputs stay in memory is a setting that measured runs do not tell.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Framework:
     scatters_exchange: bool = False
     overlaps_exchange: bool = False
     overlaps_gradients: bool = False
+    varies: bool = False
 
     def recomputes_attention(self, recompute: str) -> bool:
         """Whether attention is computed again in backward; selective recomputation is that of scores."""
@@ -56,7 +58,7 @@ class Framework:
 FRAMEWORKS = MappingProxyType(
     {
         "deepspeed": Framework("deepspeed", "eager", keeps_attention=True, overlaps_exchange=True),
-        "nanotron": Framework("nanotron", "eager"),
+        "nanotron": Framework("nanotron", "eager", varies=True),
         "megatron": Framework(
             "megatron", "fused", scatters_exchange=True, overlaps_exchange=True, overlaps_gradients=True
         ),

@@ -1,7 +1,8 @@
 """Ranks candidates by predicted time under the memory limit, and says of every other one why it lost.
 
 The best is exact among those enumerated: every candidate is predicted in its fastest execution. Only predictions
-are uncertain, which is why layouts within `TIE` of the fastest count as equal and the simplest of them is chosen.
+are uncertain: a step counts over the probability that the layout fits, and of those within `TIE` of the fastest the
+simplest is chosen.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.cost.calibration import TIE, simplicity
+from parcompile.cost.calibration import TIE, expected_seconds, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
 from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
@@ -36,6 +37,11 @@ class Ranked:
     def seconds(self) -> float:
         """The predicted step."""
         return self.time.step.seconds
+
+    @property
+    def expected_seconds(self) -> float:
+        """The same over the probability that it fits: what the choice goes by."""
+        return expected_seconds(self.candidate.work, self.seconds, self.memory.probability)
 
     @property
     def peak_bytes(self) -> float:
@@ -145,7 +151,8 @@ def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResul
     safe = sorted((one for one in ranked if one.is_safe), key=lambda one: (one.seconds, one.candidate.name))
     tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.candidate.name))
     if safe:
-        close = [one for one in safe if one.seconds <= TIE * safe[0].seconds]
+        least = min(one.expected_seconds for one in safe)
+        close = [one for one in safe if one.expected_seconds <= TIE * least]
         best = min(close, key=lambda one: (simplicity(one.candidate.work), one.seconds, one.peak_bytes))
         safe = [best, *(_lost(one, best) for one in safe if one is not best)]
     return SearchResult(tuple(safe), tuple(_unsafe(one) for one in tight), tuple(refused))
@@ -155,6 +162,9 @@ def _lost(one: Ranked, best: Ranked) -> Ranked:
     reason = _slower(one.time.step, best.time.step)
     if reason is not None:
         return replace(one, reason=reason)
+    if TIE * one.seconds < best.seconds:
+        gain, chance = 1 - one.seconds / best.seconds, one.memory.probability or 0.0
+        return replace(one, reason=f"{gain:.1%} faster, but fits with probability {chance:.0%} only")
     tied = _tied(one.time.step, best.time.step)
     if one.peak_bytes > 1.005 * best.peak_bytes:
         return replace(one, reason=f"{tied}; uses {format_bytes(one.peak_bytes)}, not {format_bytes(best.peak_bytes)}")
