@@ -204,8 +204,7 @@ def _user_module_columns(work: Workload, module: UserModule, passes: int, activa
 
 def routed_layers(shape: ModelShape, stage: Stage) -> int:
     """Layers of a stage that have experts."""
-    first = shape.num_hidden_layers if shape.moe is None else shape.moe.first_moe_layer
-    return len(range(max(first, stage.layers.start), stage.layers.stop))
+    return shape.routed(stage.layers)
 
 
 def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:

@@ -54,10 +54,21 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
 
 def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     """The mean of a layer that attends and one that carries a state, as often as the model has each."""
+    if shape.blocks is not None:
+        return _matmul_parameters_of_blocks(shape) / shape.num_hidden_layers
     whole = layer_matmul_parameters(shape, moe=moe)
     if shape.recurrent is None:
         return whole
     return whole + _instead(shape) / shape.num_hidden_layers
+
+
+def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
+    """Of all layers, where each is one block."""
+    attention, every = attention_matmul_parameters(shape), range(shape.num_hidden_layers)
+    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
+    total: float = len(shape.attention_layers) * attention + states * mixer_parameters(shape)
+    total += shape.dense(every) * (layer_matmul_parameters(shape) - attention)
+    return total + shape.routed(every) * (layer_matmul_parameters(shape, moe=True) - attention)
 
 
 def _instead(shape: ModelShape) -> int:
@@ -84,11 +95,13 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
 
 def moe_layers(shape: ModelShape) -> int:
     """Layers with routed experts."""
-    return shape.num_hidden_layers - shape.moe.first_moe_layer if shape.moe else 0
+    return shape.routed(range(shape.num_hidden_layers))
 
 
 def matmul_parameters(shape: ModelShape) -> float:
     """Parameters of the whole model that multiply each token, head included; of layers that run again, again."""
+    if shape.blocks is not None:
+        return shape.vocab_size * shape.hidden_size + _matmul_parameters_of_blocks(shape)
     sparse = moe_layers(shape)
     layers = shape.num_hidden_layers - sparse if shape.runs is None else shape.runs.counted
     total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size

@@ -74,15 +74,14 @@ def memory_terms(work: Workload) -> list[StageTerms]:
         held = work.in_flight(index)
         tokens = work.local_tokens
         moe_layers = routed_layers(work.shape, stage)
-        dense_layers = len(stage.layers) - moe_layers - untrained
-        kept = {
-            part: (dense_layers * getattr(dense, part) + moe_layers * getattr(sparse, part)) * tokens * held
-            for part in ("stream", "attention", "mlp", "gathered")
-        }
+        trained, attending = len(stage.layers) - untrained, work.shape.attending(stage.layers)
+        dense_layers = work.shape.dense(stage.layers) - untrained
+        counts = {"stream": trained, "attention": attending - untrained, "gathered": trained}
+        kept = {part: count * getattr(dense, part) * tokens * held for part, count in counts.items()}
+        kept["mlp"] = (dense_layers * dense.mlp + moe_layers * sparse.mlp) * tokens * held
         choice = choice_bytes(work, stage) if work.framework == "deepspeed" else 0.0
         states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
-        instead = kept_bytes(work) - dense.attention * tokens * (work.shape.attending(stage.layers) < len(stage.layers))
-        kept["attention"] += states * instead * held
+        kept["attention"] += states * kept_bytes(work) * held
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
         in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
@@ -90,9 +89,16 @@ def memory_terms(work: Workload) -> list[StageTerms]:
             # Each layer's input is kept; one layer at a time is recomputed whole.
             one = sparse if moe_layers else dense
             layers = bool(stage.layers)
-            attending = work.shape.attending(stage.layers)
             kept = {part: getattr(one, part) * tokens * layers for part in kept}
-            kept["attention"] += max(0.0, instead) if states else 0.0
+            carried = kept_bytes(work) if states else 0.0
+            if work.shape.blocks is not None:
+                # A layer is one block: the largest counts.
+                kept["attention"] = max(kept["attention"] * (attending > 0), carried)
+                kept["mlp"] *= dense_layers + moe_layers > 0
+                kept["attention" if kept["mlp"] > kept["attention"] else "mlp"] = 0.0
+            else:
+                beside = attending == len(stage.layers)
+                kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.hidden_size * work.element_bytes / share
             kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held

@@ -68,7 +68,7 @@ def rank_parameters(
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    if shape.recurrent is not None or shape.kinds or shape.shares_choices:
+    if shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices:
         return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))

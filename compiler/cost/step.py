@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import find_accelerator
+from parcompile.model.shape import ModelShape
 
-from .activations import layer_bytes, score_bytes
+from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time
 from .context_time import ContextCost, context_cost, state_seconds
 from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
@@ -135,7 +136,7 @@ def step_terms(work: Workload) -> StepTerms:
     attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
     # Every tp rank runs the whole of an indexer, forward only.
     attention += work.tp * index_flops_per_token(shape, work.sequence_length) * tokens
-    passed = again * (kept.total - kept.gathered)
+    passed = again * _passed(shape, kept)
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
@@ -149,7 +150,8 @@ def step_terms(work: Workload) -> StepTerms:
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
-    rows = collectives * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
+    routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks is not None else 1
+    rows = collectives * routed * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
     tp_calls = crossings * (2 if work.sequence_parallel else 1)
     if work.ep > 1 and work.expert_slices > 1:
@@ -179,6 +181,15 @@ def step_terms(work: Workload) -> StepTerms:
         node_latency_seconds=machine.node_link.latency_seconds,
         network_latency_seconds=machine.network_link.latency_seconds,
     )
+
+
+def _passed(shape: ModelShape, kept: LayerBytes) -> float:
+    """Bytes of a token that the kernels of a layer pass on; of layers that are one block each, the mean."""
+    if shape.blocks is None:
+        return kept.total - kept.gathered
+    attending = len(shape.attention_layers) / shape.num_hidden_layers
+    wide = (len(shape.blocks.mlp) + len(shape.blocks.experts)) / shape.num_hidden_layers
+    return kept.stream + attending * kept.attention + wide * kept.mlp
 
 
 def bandwidth(terms: StepTerms, stride: int, ranks: int, values: Mapping[str, float]) -> float:

@@ -58,6 +58,7 @@ CORRECTED = frozenset(
         "lfm2_moe",
         "minimax_m2",
         "minimax_m3_vl_text",
+        "nemotron_h",
         "solar_open",
     )
 )
@@ -158,7 +159,6 @@ _NEAREST = {
     "deepseek_v4": "deepseek_v3",
     "kimi_linear": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
-    "nemotron_h": "nemotron",
     "jamba": "mixtral",
     "hy_v4": "hy_v3",
     "zamba2": "llama",

@@ -58,6 +58,8 @@ class Experts:
     correction_dims: int = 1
     bias: bool = False
     """Each expert's two projections have a bias."""
+    gated: bool = True
+    """The first projection gives a gate too."""
     transposed: bool = False
     """Stored as [experts, in, out]."""
     interleaved: bool = False
@@ -199,6 +201,10 @@ class Family:
     """The shape of each layer, where they differ: from the configuration, what it says for all, and their number."""
     layer_inputs: Callable[[Mapping[str, Any]], LayerInputs | None] | None = None
     """The second embedding, of which every layer gets a part."""
+    layer_blocks: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
+    never_tied: bool = False
+    """The class ties its head to the embedding in no configuration."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

@@ -13,6 +13,7 @@ from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
+from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
@@ -67,7 +68,9 @@ def shape_from_config(config: Config) -> ModelShape:
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
     norms = family.norms_of(config)
-    layers = read.size("num_hidden_layers")
+    block_kinds = _block_kinds(family, config)
+    blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
+    layers = read.size("num_hidden_layers") if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
     shape = ModelShape(
         model_type=name,
@@ -79,7 +82,7 @@ def shape_from_config(config: Config) -> ModelShape:
         intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size("max_position_embeddings"),
-        tie_word_embeddings=family.is_on("tie_word_embeddings", config),
+        tie_word_embeddings=not family.never_tied and family.is_on("tie_word_embeddings", config),
         rotary=not (family.positions or family.fixed_positions),
         alibi=family.is_on(family.alibi, config),
         gated_mlp=family.gated,
@@ -96,11 +99,12 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
         sliding_window=_sliding_window(config, family),
-        moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config) else None,
+        moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config, blocks) else None,
         mla=mla,
         indexer=_indexer(read, family, config),
-        recurrent=_recurrent(read, family, config),
         runs=runs,
+        recurrent=_recurrent(read, family, config, layers),
+        blocks=blocks,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
     )
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
@@ -120,15 +124,26 @@ def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:
     return found
 
 
-def _has_experts(family: Family, config: Config) -> bool:
+def _block_kinds(family: Family, config: Config) -> tuple[str, ...] | None:
+    if family.layer_blocks is None:
+        return None
+    try:
+        return family.layer_blocks(config)
+    except LayerListError as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _has_experts(family: Family, config: Config, blocks: LayerBlocks | None) -> bool:
+    if blocks is not None:
+        return bool(blocks.experts)
     return family.experts is not None and (not family.experts.switch or family.is_on(family.experts.switch, config))
 
 
-def _recurrent(read: _Reader, family: Family, config: Config) -> RecurrentShape | None:
+def _recurrent(read: _Reader, family: Family, config: Config, layers: int) -> RecurrentShape | None:
     if family.recurrent is None:
         return None
     try:
-        return recurrent_shape(family.recurrent, config, read.size("num_hidden_layers"), read.size)
+        return recurrent_shape(family.recurrent, config, layers, read.size)
     except LayerListError as error:
         raise ModelConfigError(str(error), error.key) from error
 

@@ -241,6 +241,12 @@ def _indexer(rows: Rows, name: str, hidden: int, query_rank: int, shape: Indexer
 
 
 def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:
+    if shape.blocks is not None:
+        if shape.blocks.mlp:
+            _mlp(rows, shape, family, family.mlp, shape.intermediate_size, shape.blocks.mlp)
+        if shape.blocks.experts:
+            _experts(rows, shape, family, shape.blocks.experts)
+        return
     beside = family.experts is not None and family.experts.beside_mlp
     first_moe, count = len(rows.layers), len(rows.layers)
     if shape.moe is not None and not beside:
@@ -290,7 +296,7 @@ def _experts_of_layer(rows: Rows, shape: ModelShape, family: Family) -> None:
         rows.norm(name, h)
 
 
-def _experts(rows: Rows, shape: ModelShape, family: Family, layers: range) -> None:
+def _experts(rows: Rows, shape: ModelShape, family: Family, layers: Layers) -> None:
     moe, names = shape.moe, family.experts
     assert moe is not None
     assert names is not None
@@ -328,7 +334,10 @@ def _experts(rows: Rows, shape: ModelShape, family: Family, layers: range) -> No
     # Pairs of a gate and an up column stay together where they alternate.
     up = (Part(2 * f, f),) if names.interleaved else (Part(f, f), Part(f, f))
     across, along = (2, 1) if names.transposed else (1, 2)
-    expert("gate_up_proj", (experts, h, 2 * f) if names.transposed else (experts, 2 * f, h), Split(across, up))
+    if names.gated:
+        expert("gate_up_proj", (experts, h, 2 * f) if names.transposed else (experts, 2 * f, h), Split(across, up))
+    else:
+        expert("up_proj", (experts, f, h), Split(1, (Part(f, f),)))
     if names.bias:
         expert("gate_up_proj_bias", (experts, 2 * f), Split(1, up))
     expert("down_proj", (experts, f, h) if names.transposed else (experts, h, f), Split(along, (Part(f, f),)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from .indexer import IndexerShape
+from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_runs import LayerRuns
 from .mla_shape import MlaShape as MlaShape
@@ -85,6 +86,8 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """Where layers differ: all layers, by kind. Dimensions that differ are those of the configuration above."""
     layer_inputs: LayerInputs | None = None
+    blocks: LayerBlocks | None = None
+    """Where a layer is one block: which are of which kind."""
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     indexer: IndexerShape | None = None
@@ -100,19 +103,37 @@ class ModelShape:
     def attention_layers(self) -> range | tuple[int, ...]:
         """The layers that attend."""
         every = range(self.num_hidden_layers)
+        if self.blocks is not None:
+            return self.blocks.attention
         if self.recurrent is None or self.recurrent.beside_attention:
             return every
         return tuple(layer for layer in every if layer not in set(self.recurrent.layers))
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
+        if self.blocks is not None:
+            return _count(self.blocks.attention, layers)
         instead = self.recurrent is not None and not self.recurrent.beside_attention
         return len(layers) - (self.recurrent.count(layers) if self.recurrent is not None and instead else 0)
 
     @property
     def blocks_per_layer(self) -> int:
         """Blocks that take a layer's hidden states in and give a part of a sum: attention and MLP, mostly."""
+        if self.blocks is not None:
+            return 1
         return 3 if self.recurrent is not None and self.recurrent.beside_attention else 2
+
+    def routed(self, layers: range) -> int:
+        """How many of these layers have routed experts."""
+        if self.moe is None:
+            return 0
+        if self.blocks is not None:
+            return _count(self.blocks.experts, layers)
+        return len(range(max(self.moe.first_moe_layer, layers.start), layers.stop))
+
+    def dense(self, layers: range) -> int:
+        """How many of these layers have an MLP that is no mixture of experts."""
+        return len(layers) - self.routed(layers) if self.blocks is None else _count(self.blocks.mlp, layers)
 
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
@@ -162,3 +183,7 @@ class ModelShape:
     def has_moe(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return self.moe is not None
+
+
+def _count(numbers: tuple[int, ...], layers: range) -> int:
+    return sum(number in layers for number in numbers)

@@ -24,7 +24,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     sizes = [*shape.head_counts] or [shape.num_attention_heads]
     if shape.recurrent is not None:
         sizes.append(shape.recurrent.units)
-    if shape.moe is None or shape.moe.first_moe_layer:
+    if shape.dense(range(shape.num_hidden_layers)):
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
@@ -157,7 +157,7 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
     widths = []
-    if shape.moe is None or shape.moe.first_moe_layer:
+    if shape.dense(range(shape.num_hidden_layers)):
         experts = FAMILIES[shape.model_type].experts
         widths.append((experts.dense_width[0] if experts else "intermediate_size", shape.intermediate_size))
     if shape.moe is not None:

@@ -17,7 +17,7 @@ _OWN = "local_params"
 """The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
 
 _GATHERED = "colwise_gather_output"
-_COLUMN = ("colwise", _GATHERED, "packed_colwise")
+_COLUMN = ("colwise", _GATHERED, "packed_colwise", "embedding_rowwise")
 _ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
 _PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused

@@ -123,7 +123,7 @@ def why_not(name: str, outermost: Any, slices: Slices) -> str:
 def _is_transposed(parameter: Parameter) -> bool:
     """Whether a stack is [experts, in, out]: tp cuts outputs of the first projection and inputs of the second."""
     dim = None if parameter.split is None else parameter.split.dim
-    return dim == (2 if parameter.name.endswith("gate_up_proj") else 1)
+    return dim == (2 if parameter.name.endswith("up_proj") else 1)
 
 
 def by_stack(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

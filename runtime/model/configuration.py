@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.model.architecture import architecture
+from parcompile.model.architecture import FLOAT, architecture
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
@@ -164,15 +164,25 @@ def _read(values: Mapping[str, Any], where: str) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise RunError("building the model needs transformers: pip install 'parcompile[hf]'", everywhere=True) from None
-    values = architecture(copy.deepcopy(dict(values)))  # some classes complete the objects inside in place
-    family = values.pop("model_type", None)
+    # A copy: some classes complete the objects inside in place.
+    own: dict[str, Any] = _numbers(architecture(copy.deepcopy(dict(values))))
+    family = own.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise RunError(f"transformers does not know the model type {family!r} of {where}", everywhere=True)
     try:
-        return CONFIG_MAPPING[family](**values)
+        return CONFIG_MAPPING[family](**own)
     except Exception as error:  # the classes raise what they like
         reason = str(error).strip().partition("\n")[0]
         raise RunError(f"transformers does not take the configuration of {where}: {reason}", everywhere=True) from error
+
+
+def _numbers(value: Any) -> Any:
+    """A configuration with the numbers that JSON has no name for, which transformers writes as objects."""
+    if isinstance(value, dict):
+        if value.keys() == {FLOAT}:
+            return float(value[FLOAT])
+        return {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _values(config: Any) -> dict[str, Any]:

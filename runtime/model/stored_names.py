@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_BACKBONE = "backbone."
+"""What stands for `model.` in files of Nemotron-H."""
+
 Opener = Callable[[str], Any]
 """From the name of a stored tensor to its safetensors slice."""
 
@@ -40,6 +43,7 @@ _RENAMED = (
 _EXPERTS = (
     # the model's name, where the experts lie, their parts in order
     (r"\.experts\.gate_up_proj$", ".experts.{}", ("gate_proj", "up_proj")),
+    (r"\.experts\.up_proj$", ".experts.{}", ("up_proj",)),
     (r"\.experts\.down_proj$", ".experts.{}", ("down_proj",)),
     (r"\.experts\.gate_up_proj$", ".experts.{}", ("w1", "w3")),
     (r"\.experts\.down_proj$", ".experts.{}", ("w2",)),
@@ -52,6 +56,8 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     """The slice of a tensor under the model's name, and the stored tensors that it is made of; None: there is none."""
     if name in stored:
         return opened(name), {name}
+    if name.startswith("model.") and any(one.startswith(_BACKBONE) for one in stored):
+        return stored_as(_BACKBONE + name.removeprefix("model."), stored, opened)
     for pattern, replacement in _RENAMED:
         other = re.sub(pattern, replacement, name)
         if other != name and other in stored:

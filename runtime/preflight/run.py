@@ -46,12 +46,17 @@ def chosen_ranks(plan: Plan) -> tuple[int, ...]:
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     """The ranks whose step differs: the first, the last, and the first of every stage that is like none before it."""
     grid, spec = plan.groups.grid, plan.spec
-    moe = spec.model.shape.moe
-    sparse_from = spec.model.shape.num_hidden_layers if moe is None else moe.first_moe_layer
     kinds: dict[tuple[object, ...], int] = {}
     for index, stage in enumerate(spec.stages):
-        dense = len(range(stage.layers.start, min(stage.layers.stop, sparse_from)))
-        key = len(stage.layers), dense, spec.model.shape.attending(stage.layers), stage.has_embedding, stage.has_head
+        shape = spec.model.shape
+        key = (
+            len(stage.layers),
+            shape.dense(stage.layers),
+            shape.routed(stage.layers),
+            spec.model.shape.attending(stage.layers),
+            stage.has_embedding,
+            stage.has_head,
+        )
         kinds.setdefault(key, grid.rank({"pp": index}))
     return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))
 

@@ -51,7 +51,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("deepseek_v32", "keys chosen by an indexer"),
         ("deepseek_v4", "an indexer chooses the keys"),
         ("deepseek_v4", "nearest type that works: deepseek_v3"),
-        ("nemotron_h", "state-space layers"),
+        ("zamba2", "state-space layers"),
         ("kimi_k2", "kimi_k2 works: its layers are those of deepseek_v3, as which it is planned and trained"),
         ("bart", "encoder-decoder"),
         ("gemma3", "text part: gemma3_text, which works and is trained alone"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from parcompile.cost.flops import matmul_parameters
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
+from parcompile.plan import compile_plan
+from parcompile.rules import check
+from parcompile.spec.resolve import Resolution
 
 GRANITE_TINY: dict[str, Any] = {
     "model_type": "granitemoehybrid",
@@ -95,6 +100,90 @@ def test_ranks_have_heads_of_their_own_and_what_one_group_shares() -> None:
     assert layout.ranges[1] == ((768, 1536), (3840, 4608), (6144, 6272), (6272, 6400), (6412, 6424))
     assert layout.replicas == 4
     assert repeated_ranges(fused, layout) == ((1536, 1792),)
+
+
+NEMOTRON_H_8B: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "time_step_limit": [0.0, float("inf")],
+    "vocab_size": 131072,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_NANO_30B = {
+    **NEMOTRON_H_8B,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "billions"),
+    [(NEMOTRON_H_8B, (24, 4, 24, 0), 8.10), (NEMOTRON_NANO_30B, (23, 6, 0, 23), 31.58)],
+    ids=["nemotron-h-8b", "nemotron-3-nano-30b-a3b"],
+)
+def test_a_layer_may_be_one_block(config: dict[str, Any], kinds: tuple[int, ...], billions: float) -> None:
+    shape, every = shape_from_config(config), range(52)
+    assert shape.recurrent is not None
+    counts = len(shape.recurrent.layers), shape.attending(every), shape.dense(every), shape.routed(every)
+    assert counts == kinds
+    assert shape.blocks_per_layer == 1
+    table = parameter_table(shape)
+    assert table.numel / 1e9 == pytest.approx(billions, abs=0.02)
+    assert len([name for name, _ in table.expanded() if name.endswith(".norm.weight") and "mixer" not in name]) == 52
+    # Biases, convolutions and norms multiply no token; of the experts those that a token visits do.
+    visited = sum(one.numel * one.count for one in table if ".experts." in one.name) * (1 - 6 / 128) if kinds[3] else 0
+    embedding = 131072 * config["hidden_size"]
+    assert matmul_parameters(shape) == pytest.approx(table.numel - visited - embedding, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 50}, "num_hidden_layers 50 is not the 52 layers of hybrid_override_pattern"),
+        ({"hybrid_override_pattern": "M-X", "num_hidden_layers": 3}, "hybrid_override_pattern has X: the kinds are"),
+        ({"layers_block_type": ["mamba", "conv"], "num_hidden_layers": 2}, "layers_block_type has conv: the kinds"),
+        ({"moe_latent_size": 512, "hybrid_override_pattern": "ME*-" * 13}, "moe_latent_size: experts of a projection"),
+        ({"sliding_window": 512}, "sliding_window: transformers' layers have no window"),
+    ],
+)
+def test_lists_of_blocks_that_do_not_fit_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        shape_from_config({**NEMOTRON_H_8B, **changes})
+    assert str(caught.value).startswith(reason)
+    assert caught.value.key in changes
+
+
+def test_numbers_without_a_name_in_json_stand_in_a_plan_as_transformers_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H_8B), encoding="utf-8")
+    tree = {
+        "version": 1,
+        "model": {"hf_config": "config.json"},
+        "cluster": {"gpus_per_node": 8, "accelerator": "h100-sxm"},
+        "parallelism": {"tp": 8},
+        "training": {"sequence_length": 4096, "global_batch_size": 8},
+    }
+    resolution = Resolution(tree, folder=tmp_path)
+    plan = compile_plan(resolution.spec(), tree, check(resolution))
+    written = json.dumps(plan.spec.model.hf_config, allow_nan=False)
+    assert '"time_step_limit": [0.0, {"__float__": "Infinity"}]' in written
 
 
 FALCON: dict[str, Any] = {

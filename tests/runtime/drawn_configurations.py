@@ -206,7 +206,7 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
     switches = {keys.convolution_bias[0], keys.input_bias[0], keys.output_bias[0]} | set((keys.norm or ())[:1])
     return {
         keys.heads[0]: heads,
-        keys.head_dim[0]: "auto",
+        keys.head_dim[0]: "auto" if keys.expand else choose.choice([4, 6]),
         keys.groups[0]: choose.choice([1, 1, 4]),
         keys.state[0]: choose.choice([3, 6]),
         keys.kernel[0]: choose.choice([2, 3, 4]),
@@ -230,6 +230,11 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         choose.shuffle(attends)
         if states.beside_attention:
             return {}
+        if FAMILIES[family].layer_blocks is not None:
+            others = ["mlp", "moe", "full_attention"]
+            kinds = [states.word, choose.choice(others)] if layers == 2 else [states.word, *others]
+            choose.shuffle(kinds)
+            return {"layers_block_type": kinds}
         if states.layers_key:
             return {states.layers_key: ["full_attention" if one else states.word for one in attends]}
         return {states.attending_key: [layer for layer, one in enumerate(attends) if one]}

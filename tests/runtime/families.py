@@ -313,6 +313,22 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.5,
         "lm_head_multiplier": 0.5,
     },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 6,
+        "chunk_size": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 1.5,
+        "rescale_prenorm_residual": False,
+    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "num_local_experts": 4,
@@ -479,7 +495,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
-    *("bamba", "falcon_h1", "granitemoehybrid"),
+    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
     *("glm_moe_dsa", "axk2", "dots3_note_text"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text", "gemma4_unified_text", "lfm3", "hrm_text"),

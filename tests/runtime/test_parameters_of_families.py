@@ -78,6 +78,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
     config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})
     config.update({"num_hidden_layers": 2} if family == "olmo_hybrid" else {})
+    config.update({"num_hidden_layers": 4} if family == "nemotron_h" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None

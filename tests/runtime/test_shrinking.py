@@ -101,9 +101,13 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     if (states := FAMILIES[family].recurrent) is not None:
         more = {"layer_types": ([states.word] * 3 + ["full_attention"]) * 2}
         if states.layers_key == "":
-            more = {states.attending_key: [3, 7]}
+            more = {states.attending_key: [3, 7]} if states.attending_key else {}
+        if FAMILIES[family].layer_blocks is not None:
+            more = {"layers_block_type": [states.word, "mlp", "full_attention", "moe"] * 2}
         if states.state_space is not None:
             more |= {states.state_space.heads[0]: 32, states.state_space.head_dim[0]: "auto"}
+            if states.state_space.expand is None:
+                more |= {states.state_space.head_dim[0]: 8, states.state_space.groups[0]: 4}
         more |= {"linear_num_key_heads": 4} if "linear_num_key_heads" in tiny_config(family) else {}
     if "mlp_layer_types" in tiny_config(family):
         more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}

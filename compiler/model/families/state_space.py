@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.layer_blocks import STATE, nemotron_kinds
 from parcompile.model.recurrent import Recurrent, RecurrentKind, StateSpaceKeys
 
 from .traits import defaults_of
@@ -16,6 +18,11 @@ _MAMBA2 = Recurrent(
     every_key=None,
     state_space=StateSpaceKeys(),
 )
+
+
+def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
+    return tuple(number for number, kind in enumerate(nemotron_kinds(config)) if kind == STATE)
+
 
 STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
@@ -60,6 +67,64 @@ STATE_SPACE: Mapping[str, Family] = {
             ),
         ),
         defaults=defaults_of(8),
+    ),
+    "nemotron_h": Family(
+        embedding="embeddings",
+        final_norm="norm_f",
+        order=("norms", "attention", "mlp"),
+        attention="mixer",
+        mlp="mixer",
+        up=("up_proj",),
+        gated=False,
+        norms=("norm",),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias="mlp_bias",
+        never_tied=True,
+        layer_blocks=nemotron_kinds,
+        recurrent=Recurrent(
+            RecurrentKind.MAMBA2,
+            module="mixer",
+            layers_key="",
+            by_default=_states_of_nemotron,
+            state_space=StateSpaceKeys(
+                heads=("mamba_num_heads", 128),
+                head_dim=("mamba_head_dim", 64),
+                groups=("n_groups", 8),
+                state=("ssm_state_size", 128),
+                kernel=("conv_kernel", 4),
+                chunk=("chunk_size", 128),
+                expand=None,
+                convolution_bias=("use_conv_bias", True),
+                input_bias=("use_bias", False),
+                output_bias=("use_bias", False),
+            ),
+        ),
+        experts=Experts(
+            block="mixer",
+            router_first=False,
+            gated=False,
+            shared="shared_experts",
+            count=("n_routed_experts", 8),
+            count_alias="num_local_experts",
+            per_token=("num_experts_per_tok", 2),
+            width=("moe_intermediate_size", 7688),
+            shared_width=("moe_shared_expert_intermediate_size", 7688),
+            dense_width=("intermediate_size", 21504),
+        ),
+        refusals=(
+            Refusal(
+                "moe_latent_size",
+                lambda config: config.get("moe_latent_size") is not None and "moe" in nemotron_kinds(config),
+                "experts of a projection of the hidden states are not described: it has to be null",
+            ),
+            Refusal(
+                "sliding_window",
+                lambda config: config.get("sliding_window") is not None,
+                "transformers' layers have no window: remove it",
+            ),
+        ),
+        defaults=defaults_of(8, 128),
     ),
     "granitemoehybrid": Family(
         order=("norms", "mlp", "attention"),

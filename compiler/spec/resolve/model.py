@@ -12,6 +12,7 @@ from typing import Any
 from parcompile import schema
 from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import padded_vocab_size
+from parcompile.model.architecture import portable
 from parcompile.model.catalogue import ALIKE
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -54,7 +55,7 @@ class ModelValues(ParallelismValues):
     def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
         path = self.folder / relative
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = portable(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config") from None
         except (ValueError, RecursionError) as error:

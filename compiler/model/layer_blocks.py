@@ -1,0 +1,57 @@
+"""Models whose layers are one block each: attention, a recurrence, an MLP or a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .recurrent.problems import LayerListError
+
+STATE, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlocks:
+    """The numbers of the layers of each kind; all others carry a state."""
+
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    experts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[str]) -> LayerBlocks:
+        """From the kind of each layer."""
+        attention, mlp, experts = (
+            tuple(number for number, kind in enumerate(kinds) if kind == one) for one in (ATTENTION, MLP, EXPERTS)
+        )
+        return cls(attention, mlp, experts)
+
+
+_LETTERS = {"M": STATE, "E": EXPERTS, "*": ATTENTION, "-": MLP}
+_OLDER = {"mamba": STATE, "attention": ATTENTION}
+_BY_DEFAULT = (STATE, EXPERTS, ATTENTION, MLP)
+
+
+def nemotron_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kind of each layer of a Nemotron-H: a list, or a pattern with a letter for each layer.
+
+    Raises:
+        LayerListError: a kind that nobody knows, or another number of layers than `num_hidden_layers` says.
+    """
+    pattern_key = "hybrid_override_pattern"
+    key = next((one for one in ("layers_block_type", "layer_types", pattern_key) if config.get(one) is not None), "")
+    given = config.get(key, _BY_DEFAULT)
+    if not isinstance(given, str if key == pattern_key else list | tuple) or not given:
+        raise LayerListError(f"{key} is {given!r}: write the kind of each layer", key)
+    known = _LETTERS if key == pattern_key else {**_OLDER, **{kind: kind for kind in _BY_DEFAULT}}
+    if unknown := sorted({str(one) for one in given} - set(known)):
+        raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are {', '.join(known)}", key)
+    count = config.get("num_hidden_layers")
+    if count not in (None, len(given)):
+        raise LayerListError(
+            f"num_hidden_layers {count} is not the {len(given)} layers of {key or 'a file without a list of layers'}, "
+            "which transformers builds",
+            "num_hidden_layers",
+        )
+    return tuple(known[one] for one in given)
