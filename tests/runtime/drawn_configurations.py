@@ -289,9 +289,10 @@ def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, An
         }
     width = changes.get("head_dim", 32 // changes.get("num_attention_heads", 4))
     width = changes.get("qk_rope_head_dim", width)
-    if all(isinstance(value, dict) for value in rope.values()):
-        # One set of parameters for each kind of layer.
-        return {"rope_parameters": {kind: _kind_of_rope(choose, value, width) for kind, value in rope.items()}}
+    if all(isinstance(value, dict | None) for value in rope.values()):
+        # One set of parameters for each kind of layer; none for those without positions.
+        found = {kind: value and _kind_of_rope(choose, value, width) for kind, value in rope.items()}
+        return {"rope_parameters": found}
     found = _kind_of_rope(choose, rope, width)
     if family != "phi3":
         return {"rope_parameters": found}
