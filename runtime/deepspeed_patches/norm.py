@@ -26,8 +26,10 @@ def norm_at_once(optimizer: Any) -> None:
     def norm(norm_type: int = 2) -> Any:
         gradients, parameters = [], []
         for group, held in enumerate(optimizer.params_in_partition):
-            gradients += optimizer.averaged_gradients[group]
-            parameters += held
+            own = [one for one in optimizer.averaged_gradients[group] if not getattr(one, "_zero_padding", False)]
+            # DeepSpeed pairs what it is given by place, and does not mark the padding at the end of every group.
+            gradients += own[: len(held)]
+            parameters += held[: len(own)]
         return combine_grad_norm_groups([optimizer.get_grad_norm_direct(gradients, parameters)], norm_type=norm_type)
 
     optimizer.scaled_global_norm = norm

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 from parcompile.runtime import deepspeed_patches
+from parcompile.runtime.deepspeed_patches.norm import norm_at_once
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 MODULES = {file.relative_to(RUNTIME).with_suffix("").as_posix(): file for file in RUNTIME.rglob("*.py")}
@@ -101,3 +105,30 @@ def test_the_modules_that_the_lists_name_exist() -> None:
 def test_the_lists_were_read_off_the_version_that_is_installed() -> None:
     (version,) = re.findall(r"Read off DeepSpeed (\d+\.\d+\.\d+)", deepspeed_patches.__doc__ or "")
     assert deepspeed.__version__.partition("+")[0] == version
+
+
+def test_the_norm_pairs_gradients_with_parameters_where_a_group_ends_with_padding() -> None:
+    """DeepSpeed pairs them by place and marks not all of its padding: none may push the next group's along."""
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    marked = torch.zeros(1)
+    marked._zero_padding = True  # type: ignore[attr-defined]
+    given: list[Any] = []
+
+    def norm(gradients: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        given.extend(zip(gradients, parameters, strict=True))
+        return torch.ones(())
+
+    optimizer = SimpleNamespace(
+        params_in_partition=[weights[:1], weights[1:]],
+        averaged_gradients={0: [torch.ones(3), torch.zeros(1)], 1: [marked, torch.full((2,), 2.0)]},
+        get_grad_norm_direct=norm,
+        scaled_global_norm=None,
+    )
+    norm_at_once(optimizer)
+    optimizer.scaled_global_norm()
+    assert [
+        (gradient.tolist(), parameter is own) for (gradient, parameter), own in zip(given, weights, strict=True)
+    ] == [
+        ([1.0] * 3, True),
+        ([2.0] * 2, True),
+    ]
