@@ -49,7 +49,6 @@ WRITTEN = {
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
 WORDS = (
     ("indexer", r"Indexer\b"),
-    ("gated_delta_net", r"gated_delta_rule|chunk_kda"),
     ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
     ("short_convolution", r"causal_conv1d"),
 )

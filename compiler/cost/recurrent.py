@@ -29,7 +29,10 @@ STATE_BYTES = 4
 def mixer_parameters(shape: ModelShape) -> int:
     """Parameters of such a layer, its MLP left out, that multiply each token."""
     one = shape.recurrent
-    return 0 if one is None else shape.hidden_size * (one.projected + one.values)
+    if one is None:
+        return 0
+    # Gates by way of a few features have a second projection.
+    return shape.hidden_size * (one.projected + one.values) + 2 * one.gate_rank * one.values
 
 
 def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
@@ -111,6 +114,13 @@ def kept_bytes(work: Workload) -> float:
         return work.micro_batch * pieces * length * one.heads * of_head / work.tp
     tokens = work.micro_batch * pieces * -(-length // chunk) * chunk
     values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
+    if one.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
+        # Counted the same way: three numbers of each channel with each token of the chunk, 59 bytes and two numbers in
+        # the type of the weights, times 4, of each key, 6 fp32 numbers of each value; of each row of the chunk's system
+        # the rows before it; and a state of each chunk.
+        of_head = (12 * chunk + 59 + 8 * width) * one.key_dim + 24 * values + STATE_BYTES * one.key_dim * values / chunk
+        of_head += 4 * (chunk - 1) * (2 * chunk - 1) / 6 + 750
+        return tokens * one.heads * of_head / work.tp
     of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * chunk + 9))
     of_token += one.heads * (24 * values + 5 * width * one.value_dim)
     # Where a piece may receive a state, its values and its output too have these columns: half of the pieces' worth.

@@ -83,6 +83,7 @@ class Experts:
     """The key of the shared expert's width."""
     shared_count: tuple[str, int] | None = None
     """The key of the number of shared experts, each as wide as the others."""
+    shared_alias: str | None = None
     dense_layers: tuple[str, int] | None = None
     """The key of how many first layers keep the dense MLP."""
     dense_by_default: int = 0
@@ -103,7 +104,7 @@ class Experts:
 class Latent:
     """Defaults of multi-head latent attention's keys. The query rank may be None: queries are not compressed."""
 
-    q_lora_rank: int = 1536
+    q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64

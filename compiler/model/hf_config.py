@@ -279,7 +279,15 @@ def _sliding_window(config: Config, family: Family) -> int | None:
 
 def _moe(read: _Reader, experts: Experts) -> MoeShape:
     width = read.size(*experts.width)
-    shared = read.number(*experts.shared_count) if experts.shared_count else 0
+    shared = 0
+    if experts.shared_count:
+        alias = experts.shared_alias
+        shared = read.number(*experts.shared_count)
+        if alias is not None and read.has(alias):
+            if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
+                message = f"{experts.shared_count[0]} and {alias} are the same key, and differ"
+                raise ModelConfigError(message, alias)
+            shared = read.number(alias, 0)
     if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]
         raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
@@ -330,5 +338,6 @@ def _first_moe_layer(read: _Reader, experts: Experts) -> int:
 def _mla(read: _Reader, latent: Latent, width: int) -> MlaShape:
     defaults = {**asdict(latent), "v_head_dim": latent.v_head_dim or width}
     sizes = {name: read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
-    rank = None if read.is_null("q_lora_rank") else read.size("q_lora_rank", latent.q_lora_rank)
+    at_once = read.is_null("q_lora_rank") or (latent.q_lora_rank is None and not read.has("q_lora_rank"))
+    rank = None if at_once else read.size("q_lora_rank", latent.q_lora_rank)
     return MlaShape(q_lora_rank=rank, **sizes)

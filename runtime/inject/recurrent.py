@@ -172,6 +172,7 @@ def _gated_delta(
 _SEAMS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta,
+    "chunk_kimi_delta_attention": _gated_delta,
     "mamba2_chunk_scan": state_space_scan,
     "mamba2_split_conv1d_scan_combined": fused_layer,
 }

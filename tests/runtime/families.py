@@ -79,6 +79,18 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": 67,
 }
 
+_KIMI_DELTA = {
+    **{key: value for key, value in _LATENT.items() if key != "q_lora_rank"},
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
+
 _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "ministral": {"head_dim": 8, **_MIXED},
@@ -276,6 +288,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         **_GATED_DELTA,
     },
+    "kimi_linear": {**_KIMI_DELTA, "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None},
+    "bailing_hybrid": {**_KIMI_DELTA, "head_dim": 6},
     "minimax": {
         "head_dim": 10,
         "num_local_experts": 4,
@@ -494,7 +508,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 ONE_LAYOUT = (
-    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax"),
+    *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax", "kimi_linear", "bailing_hybrid"),
     *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
     *("glm_moe_dsa", "axk2", "dots3_note_text"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),

@@ -15,6 +15,7 @@ from parcompile.model.presets import Preset, presets
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
+NEVER_TIED = ("kimi_linear", "bailing_hybrid")
 REFUSED = (("stablelm", "qk_layernorm"),)
 REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
@@ -38,7 +39,7 @@ def check(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_a_table_lists_what_the_model_registers(family: str) -> None:
-    for tied in (None, True, False):
+    for tied in (None, False) if family in NEVER_TIED else (None, True, False):
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
 
 
@@ -85,6 +86,83 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     if FAMILIES[family].layer_shapes:
         window = None  # the last layer is a full one
     assert shape_from_config(config).sliding_window == window
+
+
+_EVERY_EIGHTH = [*(["linear_attention"] * 7), "full_attention"]
+PUBLISHED_HYBRIDS: dict[str, dict[str, Any]] = {
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": {
+        "model_type": "kimi_linear",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 163840,
+        "model_max_length": 1048576,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 72,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": True,
+        "routed_scaling_factor": 2.446,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [one for one in range(1, 27) if one % 4],
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "inclusionAI/Ling-3.0-Flash": {
+        "model_type": "bailing_hybrid",
+        "hidden_size": 2560,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 32,
+        "vocab_size": 157184,
+        "max_position_embeddings": 262144,
+    },
+    "MiniMaxAI/MiniMax-Text-01-hf": {
+        "model_type": "minimax",
+        "hidden_size": 6144,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 200064,
+        "max_position_embeddings": 10240000,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 2,
+        "block_size": 256,
+        "layer_types": _EVERY_EIGHTH * 10,
+        "linear_attn_alpha_factor": 3.5565588200778455,
+        "pad_token_id": None,
+    },
+    "allenai/Olmo-Hybrid-7B": {
+        "model_type": "olmo_hybrid",
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "vocab_size": 100352,
+        "max_position_embeddings": 65536,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_HYBRIDS)
+def test_a_table_lists_what_published_hybrids_register(name: str) -> None:
+    check(PUBLISHED_HYBRIDS[name])
 
 
 _SIZES_OF_OLMO = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -361,6 +439,22 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index: dense layers behind those with experts"),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval: it has to be 1"),
         ("axk1", {"mlp_layer_types": None, "moe_layer_freq": 2}, "moe_layer_freq: it has to be 1"),
+        (
+            "kimi_linear",
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings: transformers ties no weights of this type",
+        ),
+        (
+            "kimi_linear",
+            {"n_shared_experts": 3},
+            "num_shared_experts and n_shared_experts are the same key, and differ",
+        ),
+        ("bailing_hybrid", {"q_lora_rank": 12}, "q_lora_rank: transformers' class projects queries at once"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1]}},
+            "linear_attn_config: full_attn_layers and kda_layers have to name each of the 2 layers once",
+        ),
         ("olmo_hybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types: transformers builds no such model"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_experts and num_local_experts are the same key, and differ"),
     ],
@@ -419,6 +513,14 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
         ("axk1", {"mlp_layer_types": None, "first_k_dense_replace": 0}),
         ("minimax_m3_vl_text", {"mlp_layer_types": None}),
         ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+        ("kimi_linear", {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 9, "q_lora_rank": 12}),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 4, "head_dim": 10, "short_conv_kernel_size": 3}}),
+        (
+            "bailing_hybrid",
+            {"layer_types": None, "layer_group_size": 3, "num_hidden_layers": 4, "mlp_layer_types": None},
+        ),
+        ("bailing_hybrid", {"short_conv_kernel_size": 2, "attention_bias": True}),
+        ("minimax", {"layer_types": None, "head_dim": None, "num_hidden_layers": 3}),
         ("olmo_hybrid", {"layer_types": None, "num_hidden_layers": 9, **dict.fromkeys(_SIZES_OF_OLMO)}),
         ("olmo_hybrid", {"layer_types": None, "num_hidden_layers": 3, "linear_value_head_dim": None}),
     ],

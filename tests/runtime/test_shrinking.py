@@ -108,9 +108,9 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
             more |= {states.state_space.heads[0]: 32, states.state_space.head_dim[0]: "auto"}
             if states.state_space.expand is None:
                 more |= {states.state_space.head_dim[0]: 8, states.state_space.groups[0]: 4}
-        more |= {"linear_num_key_heads": 4} if "linear_num_key_heads" in tiny_config(family) else {}
+        more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}
     if "mlp_layer_types" in tiny_config(family):
-        more = {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
+        more |= {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
     plan = family_plan(family, 8, {"tp": 4, "pp": 2}, **(wide | sizes | special | mixed | more))
     plan = replace(plan, spec=replace(plan.spec, training=replace(plan.spec.training, sequence_length=1024)))
     small = shrunk(plan)

@@ -17,6 +17,7 @@ from .gemma import GEMMA
 from .gpt import GPT
 from .hybrids import HYBRIDS
 from .indexed import INDEXED
+from .kimi_delta import KIMI_DELTA
 from .latent import LATENT
 from .llama4 import LLAMA4
 from .shared_experts import SHARED_EXPERTS
@@ -34,6 +35,7 @@ BUILT_IN: Mapping[str, Family] = {
     **DOTS3,
     **LLAMA4,
     **HYBRIDS,
+    **KIMI_DELTA,
     **STATE_SPACE,
     **GEMMA,
 }
