@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parcompile.model.parameters import parameter_table
 from parcompile.units import GIB
 
 from .coefficients import KEEPING, MEMORY, Coefficient, CoefficientSet, Fit
@@ -20,7 +21,7 @@ from .footprint import EVEN, SAFE, applied, footprint, is_safe, keeping_class, l
 from .measurements import Measurement
 from .memory_terms import StageTerms, memory_terms
 from .rates import time_bounds
-from .step import step_seconds, step_terms, timing
+from .step import TRANSFER_OF_TIME, step_seconds, step_terms, timing
 from .workload import FRAMEWORKS, Workload
 
 USABLE = 2.0
@@ -39,9 +40,6 @@ PRIOR_WEIGHT = 0.6
 
 TRANSFER = 1.04
 """Other models err more than those that were fitted: intervals are widened by this factor on both sides."""
-TRANSFER_OF_TIME = 1.1
-"""The same for times, which depend on sizes in more ways: the intervals of a model a third or three times as large then
-cover about 90 %."""
 LEAST_SPREAD = 1.15
 """However well a form fits the models that were measured: another one errs by as much."""
 TIE = 1.08
@@ -159,7 +157,14 @@ def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = No
     values = _fitted(residuals, table, prior)
     ratios = [(one.step_seconds or 0) / step_seconds(parts, values) for one, parts, w in terms if w == 1]
     error = [abs(1 / ratio - 1) for ratio in ratios]
-    return Fit(values, {"all": quantiles(ratios, TRANSFER_OF_TIME)}, len(measured), sum(error) / len(error))
+    sizes = [parameter_table(one.work.shape).numel for one in measured]
+    return Fit(
+        values,
+        {"all": quantiles(ratios, TRANSFER_OF_TIME)},
+        len(measured),
+        sum(error) / len(error),
+        sizes=(min(sizes), max(sizes)),
+    )
 
 
 def _fitted(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,11 @@ TIME: Mapping[str, Coefficient] = {
 """Of the time of a step."""
 
 
+STEP_OF_SIZE = 3.0
+"""Errors on models that are so many times larger or smaller than those that were fitted are known: about that far apart
+are the models of each split that is judged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Coefficients with the error that they left on the rows that they were fitted to.
@@ -80,6 +86,8 @@ class Fit:
     mean_absolute_error: float
     limit_gib: float | None = None
     """Memory up to which runs of that machine did not crash, fitted to measured crashes."""
+    sizes: tuple[int, int] | None = None
+    """Parameters of the smallest and of the largest model that was fitted to; None where nobody noted it."""
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored."""
@@ -89,13 +97,22 @@ class Fit:
             "rows": self.rows,
             "mean_absolute_error": _short(self.mean_absolute_error),
             "limit_gib": self.limit_gib,
+            "sizes": None if self.sizes is None else list(self.sizes),
         }
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Fit:
         """What `to_json` wrote."""
         spread = {name: (one[0], one[1], one[2]) for name, one in tree["spread"].items()}
-        return cls(dict(tree["values"]), spread, tree["rows"], tree["mean_absolute_error"], tree["limit_gib"])
+        sizes = None if tree.get("sizes") is None else (int(tree["sizes"][0]), int(tree["sizes"][1]))
+        return cls(dict(tree["values"]), spread, tree["rows"], tree["mean_absolute_error"], tree["limit_gib"], sizes)
+
+    def factors_beyond(self, parameters: int) -> float:
+        """How many factors of `STEP_OF_SIZE` a model lies beyond those that were fitted to; 0 between them."""
+        if self.sizes is None:
+            return 0.0
+        smallest, largest = self.sizes
+        return max(0.0, math.log(parameters / largest), math.log(smallest / parameters)) / math.log(STEP_OF_SIZE)
 
 
 @dataclass(frozen=True, slots=True)

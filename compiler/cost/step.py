@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import find_accelerator
+from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes
@@ -32,6 +33,11 @@ SOFTMAX_BYTES = 52
 (8), sum (4), share (8); backward times the gradient (8), back to 16 bits (4 + 2)."""
 LEAST_EXPOSED = 0.1
 """The share of gradient traffic that is never hidden: the last bucket starts when the backward pass has ended."""
+
+
+TRANSFER_OF_TIME = 1.1
+"""By so much intervals are widened on both sides for models that are up to three times smaller or larger than those
+that were fitted, where they then cover about 90 %; once more for each further factor of three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +351,12 @@ def timing_of(
     known = machine if machine.measured is None or work.accelerator == "cpu" else find_accelerator(work.accelerator)
     peak = known.matmul_flops_per_s(work.element_bytes)
     low, _, high = fitted.spread["all"]
+    farther = TRANSFER_OF_TIME ** max(0.0, fitted.factors_beyond(parameter_table(work.shape).numel) - 1)
     clear = step.seconds if fit else _clear_seconds(work, step, terms, shared)
     rate = work.tokens_per_step / step.seconds / work.world_size
     return Timing(
         step=step,
-        interval_seconds=(clear * low, step.seconds * high),
+        interval_seconds=(clear * low / farther, step.seconds * high * farther),
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
     )

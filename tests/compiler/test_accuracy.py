@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from parcompile.cost.calibration import Judgement
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, coefficient_sets
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import Measurement
+from parcompile.cost.step import timing
+from parcompile.model.parameters import parameter_table
 from parcompile.units import GIB
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,3 +125,20 @@ def test_the_anchor_has_the_published_static_part() -> None:
     """19.24 GiB, of which 0.47 GiB are buffers that the formulas do not name."""
     (anchor,) = (one for one in points() if one.source == ANCHOR)
     assert footprint(anchor.work).peak.static_bytes / GIB == pytest.approx(19.24, rel=0.03)
+
+
+def test_the_interval_of_a_step_widens_with_each_factor_of_three_beyond_what_was_fitted() -> None:
+    fit = coefficient_sets()["nanotron-h100"].time
+    assert fit is not None
+    assert fit.sizes is not None
+    smallest, largest = fit.sizes
+    assert smallest < 1.5e9 < 3.5e9 < largest
+    assert [fit.factors_beyond(size) for size in (smallest, 2 * smallest, largest)] == [0, 0, 0]
+    assert fit.factors_beyond(9 * largest) == pytest.approx(2)
+    assert fit.factors_beyond(smallest // 3) == pytest.approx(1)
+    (point, *_) = (one for one in points() if one.source == LLAMA_3)
+    low, _, high = fit.spread["all"]
+    found = timing(point.work)
+    factors = math.log(parameter_table(point.work.shape).numel / largest, 3)
+    assert found.interval_seconds[1] / found.step.seconds == pytest.approx(high * 1.1 ** (factors - 1))
+    assert found.interval_seconds[0] / found.step.seconds <= low / 1.1 ** (factors - 1) + 1e-9
