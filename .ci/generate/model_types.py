@@ -32,6 +32,7 @@ FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
 
 WRITTEN = {
     "blt": "byte_patches",
+    "cpmant": "learned_bias",
     "doge": "own_mask",
     "dbrx": "nested_configuration",
     "gemma3n_text": "varied_layers",
@@ -41,16 +42,18 @@ WRITTEN = {
     "jetmoe": "attention_of_experts",
     "longcat_flash": "two_blocks",
     "recurrent_gemma": "recurrence",
-    "reformer": "own_attention",
+    "inkling2_text": "learned_bias",
+    "inkling_text": "learned_bias",
+    "reformer": "hashed_keys",
     "rwkv": "recurrence",
     "xlstm": "recurrence",
-    "zaya": "no_table",
+    "trocr": "encoder_decoder",
+    "zaya": "mixed_tokens",
 }
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
 WORDS = (
     ("indexer", r"Indexer\b"),
     ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
-    ("short_convolution", r"causal_conv1d"),
 )
 
 
@@ -90,7 +93,7 @@ def reason(name: str, config: type[Any], model: str) -> str:
             return key
     if getattr(config, "sub_configs_defaults", None) or getattr(config, "sub_configs", None):
         return "multimodal"
-    return "no_table" if "ALL_ATTENTION_FUNCTIONS" in source else "own_attention"
+    return "no_table"
 
 
 def entries() -> dict[str, dict[str, str]]:

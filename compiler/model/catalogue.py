@@ -108,11 +108,6 @@ REASONS: Mapping[str, Reason] = {
         "the text part alone, where its type works",
     ),
     "state_space": Reason("state-space layers (Mamba)", f"it has state-space layers (Mamba): {_STATE}"),
-    "short_convolution": Reason(
-        "short convolutions",
-        "it has layers of short convolutions over neighbouring tokens: context parallelism here exchanges no tokens at "
-        "the borders of the ranks, and tensor parallelism cuts no such layer",
-    ),
     "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
     "indexer": Reason(
         "sparse attention with an indexer",
@@ -130,16 +125,29 @@ REASONS: Mapping[str, Reason] = {
         "encoders",
         "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
     ),
-    "own_attention": Reason(
-        "attention outside of transformers' interface",
-        "its attention does not go through transformers' attention interface, where the ring takes its place",
-    ),
     "own_mask": Reason(
         "masks that a model learns",
-        "it learns which keys a query sees: the ring masks by position, window and document",
+        "it learns a score of each key from its value, adds it to those of the attention, and beyond keep_window_size "
+        "lets queries see the highest only: the ring masks by position, window and document",
+    ),
+    "learned_bias": Reason(
+        "learned biases of distances",
+        "it learns a bias of each distance between a query and a key: the ring adds none to the scores but ALiBi's, "
+        "which a product of two vectors gives",
+    ),
+    "hashed_keys": Reason(
+        "keys chosen by hashes",
+        "queries see the keys of their hash bucket, and layers are reversible: the ring masks by position only",
+    ),
+    "mixed_tokens": Reason(
+        "projections of neighbouring tokens",
+        "convolutions along the sequence make its queries and keys, half of each value is that of the token before, "
+        "and a router takes what the router of the layer before computed: ranks exchange none of these",
     ),
     "attention_of_experts": Reason(
-        "attention heads chosen by a router", "a router chooses the query heads of each token: heads are cut by number"
+        "attention heads chosen by a router",
+        "a router chooses for each token which projections of queries and outputs an attention uses: the compiler "
+        "describes one projection for all tokens, and no experts inside of attention",
     ),
     "two_blocks": Reason(
         "two blocks in a layer",
@@ -147,7 +155,9 @@ REASONS: Mapping[str, Reason] = {
     ),
     "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
     "nested_configuration": Reason(
-        "nested configurations", "its dimensions stand in nested configurations, which the compiler does not read"
+        "nested configurations",
+        "its dimensions stand in nested configurations, which the compiler does not read, and its experts are stored "
+        "as rows of one matrix, [experts x width, hidden], where experts of others are a dimension of their own",
     ),
     "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
     "no_table": Reason("no table of parameters", "nobody has described its parameters to the compiler yet"),
