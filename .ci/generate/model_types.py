@@ -35,7 +35,6 @@ WRITTEN = {
     "cpmant": "learned_bias",
     "doge": "own_mask",
     "dbrx": "nested_configuration",
-    "gemma3n_text": "varied_layers",
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",

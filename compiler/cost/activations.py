@@ -136,6 +136,8 @@ def eager_layer_bytes(
         stream += (
             4 * width * shape.layer_inputs.width
         )  # the part, its gate before and behind the activation, the product
+    if shape.altup is not None:
+        stream += 3 * width * shape.altup.num_streams * h  # predictions, what corrects them, and the result
     heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
     if shape.mla is not None:
         mla = shape.mla

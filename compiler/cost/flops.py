@@ -44,6 +44,8 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     h, attention = shape.hidden_size, attention_matmul_parameters(shape)
     if shape.layer_inputs is not None:
         attention += 3 * h * shape.layer_inputs.width  # its share of the projection for all layers, and its own two
+    if shape.altup is not None:
+        attention += 2 * h * (shape.altup.laurel_rank + shape.altup.num_streams)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -105,6 +107,8 @@ def matmul_parameters(shape: ModelShape) -> float:
     sparse = moe_layers(shape)
     layers = shape.num_hidden_layers - sparse if shape.runs is None else shape.runs.counted
     total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
+    if shape.altup is not None:
+        total += 2 * (shape.altup.num_streams - 1) * shape.hidden_size**2
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
     return total + _instead(shape)
 

@@ -20,7 +20,7 @@ from .family import Family
 TEXT_PARTS = frozenset(
     {
         *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
-        *("gemma4", "gemma4_unified"),
+        *("gemma3n", "gemma4", "gemma4_unified"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         "llama4",
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
@@ -58,6 +58,7 @@ CORRECTED = frozenset(
         "kolibri1",
         "laguna",
         "lfm2_moe",
+        "mimo_v2_flash",
         "minimax_m2",
         "minimax_m3_vl_text",
         "nemotron_h",
@@ -113,11 +114,6 @@ REASONS: Mapping[str, Reason] = {
         "sparse attention with an indexer",
         "an indexer chooses the keys that each query sees: the ring masks by position, window and document only",
     ),
-    "varied_layers": Reason(
-        "layers of different shapes",
-        "head widths and kv heads differ from layer to layer, and some layers use the keys and values of others: the "
-        "compiler describes layers of one shape",
-    ),
     "encoder_decoder": Reason(
         "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
     ),
@@ -166,7 +162,6 @@ REASONS: Mapping[str, Reason] = {
 
 _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
-    "gemma3n_text": "gemma3_text",
     "deepseek_v4": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "jamba": "mixtral",

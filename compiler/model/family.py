@@ -11,7 +11,7 @@ from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_runs import LayerRuns
 from .recurrent.traits import Recurrent
-from .shape import LayerInputs
+from .shape import AltUp, LayerInputs
 
 
 class Norm(enum.Enum):
@@ -173,8 +173,8 @@ class Family:
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_holds: Norm = Norm.WEIGHT
-    norms_behind_queries: bool = False
-    """These norms are registered behind the projection of queries, not behind all projections."""
+    qk_norms_behind: Literal["all", "queries", "own"] = "all"
+    """The projections behind which these norms are registered: all, that of queries, or each behind those it serves."""
     sub_norms: tuple[str, str] | None = None
     """Norms of what the attention and the MLP give, over all their features, before their last projections."""
     gate: str = ""
@@ -206,6 +206,8 @@ class Family:
     """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
     never_tied: bool = False
     """The class ties its head to the embedding in no configuration."""
+    altup: Callable[[Mapping[str, Any]], AltUp | None] | None = None
+    """Its residual streams, where it has several."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

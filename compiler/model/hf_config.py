@@ -106,6 +106,7 @@ def shape_from_config(config: Config) -> ModelShape:
         recurrent=_recurrent(read, family, config, layers),
         blocks=blocks,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
+        altup=None if family.altup is None else family.altup(config),
     )
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
 
@@ -233,6 +234,9 @@ class _Reader:
 
 def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config) -> int:
     """The width of the dense MLP."""
+    by_layer = config.get("intermediate_size")
+    if family.layer_shapes is not None and isinstance(by_layer, list) and by_layer:
+        return int(max(by_layer))  # each layer has its own
     if family.experts is None:
         width = read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
         return width if family.mlp_width is None else family.mlp_width(config, width)

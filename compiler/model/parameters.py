@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .altup import projections_of_altup, rows_of_altup
 from .families import FAMILIES
 from .family import Family, Norm, QkNorm
 from .indexer import IndexerShape
@@ -42,6 +43,9 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         elif part == "layer_inputs":
             if shape.layer_inputs is not None:
                 rows_of_inputs(rows, shape.layer_inputs, h)
+        elif part == "altup":
+            if shape.altup is not None:
+                rows_of_altup(rows, shape.altup, h)
         elif part == "experts":
             if shape.moe is not None:
                 _experts_of_layer(rows, shape, family)
@@ -68,6 +72,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         Parameter(f"{family.base}.{family.final_norm}.{kind}", (h,), sequence_parallel=True)
         for kind in (kinds(norm) if family.final_norm else ())
     ]
+    if shape.altup is not None:
+        late += projections_of_altup(family.base, "altup_projections", shape.altup, h)
     norms = len(after)
     first = norms if family.final_norm_first else 0
     if family.head_block:
@@ -76,6 +82,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
         block.norm("norm", h, norm)
         # Each rank's tokens pass it whole.
         after += [replace(row, layers=None, sequence_parallel=True) for row in block.rows]
+    if shape.altup is not None:
+        after += projections_of_altup(family.base, "altup_unembed_projections", shape.altup, h)
     if not shape.tie_word_embeddings:
         after.append(Parameter(f"{family.head}.weight", (v, h), vocabulary(v)))
     if shape.head_bias:
@@ -120,9 +128,9 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
         units = heads // 2 if shape.paired_heads else heads
         rows.linear(f"{name}.{family.output}", h, size, row(size, units), bias=shape.attention_output_bias)
 
-    def norms() -> None:
+    def norms(wanted: str) -> None:
         for norm, kind, count in zip(family.qk_norm_names, "qk", (heads, kv_heads), strict=True):
-            if kind in projected:
+            if kind in projected and kind in wanted:
                 _qk_norm(rows, f"{name}.{norm}", count, width, family)
 
     if family.gate_bias:
@@ -155,14 +163,16 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
                 continue
             halves = (Part(part.size // 2, part.units // 2),) * 2 if shape.paired_heads else (part,)
             rows.linear(f"{name}.{projection}", part.size, h, Split(0, halves), bias=shape.qkv_bias)
-            if kind == "q" and family.norms_behind_queries:
-                norms()
+            if kind == "q" and family.qk_norms_behind != "all":
+                norms("qk" if family.qk_norms_behind == "queries" else "q")
+            if kind == "v" and family.qk_norms_behind == "own":
+                norms("k")
     if not family.output_first:
         output()
     if family.sub_norms:
         rows.add(f"{name}.{family.sub_norms[0]}.weight", (heads * width,), column(heads * width, heads))
-    if shape.qk_norm and not family.norms_behind_queries:
-        norms()
+    if shape.qk_norm and family.qk_norms_behind == "all":
+        norms("qk")
     if shape.attention_gate and family.gate:
         size = heads * shape.attention_gate
         bias = family.gate_as_queries and shape.qkv_bias

@@ -40,6 +40,15 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUp:
+    """Alternating updates (Gemma 3n): several residual streams, of which each layer computes one."""
+
+    num_streams: int
+    laurel_rank: int
+    """Of the learned residual beside each layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Dimensions under their Hugging Face names; what a family fixes (biases, norms, gating) is spelled out as flags.
 
@@ -88,6 +97,7 @@ class ModelShape:
     layer_inputs: LayerInputs | None = None
     blocks: LayerBlocks | None = None
     """Where a layer is one block: which are of which kind."""
+    altup: AltUp | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     indexer: IndexerShape | None = None

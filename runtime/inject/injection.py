@@ -41,6 +41,7 @@ from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
 from .shared_rows import mark, sum_repeated_gradient
+from .sparsity import share_cutoffs
 from .state_space import SpreadGatedNorm
 from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
@@ -102,6 +103,7 @@ class _Injection:
             region = Region(group, sequence_parallel=parallelism.sequence_parallel)
             self._experts(region)
             self._layers(region)
+            share_cutoffs(self.model, group)
             for table in filter(None, (self.family.positions, self.family.fixed_positions)):
                 share_positions(self.model, self.family.base, table, region)
         # Last, since the head is a linear like the others.

@@ -251,7 +251,10 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pipelin
     return found
 
 
-_BY_LAYER = ("layer_types", "_layers", "layer_rope_theta", "indexer_types", "layers_block_type")
+_BY_LAYER = (
+    *("layer_types", "_layers", "layer_rope_theta", "indexer_types", "layers_block_type"),
+    "activation_sparsity_pattern",
+)
 """Endings of keys that list something for each layer."""
 
 

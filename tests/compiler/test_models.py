@@ -56,7 +56,9 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("bart", "encoder-decoder"),
         ("gemma3", "text part: gemma3_text, which works and is trained alone"),
         ("qwen3_5", "text part: qwen3_5_text, which works and is trained alone"),
-        ("gemma3n", "nearest type that works: gemma3_text"),
+        ("gemma4", "text part: gemma4_text, which works and is trained alone"),
+        ("gemma4_text", "layers of different shapes"),
+        ("paligemma", "nearest type that works: gemma"),
     ],
 )
 def test_one_type_is_told_in_detail(name: str, words: str) -> None:
@@ -86,9 +88,9 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
         ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
         ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),
         (
-            {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
-            "its text part is 'gemma3n_text', which is refused too: head widths and kv heads differ",
-            "`parcompile models gemma3n`",
+            {"model_type": "cosmos3_edge", "text_config": {"model_type": "cosmos3_edge_text"}},
+            "its text part is 'cosmos3_edge_text', which is refused too: transformers does not know it",
+            "`parcompile models cosmos3_edge`",
         ),
         (
             {"model_type": "paligemma", "text_config": {"model_type": "gemma"}},

@@ -78,13 +78,14 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
     config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
     config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})
+    config.update({"num_kv_shared_layers": 0} if family == "gemma3n_text" else {})  # of one layer none can share
     config.update({"num_hidden_layers": 2} if family == "olmo_hybrid" else {})
     config.update({"num_hidden_layers": 4} if family == "nemotron_h" else {})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None
-    if FAMILIES[family].layer_shapes:
-        window = None  # the last layer is a full one
+    if family in ("gemma4_text", "gemma4_unified_text", "mimo_v2_flash"):
+        window = None  # their only layer is a full one
     assert shape_from_config(config).sliding_window == window
 
 
@@ -418,6 +419,12 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("exaone_moe", {"num_shared_experts": 0}, "num_shared_experts is 0: transformers builds a shared expert"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: it makes the model a decoder behind an encoder"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm: a LayerNorm of its own for each head is not described"),
+        ("gemma3n_text", {"altup_correct_scale": False}, "altup_correct_scale: without it transformers keeps"),
+        ("gemma3n_text", {"intermediate_size": [48, 40]}, "intermediate_size has 2 entries for 4 layers"),
+        ("gemma3n_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers 3 of 4 layers: the 1 layers before"),
+        ("mimo_v2_flash", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types has dense layers behind"),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads is 4, which transformers does not"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [1, 0, 1, 0]}, "hybrid_layer_pattern is [1, 0, 1, 0], which"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention: with "all" every token'),
         ("gemma4_text", {"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input: it is less than vocab_size"),
         ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "num_kv_shared_layers: transfo"),
@@ -484,6 +491,18 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        (
+            "gemma3n_text",
+            {
+                "layer_types": None,
+                "num_hidden_layers": 11,
+                "activation_sparsity_pattern": None,
+                "intermediate_size": 48,
+            },
+        ),
+        ("gemma3n_text", {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 5}),
+        ("mimo_v2_flash", {"layer_types": None, "num_hidden_layers": 13, "mlp_layer_types": None}),
+        ("mimo_v2_flash", {"mlp_layer_types": ["sparse"] * 4, "sliding_window_size": 7, "attention_bias": True}),
         ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
         ("gemma4_text", {"num_global_key_value_heads": 1}),
         ("gemma4_text", {"use_double_wide_mlp": False, "num_kv_shared_layers": 4}),

@@ -20,6 +20,7 @@ from .indexed import INDEXED
 from .kimi_delta import KIMI_DELTA
 from .latent import LATENT
 from .llama4 import LLAMA4
+from .mimo import MIMO
 from .shared_experts import SHARED_EXPERTS
 from .state_space import STATE_SPACE
 
@@ -38,6 +39,7 @@ BUILT_IN: Mapping[str, Family] = {
     **KIMI_DELTA,
     **STATE_SPACE,
     **GEMMA,
+    **MIMO,
 }
 """The families of this package."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
-from parcompile.model.shape import LayerInputs
+from parcompile.model.shape import AltUp, LayerInputs
 
 from .traits import FOUR_NORMS, TIED
 
@@ -134,7 +134,7 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
     return Family(
         norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
-        norms_behind_queries=True,
+        qk_norms_behind="queries",
         layer_shapes=_layers,
         refusals=(
             Refusal(
@@ -161,7 +161,77 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
     )
 
 
+def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
+    kinds = kinds_of_attention(config, count, 5, last_is_full=False)
+    first = first_with_keys_of_others(config, kinds, 15)
+    widths, sparsity = config.get("intermediate_size"), config.get("activation_sparsity_pattern")
+    if not isinstance(widths, list):
+        widths = [common.intermediate_size] * count
+    for key, values in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
+        if isinstance(values, list) and len(values) != count:
+            raise LayersError(f"{key} has {len(values)} entries for {count} layers: write one for each", key)
+    if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in widths):
+        raise LayersError(
+            f"intermediate_size is {widths}: widths have to be whole numbers of 1 or more", "intermediate_size"
+        )
+    return [
+        replace(
+            common,
+            intermediate_size=width,
+            sliding_window=common.sliding_window if kind == _SLIDING else None,
+            keys_and_values=KeysAndValues.OWN if layer < first else KeysAndValues.OF_ANOTHER_LAYER,
+        )
+        for layer, (kind, width) in enumerate(zip(kinds, widths, strict=True))
+    ]
+
+
+def _streams(config: Config) -> AltUp:
+    return AltUp(config.get("altup_num_inputs", 4), config.get("laurel_rank", 64))
+
+
 GEMMA: Mapping[str, Family] = {
+    "gemma3n_text": Family(
+        norms=FOUR_NORMS,
+        qk_norm=QkNorm.HEAD,
+        qk_norms_behind="own",
+        order=("attention", "mlp", "norms", "altup", "layer_inputs"),
+        layer_shapes=_gemma3n_layers,
+        layer_inputs=_inputs,
+        altup=_streams,
+        refusals=(
+            Refusal(
+                "altup_num_inputs",
+                lambda config: config.get("altup_num_inputs", 4) < 2,
+                "with fewer than 2 streams layers have no use for their inputs, whose weights get no gradient",
+            ),
+            Refusal(
+                "altup_correct_scale",
+                lambda config: config.get("altup_correct_scale") is False,
+                "without it transformers keeps correct_output_scale as a parameter that gets no gradient: leave it "
+                "true",
+            ),
+            Refusal(
+                "hidden_size_per_layer_input",
+                lambda config: config.get("hidden_size_per_layer_input") == 0,
+                "transformers builds an embedding of width 0 then: it has to be 1 or more",
+            ),
+        ),
+        refused_axes={
+            "pp": "a layer hands on as many residual streams as altup_num_inputs says: the pipeline hands on one"
+        },
+        defaults={
+            "vocab_size": 262_400,
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 512,
+            **TIED,
+        },
+    ),
     "gemma4_text": _gemma4(
         Refusal(
             "vocab_size_per_layer_input",

@@ -1,0 +1,38 @@
+"""MLPs that keep their largest activations only (Gemma 3n): mean and deviation over all features, not a rank's own.
+
+Source: `Gemma3nTextMLP._gaussian_topk` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parcompile.runtime.collectives import copy_to_group, group_size, reduce_from_group
+
+
+def share_cutoffs(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets each such MLP, whose features are cut over `group`, take its cutoff from all of them."""
+    for module in model.modules():
+        own: Any = module
+        if hasattr(module, "_gaussian_topk") and own.activation_sparsity > 0.0:
+            own._gaussian_topk = functools.partial(_largest, own.activation_sparsity, group)
+
+
+def _largest(sparsity: float, group: dist.ProcessGroup, features: Tensor) -> Tensor:
+    """What of [.., F/tp] is above the quantile `sparsity` of a normal distribution with the moments of all F."""
+    width = features.shape[-1] * group_size(group)
+
+    def mean(parts: Tensor) -> Tensor:
+        return copy_to_group(reduce_from_group(parts.sum(-1, keepdim=True), group), group) / width
+
+    middle = mean(features)
+    deviation = mean((features - middle).square()).sqrt()
+    share = torch.tensor(sparsity, dtype=torch.float32, device=features.device)
+    quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
+    return nn.functional.relu(features - (middle + deviation * quantile.type(features.dtype)))
