@@ -137,12 +137,15 @@ def sent_rows(work: Workload, choices: int) -> int:
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     tp, times, layers = work.tp, work.micro_batches, len(stage.layers)
     activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
-    blocks = work.shape.blocks_per_layer * layers
+    experts = FAMILIES.get(work.shape.model_type, Family()).experts
+    # An MLP beside a mixture of experts takes the hidden states in by itself, and stands behind it.
+    beside = routed_layers(work.shape, stage) if experts is not None and experts.beside else 0
+    blocks = work.shape.blocks_per_layer * layers + beside
     forward = blocks + stage.has_embedding
     again = blocks if work.recompute == "full" else 0
     backward = blocks + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it.
-    unrepeated = routed_layers(work.shape, stage) if work.recompute == "full" else 0
+    unrepeated = routed_layers(work.shape, stage) - beside if work.recompute == "full" else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         entries, exits = blocks + stage.has_head, forward

@@ -133,13 +133,15 @@ def _kept_by_mamba2(work: Workload, one: RecurrentShape, tokens: int) -> float:
     """Counted the same way.
 
     Of each token what is projected, the channels before their activation and the output in the type of the weights; of
-    each head 5 fp32 numbers of each state feature, 10 of each value, 3 rows of the chunk and some of its own; and of
-    each chunk two states.
+    each head 5 fp32 numbers of each state feature, 10 of each value (7 without a norm), 3 rows of the chunk and some of
+    its own; and of each chunk two states.
     """
     width, heads = work.element_bytes, one.heads / work.tp
     channels = one.channels_of_rank(work.tp)
     of_token = width * (channels + 2 * one.values / work.tp + heads + channels)
-    of_head: float = 4 * (5 * one.key_dim + 10 * one.value_dim + 3 * one.chunk + 4) + 2 * width
+    of_head: float = (
+        4 * (5 * one.key_dim + (10 if one.gated_norm else 7) * one.value_dim + 3 * one.chunk + 4) + 2 * width
+    )
     of_head += 2 * STATE_BYTES * one.key_dim * one.value_dim / one.chunk
     if work.cp > 1:
         # What each token reads of a received state, for its heads, and what that adds.

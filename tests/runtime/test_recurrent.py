@@ -233,6 +233,16 @@ def recomputing(family: str, cp: int) -> Any:
     return replace(plan, spec=replace(plan.spec, training=training))
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "nemotron_h"])
+def test_preflight_counts_the_messages_that_the_estimate_names(family: str) -> None:
+    """Blocks side by side, one block for each layer, an MLP beside experts, and what one group of heads shares."""
+    from parcompile.runtime.preflight import preflight
+
+    report = preflight(family_plan(family, 2, {"tp": 2, "sequence_parallel": True}), [0])
+    assert any(one.subject == "sent over tp" for one in report.findings)
+    assert [one for one in report.differing if one.subject.startswith("sent")] == []
+
+
 def test_a_piece_begins_with_the_state_of_its_document_only() -> None:
     pieces = Pieces.of_sequence(1, 8, [[0, 6, 16]], CpLayout.ZIGZAG, 2, 0)
     ((first, last),) = ([*strand.slots] for strand in pieces.strands)
