@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +14,8 @@ from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, presets_of, summary_of
+from parcompile.model.tables import counts_of, table_of
+from parcompile.model.text_part import text_part
 
 _STATES = click.Choice(["works", "refused"])
 
@@ -19,18 +23,27 @@ _STATES = click.Choice(["works", "refused"])
 @click.command("models")
 @click.argument("name", required=False)
 @click.option("--only", type=_STATES, help="Only types that work, or only those that are refused.")
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Count the parameters of this config.json; its type is told in detail.",
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def command(name: str | None, only: str | None, form: str) -> None:
+def command(name: str | None, only: str | None, file: Path | None, form: str) -> None:
     """List the model types that work, and why others do not.
 
     With NAME: one type in detail. A type that works runs with tp, cp, pp, dp and sequence
-    parallelism, and with ep where it has experts.
+    parallelism, and with ep where it has experts. The number of parameters is that of a configuration
+    that leaves everything to its class, or of the file that --config names; also of types that are refused.
     """
+    config = None if file is None else _config(file, name)
+    name = name if config is None else str(config["model_type"])
     if name is not None:
         one = model_type(name)
         if name not in model_types() and one.nearest is None:
             raise click.UsageError(f"there is no model type {name!r}; `parcompile models` lists all")
-        shown = json.dumps(_tree(one), indent=2) if form == "json" else "\n".join(_details(one))
+        shown = json.dumps(_tree(one, config), indent=2) if form == "json" else "\n".join(_details(one, config))
     else:
         chosen = [one for one in model_types().values() if only is None or one.works is (only == "works")]
         if form == "json":
@@ -50,11 +63,44 @@ def _row(one: ModelType) -> tuple[str, str, str]:
     return one.name, "refused", one.reason.title
 
 
-def _details(one: ModelType) -> list[str]:
+def _config(file: Path, name: str | None) -> Mapping[str, Any]:
+    """A configuration, or that of its text part where this is what works.
+
+    Raises:
+        click.ClickException: the file holds no configuration, or one of another type than the one named.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.ClickException(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise click.ClickException(f"{file} has no model_type: it is no configuration of a model")
+    config = text_part(found)
+    if name not in (None, found["model_type"], config["model_type"]):
+        raise click.ClickException(f"{file} is a configuration of {found['model_type']}, not of {name}")
+    return config
+
+
+def _parameters(one: ModelType, config: Mapping[str, Any] | None) -> str | None:
+    """A line with the number of parameters; None where it is not known."""
+    table = table_of(one.name)
+    if table is None:
+        return None
+    if config is None:
+        counts, whose = counts_of({"model_type": one.name}), f"with the defaults of {table.model_class}"
+    else:
+        counts, whose = counts_of(config), "in this configuration"
+    if counts is None:
+        return None if config is None else "parameters: the derived table does not cover this configuration"
+    experts = f", {counts.experts:,} of them in routed experts" if counts.experts else ""
+    return f"parameters {whose}: {counts.total:,} ({counts.layers:,} in the layers{experts})"
+
+
+def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[str]:
     if one.works:
         lines = [f"{one.name} works: {axes_of(one)}", *(f"  {kind}" for kind in kinds_of(one))]
     elif one.note:
-        return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]))]
+        return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]), config)]
     else:
         assert one.reason is not None
         lines = [f"{one.name} is refused: {one.reason.why}"]
@@ -65,18 +111,22 @@ def _details(one: ModelType) -> list[str]:
             lines.append(f"what runs: {one.reason.instead}")
         if one.nearest and not one.text_works:
             lines.append(f"nearest type that works: {one.nearest}")
+    if (counted := _parameters(one, config)) is not None:
+        lines.append(counted)
     found = presets_of(one.name if one.works or one.text is None else one.text)
     if found:
         lines.append(f"presets: {', '.join(found)}")
     return lines
 
 
-def _tree(one: ModelType) -> dict[str, Any]:
+def _tree(one: ModelType, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    counts = counts_of(config or {"model_type": one.name})
     return {
         "model_type": one.name,
         "works": one.works,
         "axes": ["tp", "cp", "pp", "dp", "sequence_parallel"] if one.works else [],
         "planned": one.planned,
+        "parameters": None if counts is None else counts.total,
         "reason": None if one.reason is None else one.reason.title,
         "why": None if one.reason is None else one.reason.why,
         "text_part": one.text,

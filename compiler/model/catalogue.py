@@ -16,6 +16,7 @@ from typing import Any
 
 from .families import BUILT_IN, FAMILIES
 from .family import Family
+from .tables import counts_of, table_of
 
 TEXT_PARTS = frozenset(
     {
@@ -156,7 +157,7 @@ REASONS: Mapping[str, Reason] = {
         "as rows of one matrix, [experts x width, hidden], where experts of others are a dimension of their own",
     ),
     "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
-    "no_table": Reason("no table of parameters", "nobody has described its parameters to the compiler yet"),
+    "no_table": Reason("no rules for its layers", "nobody has told the runtime yet how its layers are cut"),
     "unknown": Reason("unknown to transformers", "transformers does not know it as a causal language model"),
 }
 
@@ -181,7 +182,7 @@ class ModelType:
     name: str
     works: bool
     planned: bool
-    """The compiler knows its parameters."""
+    """The compiler knows the names and shapes of its parameters."""
     reason: Reason | None = None
     text: str | None = None
     """The type of the text part of a multimodal model, as transformers has it where the file says nothing."""
@@ -244,7 +245,8 @@ def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
         nearest = close[0] if close else None
     reason = REASONS[entry["reason"]]
     note = f"its layers are those of {ALIKE[name]}, as which it is planned and trained" if name in ALIKE else ""
-    return ModelType(name, False, name in FAMILIES, reason, text, nearest, note, "only" not in entry, "tied" in entry)
+    described = name in FAMILIES or table_of(name) is not None
+    return ModelType(name, False, described, reason, text, nearest, note, "only" not in entry, "tied" in entry)
 
 
 _KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
@@ -267,6 +269,8 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
             sentence += f"; its text part is {part!r}, which is refused too: {why.why if why else ''}"
     elif known.text_works:
         sentence += f"; its text part is {known.text!r}, which works, but the configuration has no text_config"
+    if (counts := counts_of(config)) is not None:
+        sentence += f"; this configuration has {counts.total:,} parameters"
     found = []
     if known.note:
         found.append(known.note)

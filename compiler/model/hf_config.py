@@ -19,6 +19,7 @@ from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape, MoeShape
+from .tables import class_default
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
@@ -178,12 +179,19 @@ def _user_module_shape(config: Config) -> ModelShape:
     )
 
 
+def _class_defaults(config: Config) -> dict[str, int]:
+    """Sizes that the class of a model type has for keys that are left out."""
+    name = str(config.get("model_type"))
+    found = {key: class_default(name, key) for key in ("num_key_value_heads", "head_dim")}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 class _Reader:
     """Reads sizes under the family's own names and says which key is wrong."""
 
     def __init__(self, config: Config, family: Family, names: Mapping[str, str | None]) -> None:
         self._config = config
-        self._family = family
+        self._defaults = {**_class_defaults(config), **family.defaults}
         self._names = names
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -191,7 +199,7 @@ class _Reader:
         key = self._names.get(name, name) or ""
         value = self._config.get(key, self._config.get(name) if key else None)
         if value is None:
-            found = default if self.is_null(key or name) else self._family.defaults.get(name, default)
+            found = default if self.is_null(key or name) else self._defaults.get(name, default)
             if found is None:
                 raise ModelConfigError(f"{key or name} is missing", key or name)
             return int(found)
@@ -209,7 +217,7 @@ class _Reader:
 
     def has(self, name: str) -> bool:
         """Whether there is a value, or the family has a default for a key that is left out."""
-        return self._config[name] is not None if name in self._config else name in self._family.defaults
+        return self._config[name] is not None if name in self._config else name in self._defaults
 
     def is_null(self, name: str) -> bool:
         """Whether the key is there without a value."""
@@ -218,7 +226,7 @@ class _Reader:
     def layers(self, name: str) -> tuple[int, ...]:
         """A list of layers, which may be left out."""
         found = self._config.get(name)
-        return tuple(self._family.defaults.get(name, ()) if found is None else found)
+        return tuple(self._defaults.get(name, ()) if found is None else found)
 
     def words(self, name: str) -> tuple[str, ...]:
         """A list of kinds, which may be left out."""

@@ -140,3 +140,36 @@ def test_a_first_spec_takes_the_positions_of_the_text_part() -> None:
     assert sequence_length_of(find_preset("gpt2").config) == 1024
     assert sequence_length_of({"model_type": "opt", **SIZES, "ffn_dim": 64}) == 2048
     assert sequence_length_of({"model_type": "nothing"}) == 1024
+
+
+def test_the_parameters_of_a_configuration_are_counted_exactly(tmp_path: Path) -> None:
+    preset = find_preset("qwen3-30b-a3b")
+    assert preset is not None
+    (tmp_path / "config.json").write_text(json.dumps(preset.config))
+    assert f"parameters in this configuration: {preset.parameters:,}" in output(
+        "--config", str(tmp_path / "config.json")
+    )
+    tree = json.loads(output("qwen3_moe", "--config", str(tmp_path / "config.json"), "--format", "json"))
+    assert tree["parameters"] == preset.parameters
+    assert "parameters with the defaults of LlamaForCausalLM: 6,738,415,616" in output("llama")
+
+
+def test_the_parameters_of_a_type_that_is_refused_are_counted_too(tmp_path: Path) -> None:
+    known = next(one for one in model_types().values() if one.planned and not one.works)
+    with pytest.raises(ModelConfigError, match=r"this configuration has [\d,]+ parameters"):
+        shape_from_config({"model_type": known.name})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "has no model_type"),
+        ('{"model_type": "llama"}', "is a configuration of llama, not of qwen3"),
+    ],
+)
+def test_a_file_that_is_no_configuration_of_the_type_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    found = CliRunner().invoke(command, ["qwen3", "--config", str(tmp_path / "config.json")])
+    assert found.exit_code == 1
+    assert said in found.output

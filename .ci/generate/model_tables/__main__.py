@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all where none is named")
     parser.add_argument("--missing", action="store_true", help="only types that the file does not have")
+    parser.add_argument("--seconds", type=int, default=240, help="the longest that a type may take")
     parser.add_argument("--file", type=Path, default=ROOM / f"transformers-{transformers.__version__}.json")
     parser.add_argument(
         "--check", type=int, metavar="DRAWS", help="compare the file with this many models of each type"
@@ -47,7 +48,7 @@ def main() -> None:
         stored["types"].pop(name, None)
         stored["left_out"].pop(name, None)
         try:
-            found = study(name)
+            found = study(name, given.seconds)
             stored["types"][name] = found.stored
             said = f"exact, {len(found.stored['rows'])} rows, {found.builds} models built, {found.rounds} rounds"
         except LeftOutError as error:

@@ -115,7 +115,7 @@ class Draws:
         for key, default in self.keys.items():
             if key in given or (only is not None and key != only):
                 continue
-            chance = share * (0.06 if key in self.refused else 1.0)
+            chance = share * (0.15 if key in self.refused else 1.0)
             if isinstance(default, bool) and share > 0.3 and key not in self.refused:
                 chance = max(chance, 0.5) if only is None else 1.0
             if only is None and key != besides and pick.random() > chance:

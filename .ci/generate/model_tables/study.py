@@ -25,7 +25,7 @@ GATE = 40
 """Configurations that a table has to get right, none of which it was learnt from."""
 _FEW = 3
 """What so few configurations agree on may be chance."""
-_FIRST, _BATCH, _ROUNDS, _CONFIGS = 90, 30, 5, 150
+_FIRST, _BATCH, _ROUNDS, _CONFIGS = 90, 30, 8, 150
 
 
 class LeftOutError(ValueError):
@@ -60,7 +60,7 @@ def limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def study(name: str, seconds: int = 120) -> Studied:
+def study(name: str, seconds: int = 240) -> Studied:
     """The table of a type.
 
     Raises:
@@ -178,8 +178,8 @@ class _Study:
 
     def _changes(self, key: str, *, odd: bool) -> bool:
         """Whether anything is built with another value of a key: alone, or with others."""
-        for number in range(7):
-            given = self.draws.one(only=key, odd=odd) if number < 2 else self.draws.one(0.6, odd=odd, besides=key)
+        for number in range(10):
+            given = self.draws.one(only=key, odd=odd) if number < 5 else self.draws.one(0.6, odd=odd, besides=key)
             if key in given and (sample := self._build(given)) is not None:
                 self.samples.append(sample)
                 return True
@@ -265,6 +265,8 @@ class _Study:
             outer = stack.rpartition(".")[0]
             samples: list[At] = [(at, one) for at in range(len(held)) for one in _places(counts[at], outer)]
             found[stack] = learner.size(samples, [counts[at][stack, one] for at, one in samples], layered="{" in outer)
+            if "{" not in outer and found[stack].isdigit():
+                raise LeftOutError(f"the number of {outer} never varied: {found[stack]}")
         return found, counts
 
     def _rows(self, learner: Learner, structure: Structure, held: Any, counts: Any) -> list[dict[str, Any]]:

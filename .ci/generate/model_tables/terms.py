@@ -87,6 +87,11 @@ class Terms:
                 if one != other and (values[other] > 0).mean() > 0.5:
                     quotient = _quotient(values[one], values[other])
                     quotients.append((f"{one} // {other}", quotient))
+                    quotients.append((f"3 * {one} // (4 * {other})", _quotient(3 * values[one], 4 * values[other])))
+                    for third in small if len(small) <= 16 else ():
+                        if third not in (one, other):
+                            product = _quotient(values[one] * values[third], values[other])
+                            self._note(f"{one} * {third} // {other}", product, 6)
                     self._note(f"{one} * {other} + {one}", values[one] * (values[other] + 1), 5)
         for text, quotient in quotients:
             self._note(text, quotient, 4)

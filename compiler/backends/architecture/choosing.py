@@ -7,6 +7,7 @@ from typing import Any
 
 from parcompile.model import families as model_families
 from parcompile.model.shape import MoeShape
+from parcompile.model.tables import class_default
 
 from .families import FAMILIES, Switches
 from .switches import ACTIVATIONS, Architecture, InexpressibleError, Router
@@ -95,7 +96,7 @@ def _sizes(name: str, wanted: Architecture, sizes: Mapping[str, int]) -> dict[st
     found = dict(sizes)
     if not FAMILIES[name].grouped:
         found.pop("num_key_value_heads", None)
-    if not wanted.own_head_dim and "head_dim" not in model_families.FAMILIES[name].defaults:
+    if not wanted.own_head_dim and class_default(name, "head_dim") is None:
         found.pop("head_dim", None)
     return found
 

@@ -78,7 +78,7 @@ BIASED: Mapping[str, Family] = {
         qkv_bias="use_bias",
         output_bias="use_bias",
         mlp_bias="use_bias",
-        defaults=defaults_of(2, use_bias=True, **TIED),
+        defaults=defaults_of(use_bias=True, **TIED),
     ),
     "nemotron": Family(up=UP_ONLY, gated=False, norm=Norm.WEIGHT_AND_BIAS, mlp_bias="mlp_bias"),
     "gpt_neox": Family(

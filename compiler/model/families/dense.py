@@ -39,14 +39,12 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
 
 DENSE: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
-    "cwm": Family(
-        qkv_bias=False, output_bias=False, mlp_bias="mlp_bias", defaults=defaults_of(8, 128, sliding_window=8192)
-    ),
-    "iquestcoder": Family(mlp_bias="mlp_bias", defaults=defaults_of(8, 128)),
-    "ministral3": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, 128)),
+    "cwm": Family(qkv_bias=False, output_bias=False, mlp_bias="mlp_bias", defaults=defaults_of(sliding_window=8192)),
+    "iquestcoder": Family(mlp_bias="mlp_bias"),
+    "ministral3": Family(qkv_bias=False, output_bias=False),
     "vaultgemma": Family(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
-        defaults=defaults_of(4, 256, sliding_window=4096, **TIED),
+        defaults=defaults_of(sliding_window=4096, **TIED),
     ),
     "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD, qk_norm_names=("query_layernorm", "key_layernorm")),
     "diffllama": Family(
@@ -101,34 +99,28 @@ DENSE: Mapping[str, Family] = {
         },
         defaults=defaults_of(head_dim=128),
     ),
-    "mistral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),
-    "ministral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(8, sliding_window=4096)),
+    "mistral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(sliding_window=4096)),
+    "ministral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(sliding_window=4096)),
     "qwen2": Family(
         qkv_bias=True,
         output_bias=False,
         own_head_dim=True,
         window_key="use_sliding_window",
-        defaults=defaults_of(32, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
     "qwen3": Family(
         qk_norm=QkNorm.HEAD,
         window_key="use_sliding_window",
-        defaults=defaults_of(32, 128, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
-    "gemma": Family(defaults=defaults_of(16, 256, **TIED)),
-    "gemma2": Family(norms=FOUR_NORMS, defaults=defaults_of(4, 256, sliding_window=4096, **TIED)),
+    "gemma": Family(defaults=defaults_of(**TIED)),
+    "gemma2": Family(norms=FOUR_NORMS, defaults=defaults_of(sliding_window=4096, **TIED)),
     "gemma3_text": Family(
         norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
         # The published configurations of multimodal models leave out more than others do.
         defaults=defaults_of(
-            4,
-            256,
-            sliding_window=4096,
-            num_attention_heads=8,
-            vocab_size=262208,
-            max_position_embeddings=131072,
-            **TIED,
+            sliding_window=4096, num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072, **TIED
         ),
     ),
     "phi3": Family(qkv=("qkv_proj",), output_first=True, up=FUSED_UP, qkv_bias=False, output_bias=False),
@@ -139,34 +131,30 @@ DENSE: Mapping[str, Family] = {
         qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm", norms=("input_layernorm",), defaults=defaults_of(**TIED)
     ),
     "cohere_compass_text": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
-    "bitnet": Family(sub_norms=("attn_sub_norm", "ffn_sub_norm"), hidden_is_heads=True, defaults=defaults_of(5)),
+    "bitnet": Family(sub_norms=("attn_sub_norm", "ffn_sub_norm"), hidden_is_heads=True),
     "cohere2": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
-    "glm": Family(up=FUSED_UP, output_bias=False, defaults=defaults_of(2, 128, attention_bias=True)),
+    "glm": Family(up=FUSED_UP, output_bias=False, defaults=defaults_of(attention_bias=True)),
     "glm4": Family(
         up=FUSED_UP,
         norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
         output_bias=False,
-        defaults=defaults_of(2, 128, attention_bias=True),
+        defaults=defaults_of(attention_bias=True),
     ),
     "granite": Family(mlp_bias="mlp_bias"),
-    "smollm3": Family(mlp_bias="mlp_bias", window_key="use_sliding_window", defaults=defaults_of(4, **TIED)),
-    "helium": Family(hidden_is_heads=True, output_bias=False, mlp_bias="mlp_bias", defaults=defaults_of(20, 128)),
-    "internlm3": Family(
-        qkv_bias=_INTERNLM3_BIAS, output_bias=_INTERNLM3_BIAS, mlp_bias=_INTERNLM3_BIAS, defaults=defaults_of(2, 128)
-    ),
+    "smollm3": Family(mlp_bias="mlp_bias", window_key="use_sliding_window", defaults=defaults_of(**TIED)),
+    "helium": Family(hidden_is_heads=True, output_bias=False, mlp_bias="mlp_bias"),
+    "internlm3": Family(qkv_bias=_INTERNLM3_BIAS, output_bias=_INTERNLM3_BIAS, mlp_bias=_INTERNLM3_BIAS),
     "seed_oss": Family(
-        output_bias="attention_out_bias", mlp_bias="mlp_bias", defaults=defaults_of(8, 128, attention_bias=True)
+        output_bias="attention_out_bias", mlp_bias="mlp_bias", defaults=defaults_of(attention_bias=True)
     ),
     "exaone4": Family(
         qk_norm=QkNorm.HEAD,
         norms=POST_NORMS,
         qkv_bias=False,
         output_bias=False,
-        defaults=defaults_of(32, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
-    "ernie4_5": Family(
-        qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", defaults=defaults_of(2, 128, **TIED)
-    ),
+    "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", defaults=defaults_of(**TIED)),
     "arcee": Family(up=UP_ONLY, gated=False, mlp_bias="mlp_bias"),
     "apertus": Family(
         qk_norm=QkNorm.HEAD,
@@ -174,6 +162,13 @@ DENSE: Mapping[str, Family] = {
         gated=False,
         activation=("act_fn.alpha_p", "act_fn.alpha_n"),
         norms=("attention_layernorm", "feedforward_layernorm"),
+        refusals=(
+            Refusal(
+                "hidden_act",
+                lambda config: config.get("hidden_act", "xielu") != "xielu",
+                "only xielu has the parameters that the MLP of this model type is described with",
+            ),
+        ),
     ),
     "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING),
     "hyperclovax": Family(
@@ -184,6 +179,6 @@ DENSE: Mapping[str, Family] = {
     "granite_swa": Family(
         sinks="sinks",
         mlp_bias="mlp_bias",
-        defaults=defaults_of(4, sliding_window=128, **TIED),
+        defaults=defaults_of(sliding_window=128, **TIED),
     ),
 }

@@ -9,9 +9,7 @@ from parcompile.model.family import Experts, Family, Norm, QkNorm
 from .traits import FOUR_NORMS, POST_NORMS, defaults_of
 
 EXPERTS: Mapping[str, Family] = {
-    "mixtral": Family(
-        qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts"), defaults=defaults_of(8)
-    ),
+    "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts")),
     "qwen3_moe": Family(
         qk_norm=QkNorm.HEAD,
         window_key="use_sliding_window",
@@ -22,7 +20,7 @@ EXPERTS: Mapping[str, Family] = {
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 768),
         ),
-        defaults=defaults_of(4, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
     "beam": Family(
         norms=FOUR_NORMS,
@@ -38,7 +36,7 @@ EXPERTS: Mapping[str, Family] = {
             by_layer="mlp_layer_types",
             dense_by_default=3,
         ),
-        defaults=defaults_of(8, 128, sliding_window=512),
+        defaults=defaults_of(sliding_window=512),
     ),
     "olmoe": Family(
         hidden_is_heads=True,
@@ -47,14 +45,12 @@ EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
         ),
-        defaults=defaults_of(16),
     ),
     "phimoe": Family(
         norm=Norm.WEIGHT_AND_BIAS,
         head_bias="lm_head_bias",
         window_only_in="mask",
         experts=Experts(router="router", count=("num_local_experts", 16)),
-        defaults=defaults_of(8),
     ),
     "granitemoe": Family(
         order=("attention", "norms", "mlp"), experts=Experts(block="block_sparse_moe", router="router")
@@ -73,7 +69,6 @@ EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             count=("num_local_experts", 256), count_alias="num_experts", per_token=("num_experts_per_tok", 8)
         ),
-        defaults=defaults_of(8, 128),
     ),
     "mellum": Family(
         qk_norm=QkNorm.HEAD,
@@ -85,7 +80,7 @@ EXPERTS: Mapping[str, Family] = {
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 896),
         ),
-        defaults=defaults_of(4, 128, sliding_window=1024),
+        defaults=defaults_of(sliding_window=1024),
     ),
     "gpt_oss": Family(
         sinks="sinks",
@@ -99,6 +94,6 @@ EXPERTS: Mapping[str, Family] = {
             count_alias="num_experts",
             per_token=("num_experts_per_tok", 4),
         ),
-        defaults=defaults_of(8, 64, attention_bias=True, sliding_window=128),
+        defaults=defaults_of(attention_bias=True, sliding_window=128),
     ),
 }

@@ -152,7 +152,6 @@ HYBRIDS: Mapping[str, Family] = {
         output_bias=False,
         recurrent=_LIGHTNING,
         experts=Experts(count_alias="num_experts"),
-        defaults=defaults_of(8),
     ),
     "olmo_hybrid": Family(
         qk_norm=QkNorm.WHOLE,
@@ -177,19 +176,16 @@ HYBRIDS: Mapping[str, Family] = {
         query_gate=True,
         recurrent=_QWEN3_NEXT,
         experts=_experts(512, 10),
-        defaults=defaults_of(2, 256),
     ),
     "qwen3_5_text": Family(
         qk_norm=QkNorm.HEAD,
         query_gate=True,
         recurrent=_QWEN3_5,
-        defaults=defaults_of(4, 256),
     ),
     "qwen3_5_moe_text": Family(
         qk_norm=QkNorm.HEAD,
         query_gate=True,
         recurrent=_QWEN3_5,
         experts=_experts(256, 8),
-        defaults=defaults_of(2, 256),
     ),
 }

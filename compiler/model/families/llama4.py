@@ -7,8 +7,6 @@ from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
 
-from .traits import defaults_of
-
 
 def _alternates(config: Mapping[str, Any]) -> bool:
     """Whether some layers are dense."""
@@ -45,6 +43,5 @@ LLAMA4: Mapping[str, Family] = {
             "ep": "transformers has all experts of this type compute all tokens in one product, weighted by zero where "
             "an expert was not chosen: there are no tokens to send to the ranks of chosen experts"
         },
-        defaults=defaults_of(8, 128),
     ),
 }

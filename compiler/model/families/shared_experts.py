@@ -30,20 +30,19 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 1408),
             shared_width=("shared_expert_intermediate_size", 5632),
         ),
-        defaults=defaults_of(16, qkv_bias=True, sliding_window=4096),
+        defaults=defaults_of(qkv_bias=True, sliding_window=4096),
     ),
     "glm4_moe": Family(
         qk_norm=QkNorm.HEAD,
         qk_norm_key="use_qk_norm",
         output_bias=False,
         experts=routed(128, 8, 1408, dense_layers=1),
-        defaults=defaults_of(8),
     ),
-    "solar_open": Family(output_bias=False, experts=routed(128, 8, 1280), defaults=defaults_of(8, 128)),
+    "solar_open": Family(output_bias=False, experts=routed(128, 8, 1280)),
     "dots1": Family(
         qk_norm=QkNorm.HEAD,
         experts=routed(None, None, 1408, dense_layers=0),
-        defaults=defaults_of(32, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
     "exaone_moe": Family(
         qk_norm=QkNorm.HEAD,
@@ -59,7 +58,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             by_layer="mlp_layer_types",
             shared_key="num_shared_experts",
         ),
-        defaults=defaults_of(32, sliding_window=4096),
+        defaults=defaults_of(sliding_window=4096),
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias",
@@ -91,7 +90,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
                 "it has to be 1: every layer from the first with experts on has them",
             ),
         ),
-        defaults=defaults_of(4, **TIED),
+        defaults=defaults_of(**TIED),
     ),
     "hunyuan_v1_moe": Family(
         qk_norm=QkNorm.HEAD,
@@ -119,7 +118,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             dense_by_default=1,
             router_first=True,
         ),
-        defaults=defaults_of(8, 128),
     ),
     "cohere2_moe": Family(
         norms=("input_layernorm",),
@@ -133,7 +131,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             dense_layers=("first_k_dense_replace", 0),
             dense_width=("prefix_dense_intermediate_size", None),
         ),
-        defaults=defaults_of(head_dim=128, sliding_window=4096, **TIED),
+        defaults=defaults_of(sliding_window=4096, **TIED),
     ),
     "granitemoeshared": Family(
         order=("attention", "norms", "mlp"),
@@ -162,7 +160,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_count=("num_shared_experts", 2),
             dense_layers=("num_dense_layers", 1),
         ),
-        defaults=defaults_of(head_dim=128, sliding_window=1024),
+        defaults=defaults_of(sliding_window=1024),
     ),
     "laguna": Family(
         qk_norm=QkNorm.HEAD,
@@ -189,7 +187,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
                 "layers with different numbers of heads are not described: all have to be num_attention_heads",
             ),
         ),
-        defaults=defaults_of(8, 128, sliding_window=512),
+        defaults=defaults_of(sliding_window=512),
     ),
     "flint": Family(
         sinks="sinks",
@@ -202,7 +200,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 512),
             shared_width=("shared_expert_intermediate_size", 1024),
         ),
-        defaults=defaults_of(4, 128, sliding_window=513, mlp_only_layers=(0, 1)),
+        defaults=defaults_of(sliding_window=513, mlp_only_layers=(0, 1)),
     ),
     "kolibri1": Family(
         qk_norm=QkNorm.HEAD,
@@ -218,7 +216,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 512),
             shared_width=("shared_expert_intermediate_size", 512),
         ),
-        defaults=defaults_of(4, 128, sliding_window=513),
+        defaults=defaults_of(sliding_window=513),
     ),
     "aria_text": Family(
         mlp_bias="mlp_bias",
@@ -269,6 +267,5 @@ SHARED_EXPERTS: Mapping[str, Family] = {
                 "write the kinds of layers as mlp_layer_types",
             ),
         ),
-        defaults=defaults_of(4, 128),
     ),
 }

@@ -46,7 +46,6 @@ STATE_SPACE: Mapping[str, Family] = {
                 "it adds a loss of the logits themselves, which are spread over ranks: it has to be 0",
             ),
         ),
-        defaults=defaults_of(8),
     ),
     "falcon_h1": Family(
         final_norm="final_layernorm",
@@ -66,7 +65,6 @@ STATE_SPACE: Mapping[str, Family] = {
                 norm=("mamba_rms_norm", False),
             ),
         ),
-        defaults=defaults_of(8),
     ),
     "nemotron_h": Family(
         embedding="embeddings",

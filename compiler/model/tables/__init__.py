@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from .completing import TableError, complete
+from .counting import Counts, counts_of
 from .parameters import Derived, parameters
-from .reading import VERSION, Row, Table, covered, left_out, table_of
+from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
 
 __all__ = [
     "VERSION",
+    "Counts",
     "Derived",
     "Row",
     "Table",
     "TableError",
+    "class_default",
     "complete",
+    "counts_of",
     "covered",
     "left_out",
     "parameters",

@@ -52,6 +52,12 @@ def table_of(model_type: str) -> Table | None:
     return _tables().get(model_type)
 
 
+def class_default(model_type: str, key: str) -> Any:
+    """What the class of a type takes for a key that is left out; None where it derives it, or has no table."""
+    table = table_of(model_type)
+    return None if table is None else table.defaults.get(key)
+
+
 def covered() -> tuple[str, ...]:
     """The model types that have a table, in alphabetical order."""
     return tuple(_tables())
