@@ -49,7 +49,7 @@ def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
             first = min(number for _, number in _sources(shape))
             yield Finding(
                 f"layer {layer} of stage {here} attends with the keys and values of layer {source}, which is on stage "
-                f"{there}",
+                f"{there} (num_kv_shared_layers {len(_sources(shape))})",
                 ("parallelism", "pp"),
                 help=f"let one stage hold layers {first} to {shape.num_hidden_layers - 1}: set "
                 f"num_layers_in_first_pipeline_stage to {first} or less with pp 2, or pp to 1",

@@ -142,7 +142,9 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _state_space(choose, family)
     changes |= _rope(choose, family, config, changes)
     changes |= _layer_shapes(choose, family, names, changes)
-    return Drawn(number, family, layout or choose.choice(list(LAYOUTS)), changes)
+    refused = FAMILIES[family].refused_axes.keys()
+    run = [name for name, (_, axes) in LAYOUTS.items() if not refused & axes.keys()]
+    return Drawn(number, family, layout or choose.choice(run), changes)
 
 
 def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
@@ -260,13 +262,27 @@ def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: 
     if not FAMILIES[family].layer_shapes:
         return {}
     layers = changes["num_hidden_layers"]
+    if family == "mimo_v2_flash":  # whose layers with a window have twice as many kv heads
+        return {"num_key_value_heads": choose.choice([1, 2]), "v_head_dim": choose.choice([4, 12])}
     found: dict[str, Any] = {
         "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers],
+        "num_kv_shared_layers": layers - 2,
         "head_dim": choose.choice([4, 8]),
+    }
+    if family == "gemma3n_text":
+        widths = [choose.choice([24, 40]) for _ in range(layers)]
+        return {
+            **found,
+            "intermediate_size": widths,
+            "activation_sparsity_pattern": [choose.choice([0.0, 0.7]) for _ in range(layers)],
+            "hidden_size_per_layer_input": choose.choice([4, 12]),
+            "altup_correct_scale": True,
+            "final_logit_softcapping": changes.get("final_logit_softcapping") or 30.0,
+        }
+    found |= {
         "global_head_dim": choose.choice([4, 8, 12]),
         "attention_k_eq_v": choose.choice([False, True]),
         "num_global_key_value_heads": choose.choice([None, changes["num_key_value_heads"]]),
-        "num_kv_shared_layers": layers - 2,
         "use_double_wide_mlp": choose.choice([False, True]),
     }
     if "hidden_size_per_layer_input" in names:
