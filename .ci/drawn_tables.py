@@ -89,7 +89,7 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
         found["num_key_value_heads"] = choose.choice([2, 4])
     if "vocab_size_per_layer_input" in base:
         found["vocab_size_per_layer_input"] = changes["vocab_size"]
-    if changes.get("q_lora_rank", 8) is None and known["q_lora_rank"].type in (int, "int"):
+    if changes.get("q_lora_rank", 8) is None and ("q_lora_rank" not in known or known["q_lora_rank"].type is int):
         found["q_lora_rank"] = 12
     return found
 

@@ -12,6 +12,7 @@ from ranks import RankError, run_ranks
 from training_runs import whole_parameters
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 
 STEPS = 3
@@ -33,8 +34,10 @@ class Outcome(NamedTuple):
 
 
 def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTIME_FAMILIES) -> list[Drawn]:
-    """Draws for one layout."""
-    return [draw(number, families, layout) for number in range(first, first + count)]
+    """Draws for one layout, of the families that run over its axes."""
+    axes = LAYOUTS[layout][1].keys()
+    able = tuple(name for name in families if not FAMILIES[name].refused_axes.keys() & axes)
+    return [draw(number, able, layout) for number in range(first, first + count)]
 
 
 def planned(drawn: Drawn, *, alone: bool = False) -> Plan:

@@ -259,7 +259,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
 
 def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
     """Layers of different shapes: heads of full ones, whose keys they use, and further embeddings."""
-    if not FAMILIES[family].layer_shapes:
+    if not FAMILIES[family].layer_shapes or "global_head_dim" not in names:
         return {}
     layers = changes["num_hidden_layers"]
     if family == "mimo_v2_flash":  # whose layers with a window have twice as many kv heads
@@ -296,7 +296,7 @@ def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, An
     rope = getattr(config, "rope_parameters", None)
     if rope is None or choose.random() < 0.25:
         return {}
-    if FAMILIES[family].layer_shapes:
+    if FAMILIES[family].layer_shapes and all(isinstance(value, dict) for value in rope.values()):
         # Widths of heads differ, and with them the frequencies that other kinds list.
         return {
             "rope_parameters": {
