@@ -47,6 +47,7 @@ from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
 from .context_exchanges import context_exchanges
+from .indexer import key_bytes
 from .recurrent import sent_over_cp
 from .workload import Workload
 
@@ -94,6 +95,9 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
     for one in context_exchanges(work):
         kind = "all-to-all" if one.operation.startswith("all-to-all") else "send"
         found[one.group, kind] = Sent(passes * one.messages, passes * one.wire_bytes)
+    messages, size = key_bytes(work, stage)
+    if messages:
+        found[Axis.CP, "all-gather"] = Sent(messages, size)
     messages, size = sent_over_cp(work, stage.layers, cp_rank)
     if messages:
         before = found.get((Axis.CP, "send"), Sent(0, 0.0))

@@ -10,6 +10,9 @@ from .workload import Workload
 INDEX_BYTES = 4
 """A chosen key is an int32."""
 
+SCORES_AT_ONCE = 2**24
+"""Scores of an indexer that the runtime has in memory at a time."""
+
 
 def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations for one token, the mean of all layers: no gradient, and every key of the sequence is scored.
@@ -22,6 +25,33 @@ def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
     flops += 2.0 * sequence_length * indexer.heads * (indexer.head_dim + 1)
     return flops * len(indexer.layers) / shape.num_hidden_layers
+
+
+def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
+    """Messages and bytes of a step in which a rank sends the keys of its indexers to the other ranks of cp."""
+    indexer = work.shape.indexer
+    if indexer is None or work.cp == 1:
+        return 0, 0
+    messages = len(set(indexer.layers) & set(stage.layers)) * work.micro_batches
+    local = int(work.local_tokens) * indexer.head_dim * work.element_bytes
+    return messages, messages * local * (work.cp - 1)
+
+
+def frozen_bytes(work: Workload, stage: Stage) -> float:
+    """The weights of a stage's indexers, which every tp rank holds whole, and which are not trained."""
+    indexer, mla = work.shape.indexer, work.shape.mla
+    if indexer is None or mla is None or mla.q_lora_rank is None:
+        return 0.0
+    numel = indexer.numel(work.shape.hidden_size, mla.q_lora_rank) + 2 * indexer.head_dim
+    return float(numel * len(set(indexer.layers) & set(stage.layers)) * work.element_bytes)
+
+
+def scoring_bytes(work: Workload, stage: Stage) -> float:
+    """What an indexer holds while it scores: its scores in fp32, and what is left of them above zero."""
+    indexer = work.shape.indexer
+    if indexer is None or not set(indexer.layers) & set(stage.layers):
+        return 0.0
+    return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * work.sequence_length)
 
 
 def choice_bytes(work: Workload, stage: Stage) -> float:

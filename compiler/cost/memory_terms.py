@@ -10,7 +10,7 @@ from parcompile.model.catalogue import WEIGHTED_IN_TYPE
 
 from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
-from .indexer import choice_bytes
+from .indexer import choice_bytes, frozen_bytes, scoring_bytes
 from .kinds import mean_over_layers
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import exchanged_bytes, kept_bytes
@@ -116,9 +116,11 @@ def memory_terms(work: Workload) -> list[StageTerms]:
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
         if work.framework == "deepspeed":
             layer = (sparse if moe_layers else dense).total * tokens + in_flight if stage.layers else 0.0
+            # While the indexer of the last layer scores, no logits are there yet.
+            scoring = scoring_bytes(work, stage) + sum(kept.values())
             kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
             taken = sum(kept.values()) + 2 * work.element_bytes * logits + _loss_chunk_bytes(work, logits)
-            kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken)
+            kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken, scoring - taken)
         if work.framework == "deepspeed":
             exchange = buffer_bytes(work, index)
         else:
@@ -221,7 +223,8 @@ def _static(work: Workload, stage: Stage, numel: int) -> tuple[float, float, flo
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0)
-        return held.weight_bytes, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
+        weights = held.weight_bytes + frozen_bytes(work, stage)
+        return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel
     return (

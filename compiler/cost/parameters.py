@@ -21,7 +21,7 @@ def stage_numel(
     vocab_divisible_by: int = 1,
     tied: bool = False,
 ) -> int:
-    """Parameters that one rank of a stage holds, padding of the vocabulary included.
+    """Parameters that one rank of a stage trains, padding of the vocabulary included; frozen ones are left out.
 
     With tied embeddings and several stages, the last stage holds a copy of the embedding for its head.
     """
@@ -35,6 +35,8 @@ def stage_numel(
         total += sum(local(parameter) for parameter in table.before)
     for parameter in table.layer:
         assert parameter.layers is not None
+        if not parameter.trained:
+            continue
         total += local(parameter) * len(set(parameter.layers) & set(stage.layers))
     if stage.has_head:
         total += sum(local(parameter) for parameter in table.after)

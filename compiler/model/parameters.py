@@ -241,6 +241,9 @@ def _gated_norms(rows: Rows, shape: ModelShape, family: Family) -> None:
             own.add(f"{name}.mlp.fc2.weight", (h, shape.norm_gate), sequence_parallel=True)
 
 
+_INDEXER_PARAMETERS = 5
+
+
 def _indexer(rows: Rows, name: str, hidden: int, query_rank: int, shape: IndexerShape) -> None:
     # Whole on every rank, which all have to choose the same keys. Nothing of it gets a gradient.
     rows.linear(f"{name}.wq_b", shape.heads * shape.head_dim, query_rank, None)
@@ -248,6 +251,8 @@ def _indexer(rows: Rows, name: str, hidden: int, query_rank: int, shape: Indexer
     for kind in kinds(Norm.WEIGHT_AND_BIAS):
         rows.add(f"{name}.k_norm.{kind}", (shape.head_dim,))
     rows.linear(f"{name}.weights_proj", shape.heads, hidden, None)
+    added = len(rows.rows) - _INDEXER_PARAMETERS
+    rows.rows[added:] = [replace(one, trained=False) for one in rows.rows[added:]]
 
 
 def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:

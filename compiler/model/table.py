@@ -53,6 +53,8 @@ class Parameter:
     """Used on a shard of the sequence under sequence parallelism: its gradient is summed over tp there."""
     partial: bool = False
     """Held by every tp rank but used on the rank's own heads or features: its gradient is always summed over tp."""
+    trained: bool = True
+    """It gets a gradient; what does not is frozen, without gradients and states of the optimizer."""
 
     first: int = 0
     """The layer that its name calls 0."""

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from parcompile.cost.collectives import collectives
 from parcompile.cost.context_exchanges import context_exchanges
+from parcompile.cost.indexer import key_bytes
 from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
 from parcompile.cost.workload import Workload
@@ -61,7 +62,7 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
     between = stage_exchanges(work, busiest_stage(work)).get((Axis.PP, "send"))
     passes = work.shape.attending(stage.layers) * work.micro_batches
     levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
-    states = sent_over_cp(work, stage.layers)[1]
+    states = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
     if states:
         levels = (*levels, (work.cp, 1, states))
     return Traffic(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.cost.indexer import SCORES_AT_ONCE
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
@@ -29,9 +30,6 @@ from parcompile.runtime.ring_attention.recompute import once
 
 from .attention import RingPlace
 from .chosen import Unmasked
-
-SCORES_AT_ONCE = 2**26
-"""Scores of an indexer that are in memory at a time: transformers' own keeps one of each head, query and key."""
 
 
 def use_indexers(model: nn.Module, mesh: Mesh) -> None:

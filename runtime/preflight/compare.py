@@ -85,6 +85,7 @@ def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
     stage = _stage(plan.spec, mesh)
     expected = sum(rows[planned[name]][1].local_numel for name in planned) * width
     unpadded = static_memory(workload_of(plan.spec), stage).numel * width
+    unpadded += sum(rows[row][1].local_numel for row in planned.values() if not row.trained) * width
     total = sum(one.nbytes for one in found.values())
     yield _bytes(mesh.rank, "parameter bytes", unpadded, total, extra=expected != unpadded)
 
