@@ -17,6 +17,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.indexer import FULL, SHARED
 from parcompile.model.layer_kind import KeysAndValues
+from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
@@ -28,7 +29,7 @@ WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 most this many beside what is left over when the real one is divided by it)."""
 
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
-_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK = 32, 16
+_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _BLOCK = 32, 16, 16, 16
 
 
 def borders(config: Any, sequence_length: int) -> list[int]:
@@ -57,6 +58,7 @@ def shrunk(plan: Plan) -> Plan:
     changes = {
         **heads,
         **_widths(plan, config),
+        **_states(plan),
         **_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
         **_kinds_of_layers(plan, config, layers, heads),
         **_lengths(config, spec.training.sequence_length, length),
@@ -166,6 +168,30 @@ def _kinds_of_layers(plan: Plan, config: Any, layers: list[int], heads: Mapping[
 def _few(kv_heads: int, tp: int, heads: int) -> int:
     """A count of kv heads that is held by as many ranks each, and divides the query heads of the small model."""
     return kv_heads if kv_heads <= tp and heads % kv_heads == 0 else tp
+
+
+def _states(plan: Plan) -> dict[str, Any]:
+    """Two narrow key heads on a rank, with at most two value heads each, where layers have heads of their own."""
+    states, tp = plan.spec.model.shape.recurrent, plan.spec.parallelism.tp
+    if states is None:
+        return {}
+    groups = tp * min(states.groups // tp, 2)
+    if states.kind is RecurrentKind.GATED_DELTA_NET:
+        return {
+            "linear_num_key_heads": groups,
+            "linear_num_value_heads": groups * min(states.heads // states.groups, 2),
+            "linear_key_head_dim": min(states.key_dim, _WIDTH_OF_A_HEAD),
+            "linear_value_head_dim": min(states.value_dim, _WIDTH_OF_A_HEAD),
+        }
+    if states.kind is RecurrentKind.LIGHTNING_ATTENTION:
+        return {"block_size": min(states.chunk, _BLOCK)}
+    traits = FAMILIES[plan.spec.model.shape.model_type].recurrent
+    if states.kind is RecurrentKind.KIMI_DELTA_ATTENTION and traits is not None and traits.section:
+        found = {"linear_num_heads": groups, "linear_head_dim": min(states.key_dim, _WIDTH_OF_A_HEAD)}
+        # What a section says goes before these keys; `layer_types` says which layers they are.
+        kept = {"short_conv_kernel_size": states.kernel} if traits.section in plan.spec.model.hf_config else {}
+        return {**found, **({traits.section: kept} if kept else {})}
+    return {}
 
 
 def _widths(plan: Plan, config: Any) -> dict[str, Any]:

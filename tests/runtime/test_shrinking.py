@@ -120,6 +120,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in built(small).named_parameters()}
     assert shapes == {name: parameter.shape for name, parameter in small.parameters.expanded()}
     assert small.parameters.numel < plan.parameters.numel
+    if (recurrent := small.spec.model.shape.recurrent) is not None and "linear_num_key_heads" in tiny_config(family):
+        assert (recurrent.groups, recurrent.key_dim, recurrent.value_dim) == (4, 8, 10)
     assert small.spec.model.shape.num_hidden_layers == 2 or more or mixed or small.spec.model.shape.moe
     if mixed:
         assert planned_config(small).sliding_window == WINDOW
