@@ -133,9 +133,8 @@ def eager_layer_bytes(
     if shape.norm_gate:  # what the gate multiplies, and the gate in fp32
         stream += shape.norms_per_layer * (h * (width + 4) + 2 * width * shape.norm_gate)
     if shape.layer_inputs is not None:
-        stream += (
-            4 * width * shape.layer_inputs.width
-        )  # the part, its gate before and behind the activation, the product
+        # A norm behind the gate; the part, its gate before and behind the activation, and their product.
+        stream += h * (4 + normed) + 4 * width * shape.layer_inputs.width
     if shape.altup is not None:
         stream += 3 * width * shape.altup.num_streams * h  # predictions, what corrects them, and the result
     heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
@@ -165,7 +164,10 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
     return 0.0 if shape.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
-FP32_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3")
+FP32_NORMS = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+    *("olmo2", "olmo3"),
+)
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

@@ -159,6 +159,11 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
+    if work.shape.layer_inputs is not None and stage.has_embedding:
+        # The rows of a second embedding, whose table is cut by vocabulary as the first one's.
+        rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes
+        for operation in ("reduce-scatter", "all-gather") if work.sequence_parallel else ("all-reduce",):
+            send(Axis.TP, operation, times, rows, tp)
     if work.shape.user_module is not None:
         _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
