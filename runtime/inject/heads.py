@@ -30,7 +30,7 @@ def localise_heads(attention: nn.Module, heads: int, kv_heads: int) -> None:
         if isinstance(vars(module).get(name), int):
             setattr(module, name, heads // kv_heads)
     config = vars(module).get("config")
-    if hasattr(config, "num_attention_heads") and not getattr(config, "is_heterogeneous", False):
+    if not getattr(config, "is_heterogeneous", False) and hasattr(config, "num_attention_heads"):
         width = getattr(module, "head_dim", None)
         local = copy.copy(config)
         local.num_attention_heads = heads
