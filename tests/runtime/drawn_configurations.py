@@ -140,6 +140,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _experts(choose, family, config, names, layers)
     changes |= _layer_kinds(choose, family, config, names, layers)
     changes |= _state_space(choose, family)
+    changes |= _linear_attention(choose, family, names)
     changes |= _rope(choose, family, config, changes)
     changes |= _layer_shapes(choose, family, names, changes)
     refused = FAMILIES[family].refused_axes.keys()
@@ -217,6 +218,25 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
     }
 
 
+def _linear_attention(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
+    """Heads, widths and kernels of layers that carry a state."""
+    states = FAMILIES[family].recurrent
+    if states is None or states.state_space is not None:
+        return {}
+    sizes = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": choose.choice([4, 8]),
+        "linear_key_head_dim": choose.choice([4, 6]),
+        "linear_value_head_dim": choose.choice([4, 8]),
+        "linear_conv_kernel_dim": choose.choice([2, 3, 4]),
+        "linear_allow_neg_eigval": choose.choice([False, True]),
+        "conv_L_cache": choose.choice([2, 3, 4]),
+        "conv_bias": choose.choice([False, True]),
+        "block_size": choose.choice([2, 5, 64]),
+    }
+    return {key: size for key, size in sizes.items() if key in names}
+
+
 def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str], layers: int) -> dict[str, Any]:
     """Windows, and which layers have them or rotary embeddings."""
     found: dict[str, Any] = {}
@@ -226,7 +246,11 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         found["attention_types"] = [[["global", "local"], layers // 2]]
     kinds = getattr(config, "layer_types", None)
     states = FAMILIES[family].recurrent
-    if states is not None and states.state_space is not None:
+    if FAMILIES[family].indexer is not None:
+        # Every layer has one; its heads hold the rotary part of the others'.
+        sizes = {"index_head_dim": 16, "index_n_heads": choose.choice([2, 4]), "index_topk": choose.choice([2, 5, 40])}
+        return {key: size for key, size in sizes.items() if key in names}
+    if states is not None:
         # A layer of each kind at least.
         attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
         choose.shuffle(attends)
@@ -237,7 +261,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
             kinds = [states.word, choose.choice(others)] if layers == 2 else [states.word, *others]
             choose.shuffle(kinds)
             return {"layers_block_type": kinds}
-        if states.layers_key:
+        if states.layers_key in names or not states.attending_key:
             return {states.layers_key: ["full_attention" if one else states.word for one in attends]}
         return {states.attending_key: [layer for layer, one in enumerate(attends) if one]}
     key = FAMILIES[family].window_key
