@@ -19,6 +19,8 @@ from parcompile.spec.resolve import Resolution
 
 STEPS = 2
 CLIPPING = 0.5
+LAST_BIT = 1e-7
+"""Of a weight in fp32, relative."""
 
 
 def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **changes: Any) -> Plan:
@@ -73,8 +75,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
-def train_plain(plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def train_plain(
+    plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32, nudged: int | None = None
+) -> dict[str, Any]:
+    """Steps of transformers and torch alone; `nudged` is the seed of a change of each weight by about its last bit."""
     model = drawn_model(plan, dtype)
+    if nudged is not None:
+        generator = torch.Generator().manual_seed(nudged)
+        for parameter in model.parameters():
+            parameter.data *= 1 + LAST_BIT * torch.randn(parameter.shape, generator=generator)
     optimizer, losses, norms = optimizer_of(model), [], []
     for _ in range(steps):
         optimizer.zero_grad()
