@@ -35,7 +35,7 @@ from .heads import localise_heads
 from .indexers import use_indexers
 from .interface import put_on_interface
 from .layer_inputs import cut_layer_inputs
-from .masks import check_masks
+from .masks import check_masks, masked_layers
 from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
@@ -87,10 +87,8 @@ class _Injection:
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         replaced = put_on_interface(self.model, self.family)
         if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
-            # What an indexer chooses is no mask; its layers have the causal one.
-            chosen = self.spec.model.shape.indexer
-            attending = set(self.spec.model.shape.attention_layers) - set(chosen.attending if chosen else ())
-            check_masks(self.model, path, self.spec.training.sequence_length, attending)
+            masked = masked_layers(self.spec.model.shape)
+            check_masks(self.model, path, self.spec.training.sequence_length, masked)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         use_ring_attention(self.model, RingPlace.of(self.mesh))

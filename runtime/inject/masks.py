@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from parcompile.model.shape import ModelShape
 from parcompile.runtime.errors import RunError
 
 from .chunks import chunk_of
@@ -55,6 +56,11 @@ class _Reached(Exception):  # noqa: N818 -- nothing went wrong
     def __init__(self, window: int | None) -> None:
         super().__init__()
         self.window = window
+
+
+def masked_layers(shape: ModelShape) -> set[int]:
+    """The layers whose attention goes by a mask: an indexer's go by its choice, and have the causal one."""
+    return set(shape.attention_layers) - set(shape.indexer.attending if shape.indexer else ())
 
 
 def check_masks(model: nn.Module, path: str, sequence_length: int, attending: Collection[int] | None = None) -> None:

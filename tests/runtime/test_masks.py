@@ -14,7 +14,7 @@ from ranks import run_ranks
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.inject.interface import REPLACED
-from parcompile.runtime.inject.masks import check_masks, separates_documents
+from parcompile.runtime.inject.masks import check_masks, masked_layers, separates_documents
 from parcompile.runtime.model.building import instantiate, parameters_without_memory
 
 RUN = tuple(family for family in FAMILIES if family not in REPLACED)
@@ -46,7 +46,7 @@ def test_masks_of_a_family_are_its_attention_s_windows_or_refused(family: str) -
         model = instantiate(plan, torch.float32)
     lacking = FAMILIES[family].window_only_in
     if not lacking:
-        check_masks(model, layers_of(plan), LENGTH, plan.spec.model.shape.attention_layers)
+        check_masks(model, layers_of(plan), LENGTH, masked_layers(plan.spec.model.shape))
         return
     sides = {
         "mask": "the mask is a window of 5 tokens, the attention is told no window",
