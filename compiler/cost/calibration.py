@@ -37,6 +37,9 @@ OUTLIER = 0.06
 
 PRIOR_WEIGHT = 0.6
 """Leaving the prior by the whole width of the bounds counts like one residual of this size."""
+OWN_PRIOR_WEIGHT = 0.2
+"""The same for runs on a machine that was measured: its rates are those of large kernels, and its own runs know
+better."""
 
 TRANSFER = 1.04
 """Other models err more than those that were fitted: intervals are widened by this factor on both sides."""
@@ -154,7 +157,8 @@ def fit_time(rows: Sequence[Measurement], prior: Mapping[str, float] | None = No
         named = dict(zip(table, values, strict=True))
         return [w * math.log(step_seconds(parts, named) / (one.step_seconds or 1)) for one, parts, w in terms]
 
-    values = _fitted(residuals, table, prior)
+    own = measured[0].work.machine.measured is not None
+    values = _fitted(residuals, table, prior, OWN_PRIOR_WEIGHT if own else PRIOR_WEIGHT)
     ratios = [(one.step_seconds or 0) / step_seconds(parts, values) for one, parts, w in terms if w == 1]
     error = [abs(1 / ratio - 1) for ratio in ratios]
     sizes = [parameter_table(one.work.shape).numel for one in measured]
@@ -171,6 +175,7 @@ def _fitted(
     residuals: Callable[[Sequence[float]], list[float]],
     table: Mapping[str, Coefficient],
     prior: Mapping[str, float] | None = None,
+    weight: float = PRIOR_WEIGHT,
 ) -> dict[str, float]:
     # Only here: estimates and the search do without it.
     from scipy.optimize import least_squares
@@ -181,7 +186,7 @@ def _fitted(
 
     def held(values: Sequence[float]) -> list[float]:
         pulls = [
-            PRIOR_WEIGHT * (value - first) / (top - bottom)
+            weight * (value - first) / (top - bottom)
             for value, first, bottom, top in zip(values, start, low, high, strict=True)
         ]
         return [*residuals(values), *pulls]

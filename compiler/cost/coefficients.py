@@ -47,6 +47,9 @@ KEEPING: Mapping[str, Coefficient] = {
 TIME: Mapping[str, Coefficient] = {
     "matmul": Coefficient(0.65, 0.4, 0.85, "share of the peak rate that matrix products reach"),
     "narrow": Coefficient(100.0, 0.0, 400.0, "h / t at which matrix products take twice as long: narrow tiles"),
+    "few_rows": Coefficient(
+        0.0, 0.0, 200.0, "tokens of a micro-batch at which matrix products take twice as long: weights have to be read"
+    ),
     "attention": Coefficient(0.4, 0.2, 0.75, "share of the peak rate that fused attention reaches"),
     "elementwise": Coefficient(
         2.5, 0.5, 4.0, "passes over the kept activations: at least once each way, and not once more for each kernel"

@@ -216,6 +216,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
     """The step by its parts; `shared` is what context parallelism costs, where that is known already."""
     work = terms.work
     narrow = (1 + values["narrow"] * work.tp / work.shape.hidden_size) / values["matmul"]
+    narrow *= 1 + values["few_rows"] / work.split_tokens
     work_layer = terms.matmul * narrow + values["elementwise"] * terms.elementwise
     attention = terms.attention / values["attention"]
     tensor = 0.0
