@@ -114,7 +114,9 @@ class Kind:
 
 def kinds(work: Workload, values: Mapping[str, float]) -> tuple[Kind, ...]:
     """The kinds of runs of a layout, the likelier first."""
-    share = values[keeping_class(work)] if work.sequence_parallel else 0.0
+    # What is known of a framework holds of whole block inputs too, which are not gathered.
+    told = work.sequence_parallel or not FRAMEWORKS[work.framework].varies
+    share = values[keeping_class(work)] if told else 0.0
     found = (Kind(share, keeps=True), Kind(1 - share, keeps=False))
     return tuple(sorted((one for one in found if one.share > 0), key=lambda one: -one.share))
 

@@ -217,8 +217,8 @@ def test_a_collective_on_the_wrong_group_is_named(monkeypatch: pytest.MonkeyPatc
 def test_an_estimate_of_memory_that_is_20_percent_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = footprint.stage_components
 
-    def low(*arguments: Any) -> dict[str, float]:
-        return {name: 0.8 * size for name, size in right(*arguments).items()}
+    def low(*arguments: Any, **options: Any) -> dict[str, float]:
+        return {name: 0.8 * size for name, size in right(*arguments, **options).items()}
 
     monkeypatch.setattr(footprint, "stage_components", low)
     found = faults(preflight(plan_of("tp2"), [0]))
