@@ -116,7 +116,7 @@ parcompile.compile(found.spec, "plan")
 
 ```text
 {'pp': 1, 'tp': 2, 'cp': 1, 'sequence_parallel': True}
-4.6 s; the next one lost because: tied: 1.0% faster, and predictions err by 8%; uses 63.39 GiB, not 50.43 GiB
+4.6 s; the next one lost because: tied: 1.0% faster, and predictions err by 8%; uses 63.37 GiB, not 50.42 GiB
 ```
 '''
 
