@@ -16,6 +16,7 @@ from parcompile.atomic import write_file
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import columns, headed, table
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, writable
@@ -49,6 +50,11 @@ MOST_CELLS = 4096
     type=click.FloatRange(min=1.0),
     help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
 )
+@click.option(
+    "--document-length",
+    type=click.IntRange(min=1),
+    help="Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document.",
+)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
 def command(
@@ -59,6 +65,7 @@ def command(
     tokens: float | None,
     price: float | None,
     imbalance: float | None,
+    document_length: int | None,
     coefficients: Path | None,
     plot: Path | None,
 ) -> None:
@@ -80,12 +87,15 @@ def command(
     folder = Path() if spec == "-" else Path(spec).resolve().parent
     if axes:
         assert isinstance(checked.document.tree, dict)
-        _print_sweep(checked.document.tree, axes, folder, form, fitted)
+        _print_sweep(checked.document.tree, axes, folder, form, fitted, document_length)
         return
     assert checked.resolution is not None
     # A plan holds more than the spec that can be made of it, such as a machine that stood in a file.
     decided = load_plan(spec).spec if is_plan(spec) else checked.resolution.spec()
-    work = replace(workload_of(decided), expert_imbalance=imbalance)
+    try:
+        work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     result = estimate(work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
         _plot(plot, compile_plan(decided, checked.resolution.tree, []), result)
@@ -94,6 +104,20 @@ def command(
     else:
         text = table(result, Style.of(sys.stdout))
         click.echo(writable(sys.stdout, text), nl=False)
+
+
+def _packed(work: Workload, document_length: int | None) -> Workload:
+    """The step with documents of this length.
+
+    Raises:
+        ValueError: a sequence is shorter.
+    """
+    if document_length is not None and document_length > work.sequence_length:
+        raise ValueError(
+            f"--document-length {document_length} > sequence_length {work.sequence_length}: "
+            f"documents are packed into sequences. Give at most {work.sequence_length}"
+        )
+    return replace(work, document_length=document_length)
 
 
 def _plot(file: Path, plan: Plan, result: Estimate) -> None:
@@ -160,13 +184,16 @@ def _print_sweep(
     folder: Path,
     form: str,
     fitted: CoefficientSet | None,
+    document_length: int | None,
 ) -> None:
     cells = list(itertools.product(*axes.values()))
     if len(cells) > MOST_CELLS:
         raise click.UsageError(f"{len(cells)} layouts exceed the limit of {MOST_CELLS}")
     _refuse_wrong_values(tree, axes)
     try:
-        found = [(cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted)) for cell in cells]
+        found = [
+            (cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted, document_length)) for cell in cells
+        ]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if form == "json":
@@ -211,9 +238,13 @@ def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[ob
 
 
 def _cell(
-    tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path, fitted: CoefficientSet | None
+    tree: Mapping[str, Any],
+    changes: Mapping[str, object],
+    folder: Path,
+    fitted: CoefficientSet | None,
+    document_length: int | None,
 ) -> Estimate | str:
     found = variant(tree, changes, folder, executable=False)
     if found.work is None:
         return f"refused [{found.code}]"
-    return estimate(found.work, fitted=fitted)
+    return estimate(_packed(found.work, document_length), fitted=fitted)

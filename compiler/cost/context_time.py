@@ -87,7 +87,7 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
 
 def attention_seconds(work: Workload, values: Mapping[str, float]) -> float:
     """Forward and backward of one layer's attention of a micro-batch, dealt evenly."""
-    flops = 3 * attention_flops_per_token(work.shape, work.sequence_length) * work.local_tokens
+    flops = 3 * attention_flops_per_token(work.shape, work.attended_length) * work.local_tokens
     return flops / work.tp / work.machine.matmul_flops_per_s(work.element_bytes) / values["attention"]
 
 

@@ -102,6 +102,10 @@ class Estimate:
             "expert_imbalance": None
             if self.work.ep == 1
             else {"factor": self.work.imbalance, "assumed": self.work.expert_imbalance is None},
+            "documents": {
+                "tokens": self.work.attended_length,
+                "assumed": self.work.document_length is None,
+            },
             "budget": None
             if self.budget is None
             else {

@@ -4,6 +4,7 @@ Convention of this project: 6 operations for each parameter in a matrix product 
 token, plus 12 · S · L · a · dh for attention without halving it for the causal mask (arXiv 2204.02311, appendix B).
 What is recomputed does not count. A layer that carries a state adds three times the operations of its recurrence in the
 place of attention. An indexer does not count either: attention counts as if every key were seen.
+Of packed documents S is the length of a document.
 """
 
 from __future__ import annotations

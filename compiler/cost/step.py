@@ -136,7 +136,7 @@ def step_terms(work: Workload) -> StepTerms:
     )
     flops = 6 * mixed_matmul_parameters(shape, moe=moe) * tokens * again
     attending = len(shape.attention_layers) / shape.num_hidden_layers
-    attention = 3 * attending * attention_flops_per_token(shape, work.sequence_length) * tokens * attention_again
+    attention = 3 * attending * attention_flops_per_token(shape, work.attended_length) * tokens * attention_again
     # transformers' recurrence is computed again with its layer.
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers) / shape.num_hidden_layers
     attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
@@ -359,5 +359,5 @@ def timing_of(
         step=step,
         interval_seconds=(clear * low / farther, step.seconds * high * farther),
         tokens_per_second_per_gpu=rate,
-        utilisation=rate * model_flops_per_token(work.shape, work.sequence_length) / peak,
+        utilisation=rate * model_flops_per_token(work.shape, work.attended_length) / peak,
     )

@@ -48,6 +48,12 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     )
     if work.ep > 1:
         yield "experts", imbalance_text(work)
+    if work.document_length is not None:
+        yield (
+            "documents",
+            f"{work.document_length:,} tokens each, packed into sequences of {work.sequence_length:,}: "
+            "a token attends within its document",
+        )
     yield "parameters", f"{found.parameters.total:,} in all, {max(found.parameters.by_stage):,} on a rank"
     yield "memory", peak_text(memory)
     verdict = fit_text(work, memory)

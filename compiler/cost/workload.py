@@ -99,6 +99,8 @@ class Workload:
     balances_experts: bool = False
     expert_imbalance: float | None = None
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
+    document_length: int | None = None
+    """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
     framework: str = "deepspeed"
     keeps_gradients: bool = True
     """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
@@ -124,6 +126,11 @@ class Workload:
         if self.ep == 1:
             return 1.0
         return ASSUMED_IMBALANCE if self.expert_imbalance is None else self.expert_imbalance
+
+    @property
+    def attended_length(self) -> int:
+        """Tokens that see one another: those of a document."""
+        return self.document_length or self.sequence_length
 
     @property
     def busiest_shape(self) -> ModelShape:

@@ -6,6 +6,7 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.cli import main
 from parcompile.cost.footprint import STATIC, footprint
 from parcompile.cost.memory import static_memory
+from parcompile.cost.step import step_terms
 from parcompile.spec.workload import workload_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -64,6 +66,51 @@ def test_the_busiest_rank_of_experts_costs_memory_and_time_by_a_stated_factor(ru
 
 
 UNEVEN = ("--expert-imbalance", "1.5")
+
+
+def test_packed_documents_shorten_attention_and_nothing_else(run: Run) -> None:
+    layout = {"tp": 2, "cp": 4, "cp_implementation": "ring"}
+    write(spec_tree(nodes=4, model={"preset": "llama-3-8b"}, parallelism=layout, training=LLAMA["training"]))
+    found = {}
+    for length in (None, 8192, 4096, 512):
+        more = () if length is None else ("--document-length", str(length))
+        found[length] = json.loads(run("estimate", "spec.json", "--format", "json", *more)[1])
+    assert found[None]["documents"] == {"tokens": 8192, "assumed": True}
+    assert found[512]["documents"] == {"tokens": 512, "assumed": False}
+    assert found[8192]["time"] == found[None]["time"]
+    busy = {length: found[length]["time"]["parts_seconds"]["computation"] for length in (8192, 4096, 512)}
+    # Operations of attention are in proportion to the length of what is attended to.
+    assert (busy[8192] - busy[512]) / (busy[8192] - busy[4096]) == pytest.approx((8192 - 512) / (8192 - 4096))
+    assert busy[512] < 0.97 * busy[8192]
+    # A ring sends the same keys; with less attention in front of them fewer of these seconds are hidden.
+    assert found[512]["communication"][0]["bytes"] == found[8192]["communication"][0]["bytes"]
+    assert found[512]["time"]["parts_seconds"]["cp, exposed"] >= found[8192]["time"]["parts_seconds"]["cp, exposed"]
+    assert found[512]["memory"] == found[8192]["memory"]
+
+
+def test_attention_of_packed_documents_is_that_of_sequences_as_long_as_they_are(tmp_path: Path) -> None:
+    whole = workload_of(compile_tree(LLAMA, tmp_path).spec)
+    short = replace(whole, sequence_length=1024, micro_batch=8 * whole.micro_batch)
+    assert step_terms(replace(whole, document_length=1024)).attention == pytest.approx(step_terms(short).attention)
+
+
+def test_a_document_longer_than_the_sequence_is_refused_with_both_numbers(run: Run) -> None:
+    write(LLAMA)
+    for more in ((), ("--sweep", "tp=1,2")):
+        code, out, err = run("estimate", "spec.json", "--document-length", "9000", *more)
+        assert (code, out) == (2, "")
+        assert "--document-length 9000 > sequence_length 8192" in err
+        assert "Traceback" not in err
+
+
+def test_a_sweep_takes_the_length_of_documents(run: Run) -> None:
+    write(LLAMA)
+    packed = ("--document-length", "1024")
+    rows = json.loads(run("estimate", "spec.json", "--sweep", "tp=2,4", "--format", "json", *packed)[1])
+    one = json.loads(run("estimate", "spec.json", "--format", "json", *packed)[1])
+    assert rows[0]["time"] == one["time"]
+    text = run("estimate", "spec.json", *packed)[1]
+    assert "1,024 tokens each, packed into sequences of 8,192" in " ".join(text.split())
 
 
 def test_the_table_names_the_rank_the_largest_part_the_interval_and_the_convention(run: Run) -> None:
