@@ -138,7 +138,7 @@ def _values(work: Workload, name: str) -> list[Value]:
         return [size for size in range(work.micro_batch - 1, 0, -1) if work.micro_batch % size == 0]
     if name == "stage":
         return [stage for stage in (1, 2, 3) if stage > work.zero_stage]
-    if name == "pp" and work.virtual_stages > 1:
+    if name == "pp" and (work.virtual_stages > 1 or not isinstance(work.recompute, str)):
         return []
     if name == "ep":
         experts = work.shape.moe.num_experts if work.shape.moe else 1

@@ -80,6 +80,7 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         SplitError: a tensor cannot be cut over tp.
     """
     found: Collectives = {}
+    work = work.of_stage(stage)
 
     def send(group: str, kind: str, messages: float, whole_bytes: float, ranks: int) -> None:
         """So many messages of so many bytes each, over so many ranks."""
@@ -121,7 +122,7 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
     rows = sent_rows(work, moe.num_experts_per_token)
     row_bytes = work.shape.hidden_size * work.element_bytes
     counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
-    again = 2 if work.recompute == "full" else 1
+    again = 2 if work.recomputes_layers else 1
     there_and_back = 2 * again + 2
     travelling = (work.ep - 1) * balanced_rows(rows, work.ep) * row_bytes
     size = passes * (there_and_back * travelling + again * counts)
@@ -146,10 +147,10 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     beside = routed_layers(work.shape, stage) if experts is not None and experts.beside else 0
     blocks = work.shape.blocks_per_layer * layers + beside
     forward = blocks + stage.has_embedding
-    again = blocks if work.recompute == "full" else 0
+    again = blocks if work.recomputes_layers else 0
     backward = blocks + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it.
-    unrepeated = routed_layers(work.shape, stage) - beside if work.recompute == "full" else 0
+    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         entries, exits = blocks + stage.has_head, forward
@@ -191,11 +192,11 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-reduce", 1, partial, tp)
     if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
         # A norm over all heads sums its squares over the ranks, and their gradient.
-        sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recompute == "full" else 2)
+        sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
     states = work.shape.recurrent
     if states is not None and states.kind is RecurrentKind.MAMBA2 and states.gated_norm and states.groups < tp:
-        sums = states.count(stage.layers) * times * (3 if work.recompute == "full" else 2)
+        sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 

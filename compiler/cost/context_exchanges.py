@@ -117,7 +117,7 @@ def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) 
 
 def context_exchanges(work: Workload) -> tuple[ContextExchange, ...]:
     """The messages of one layer and micro-batch of a layout; of layers of different shapes the mean."""
-    recomputed = work.recompute == "full"
+    recomputed = work.recomputes_layers
     kinds = [
         (len(layers), exchanges(_sizes(one, work), work.context, on_gpu=runs_on_gpu(work), recomputed=recomputed))
         for layers, one in work.shape.by_kind

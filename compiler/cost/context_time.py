@@ -58,7 +58,7 @@ class ContextCost:
 def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, float]) -> ContextCost:
     """What one implementation costs on a layout; `values` are the fitted coefficients of time."""
     sizes = sizes_of(work)
-    sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recompute == "full")
+    sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recomputes_layers)
     attention = attention_seconds(work, values)
     balance = float(context.balance(CpLayout(work.cp_layout)))
     exposed = behind = 0.0
@@ -173,7 +173,8 @@ def context_fault(context: ContextParallel, heads: int, kv_heads: int, layout: C
 def costs(work: Workload, among: list[ContextParallel], values: Mapping[str, float] | None = None) -> list[ContextCost]:
     """The costs of some implementations, the fastest first; of equal ones the one that fills a node best.
 
-    `values` are coefficients of time to use instead of those of the package.
+    `values` are coefficients of time to use instead of those of the package. Where stages recompute different things,
+    those of a stage that recomputes most.
     """
 
     def place(one: ContextCost) -> tuple[float, bool, int]:
@@ -181,7 +182,7 @@ def costs(work: Workload, among: list[ContextParallel], values: Mapping[str, flo
         return one.seconds, inner * work.stride(Axis.CP) > work.gpus_per_node, -inner
 
     used = time_values(work) if values is None else values
-    found = (context_cost(work, one, used) for one in among)
+    found = (context_cost(work.most_recomputed, one, used) for one in among)
     return sorted(found, key=place)
 
 

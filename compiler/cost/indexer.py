@@ -66,6 +66,6 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     chosen = INDEX_BYTES * min(indexer.top_k, work.sequence_length)
     attending = len(set(indexer.attending) & set(stage.layers))
     own = len(set(indexer.layers) & set(stage.layers))
-    if work.recompute == "full":
+    if work.recomputes_layers:
         return work.local_tokens * (hiding * bool(attending) + chosen * own)
     return float(work.local_tokens * hiding * attending)

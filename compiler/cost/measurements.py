@@ -67,6 +67,12 @@ def _plain(row: Mapping[str, str]) -> Measurement:
     work = Workload(shape=_plain_shape(row), accelerator=row["accelerator"], preset=machine, **given)
     changes: dict[str, Any] = {name: int(row[name]) for name in _PLAIN_SIZES if row.get(name)}
     changes |= {name: row[name] for name in _PLAIN_NAMES if row.get(name)}
+    if row.get("recompute"):
+        words = tuple(row["recompute"].split())
+        pp = changes.get("pp", 1)
+        if len(words) not in (1, pp):
+            raise ValueError(f"recompute has {len(words)} words for pp {pp}: {row['recompute']!r}")
+        changes["recompute"] = words if len(words) > 1 else words[0]
     if row.get("sequence_parallel"):
         changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")
     if row.get("order"):
@@ -98,6 +104,7 @@ def plain_row(
         "preset": "" if work.preset is None else json.dumps(preset_tree(work.preset)),
         **{name: str(getattr(work, name)) for name in (*PLAIN_COLUMNS, *_PLAIN_SIZES) if hasattr(work, name)},
         "sequence_parallel": str(work.sequence_parallel).lower(),
+        "recompute": work.recompute if isinstance(work.recompute, str) else " ".join(work.recompute),
         **{name: getattr(work, name) for name in _PLAIN_NAMES},
         "cp_sizes": "x".join(map(str, work.cp_sizes or ())),
         "order": "-".join(work.order),
@@ -106,7 +113,7 @@ def plain_row(
     }
 
 
-_PLAIN_NAMES = ("recompute", "framework", "cp_layout", "cp_implementation")
+_PLAIN_NAMES = ("framework", "cp_layout", "cp_implementation")
 _PLAIN_SIZES = (
     *("tp", "cp", "ep", "dp", "pp", "virtual_stages"),
     *("element_bytes", "gradient_bytes", "zero_stage", "vocab_divisible_by"),

@@ -47,13 +47,14 @@ class StageTerms:
     optimizer_step: float
 
 
-def memory_terms(work: Workload) -> list[StageTerms]:
+def memory_terms(whole: Workload) -> list[StageTerms]:
     """The terms of every stage.
 
     Raises:
         ValueError: the layout cannot be cut.
     """
-    stages = work.stages
+    stages = whole.stages
+    work = whole.of_stage(stages[0])
     numels = [work.stage_parameters(stage) for stage in stages]
     both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
     bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and has_bucket(work) and not both else 0
@@ -71,6 +72,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
     )
     found, untrained = [], 0 if work.shape.runs is None else work.shape.runs.untrained
     for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
+        work = whole.of_stage(stage)
         held = work.in_flight(index)
         tokens = work.local_tokens
         moe_layers = routed_layers(work.shape, stage)
@@ -85,7 +87,7 @@ def memory_terms(work: Workload) -> list[StageTerms]:
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
         in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
-        if work.recompute == "full":
+        if work.recomputes_layers:
             # Each layer's input is kept; one layer at a time is recomputed whole.
             one = sparse if moe_layers else dense
             layers = bool(stage.layers)
@@ -191,7 +193,7 @@ def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer
         normed = hidden * (4 + 2 * width) / share
         inputs = hidden * (4 + 1 / share) if share > 1 else hidden
         head = max(loss, width * (logits + inputs) + weight)
-    if work.recompute == "full":
+    if work.recomputes_layers:
         return max(recomputed_layer + waiting, normed + head) - recomputed_layer - loss
     return max(normed + head, normed + hidden * (2 * width + 3 * 4) / share + waiting, in_flight + waiting) - loss
 

@@ -56,8 +56,10 @@ def timetable(work: Workload, step: StepTime) -> Timetable:
         fewer = max(4 * pp, MOST_PASSES // (2 * pp * virtual))
         laid = min(laid, fewer + (laid - fewer) % group)
     hop = step.exchange / (2 * virtual * (work.micro_batches + pp - 1))
-    ahead = 1 / 4 if work.recompute == "full" else 1 / 3
-    times = [(seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop) for seconds in step.stages]
+    times = []
+    for stage, seconds in zip(work.stages, step.stages, strict=True):
+        ahead = 1 / 4 if work.of_stage(stage).recomputes_layers else 1 / 3
+        times.append((seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop))
     passes = _laid_out(times, replace(work.schedule, micro_batches=laid))
     seconds = max(one.stop for one in passes)
     left_out = work.micro_batches - laid

@@ -9,7 +9,7 @@ once) / v, then gradients, then the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import find_accelerator
@@ -64,6 +64,25 @@ class StepTerms:
     tp_calls: int
     node_latency_seconds: float
     network_latency_seconds: float
+    of_stages: tuple[StepTerms, ...] = ()
+    """Where stages recompute different things, the terms of a layer of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTime:
+    """One layer and micro-batch in seconds; `whole` is the larger of all its parts and of its launches."""
+
+    work: float
+    attention: float
+    tensor: float
+    context: float
+    hidden_context: float
+    expert: float
+    whole: float
+
+    @property
+    def busy(self) -> float:
+        return self.work + self.attention + self.tensor + self.context + self.expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +142,22 @@ def step_terms(work: Workload) -> StepTerms:
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
+    if isinstance(work.recompute, str):
+        return _uniform_terms(work)
+    found = {word: _uniform_terms(replace(work, recompute=word)) for word in set(work.recompute)}
+    of_stages = tuple(found[word] for word in work.recompute)
+    return replace(of_stages[0], work=work, of_stages=of_stages)
+
+
+def _uniform_terms(work: Workload) -> StepTerms:
+    """The terms of a layout whose stages all recompute the same."""
     machine = work.machine
     peak = machine.matmul_flops_per_s(work.element_bytes)
     # The busiest rank of ep is what the others wait for.
     shape, tokens, stages = work.busiest_shape, work.local_tokens, work.stages
     framework = FRAMEWORKS[work.framework]
-    again = 4 / 3 if work.recompute == "full" else 1.0
-    attention_again = 4 / 3 if framework.recomputes_attention(work.recompute) else 1.0
+    again = 4 / 3 if work.recomputes_layers else 1.0
+    attention_again = 4 / 3 if framework.recomputes_attention(str(work.recompute)) else 1.0
     moe = shape.moe is not None
     kept = layer_bytes(
         shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
@@ -146,7 +174,7 @@ def step_terms(work: Workload) -> StepTerms:
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
-    collectives = 6 if work.recompute == "full" else 4
+    collectives = 6 if work.recomputes_layers else 4
     crossings = collectives * shape.blocks_per_layer // 2
     logits = work.padded_vocabulary / work.tp * tokens
     share = (work.shards - 1) / work.shards
@@ -215,9 +243,60 @@ def bandwidth(terms: StepTerms, stride: int, ranks: int, values: Mapping[str, fl
 def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None = None) -> StepTime:
     """The step by its parts; `shared` is what context parallelism costs, where that is known already."""
     work = terms.work
+    if terms.of_stages:
+        known = {one.work.recompute: one for one in terms.of_stages}
+        placed = {word: replace(one, work=replace(work, recompute=word)) for word, one in known.items()}
+        by_word = {word: _layer_time(one, values, None) for word, one in placed.items()}
+        of_stages = tuple(by_word[one.work.recompute] for one in terms.of_stages)
+    else:
+        of_stages = (_layer_time(terms, values, shared),) * len(terms.stage_layers)
+    narrow = _narrow(work, values)
+    head = terms.head_matmul * narrow + terms.head_elementwise
+    stages = tuple(
+        count * layer.whole + has_head * head + sums
+        for layer, count, has_head, sums in zip(
+            of_stages, terms.stage_layers, terms.stage_heads, terms.sums, strict=True
+        )
+    )
+    slowest = max(stages)
+    index = stages.index(slowest)
+    layer, layers, passes = of_stages[index], terms.stage_layers[index], work.micro_batches
+    bubble = (sum(stages) - slowest) / work.virtual_stages
+    exchange = 0.0
+    if work.pp > 1:
+        far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
+        speed = (
+            terms.network_bytes_per_s * values["network_link"] if far else terms.node_bytes_per_s * values["node_link"]
+        )
+        send = terms.exchange_bytes / speed + values["send_seconds"]
+        exchange = _exposed_sends(work, send, slowest)
+    gradients, hidden = _gradients(terms, values, slowest)
+    return StepTime(
+        compute=passes
+        * (layers * (layer.work + layer.attention) + terms.stage_heads[index] * head + terms.sums[index]),
+        launch=passes * layers * (layer.whole - layer.busy),
+        tensor=passes * layers * layer.tensor,
+        context=passes * layers * layer.context,
+        expert=passes * layers * layer.expert,
+        bubble=bubble,
+        exchange=exchange,
+        gradients=gradients,
+        optimizer=terms.optimizer,
+        stages=stages,
+        hidden_context=passes * layers * layer.hidden_context,
+        hidden_gradients=hidden,
+    )
+
+
+def _narrow(work: Workload, values: Mapping[str, float]) -> float:
+    """By how much matrix products take longer than at the peak: with narrow slices of weights, and with few rows."""
     narrow = (1 + values["narrow"] * work.tp / work.shape.hidden_size) / values["matmul"]
-    narrow *= 1 + values["few_rows"] / work.split_tokens
-    work_layer = terms.matmul * narrow + values["elementwise"] * terms.elementwise
+    return narrow * (1 + values["few_rows"] / work.split_tokens)
+
+
+def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None) -> _LayerTime:
+    work = terms.work
+    work_layer = terms.matmul * _narrow(work, values) + values["elementwise"] * terms.elementwise
     attention = terms.attention / values["attention"]
     tensor = 0.0
     if work.tp > 1:
@@ -230,40 +309,8 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
     states = 0 if recurrent is None else len(recurrent.layers) / work.shape.num_hidden_layers
     context = attending * shared.seconds + states * state_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
-    busy = work_layer + attention + tensor + context + expert
-    layer = max(busy, _launch(terms, values))
-    head = terms.head_matmul * narrow + terms.head_elementwise
-    stages = tuple(
-        count * layer + has_head * head + sums
-        for count, has_head, sums in zip(terms.stage_layers, terms.stage_heads, terms.sums, strict=True)
-    )
-    slowest = max(stages)
-    index = stages.index(slowest)
-    layers, passes = terms.stage_layers[index], work.micro_batches
-    bubble = (sum(stages) - slowest) / work.virtual_stages
-    exchange = 0.0
-    if work.pp > 1:
-        far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
-        speed = (
-            terms.network_bytes_per_s * values["network_link"] if far else terms.node_bytes_per_s * values["node_link"]
-        )
-        send = terms.exchange_bytes / speed + values["send_seconds"]
-        exchange = _exposed_sends(work, send, slowest)
-    gradients, hidden = _gradients(terms, values, slowest)
-    return StepTime(
-        compute=passes * (layers * (work_layer + attention) + terms.stage_heads[index] * head + terms.sums[index]),
-        launch=passes * layers * (layer - busy),
-        tensor=passes * layers * tensor,
-        context=passes * layers * context,
-        expert=passes * layers * expert,
-        bubble=bubble,
-        exchange=exchange,
-        gradients=gradients,
-        optimizer=terms.optimizer,
-        stages=stages,
-        hidden_context=passes * layers * attending * shared.hidden,
-        hidden_gradients=hidden,
-    )
+    found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, 0.0)
+    return replace(found, whole=max(found.busy, _launch(terms, values)))
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:

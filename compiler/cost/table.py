@@ -43,7 +43,7 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
     yield (
         "layout",
-        f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute}"
+        f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}, recompute {work.recompute_text}"
         f"{', sequence parallel' if work.sequence_parallel else ''}",
     )
     if work.ep > 1:

@@ -54,8 +54,9 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
             messages = sum(one.messages for one in kinds.values())
             size = sum(one.wire_bytes for one in kinds.values())
             found.append(_group(work, group, _operation(group, kinds), messages, size, ranks, stride))
-    passes = max(work.shape.attending(stage.layers) for stage in work.stages) * work.micro_batches
-    for one in context_exchanges(work):
+    attending = max(work.stages, key=lambda stage: _exchanged(work, stage))
+    passes = work.shape.attending(attending.layers) * work.micro_batches
+    for one in context_exchanges(work.of_stage(attending)):
         stride = work.stride(Axis.CP) * one.stride
         size = passes * one.wire_bytes
         found.append(_group(work, one.group, one.operation, passes * one.messages, size, one.ranks, stride))
@@ -78,10 +79,20 @@ _ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", EXPERT_DP,
 
 
 def _distinct(work: Workload) -> list[Stage]:
-    """Stages that may send most: those with the most layers, the first and the last."""
+    """Stages that may send most: of those that recompute the same the longest, the first and the last."""
     stages = work.stages
-    longest = max(stages, key=lambda stage: len(stage.layers))
-    return list(dict.fromkeys((stages[0], longest, stages[-1])))
+    words = (work.recompute,) * len(stages) if isinstance(work.recompute, str) else work.recompute
+    longest = [
+        max((stage for stage, of in zip(stages, words, strict=True) if of == word), key=lambda one: len(one.layers))
+        for word in dict.fromkeys(words)
+    ]
+    return list(dict.fromkeys((stages[0], *longest, stages[-1])))
+
+
+def _exchanged(work: Workload, stage: Stage) -> float:
+    """Bytes that the attention of a stage exchanges for one micro-batch; without cp, how often it attends."""
+    sent = sum(one.wire_bytes for one in context_exchanges(work.of_stage(stage)))
+    return work.shape.attending(stage.layers) * (sent or 1)
 
 
 def _total(sent: Collectives) -> float:

@@ -7,6 +7,7 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -88,7 +89,8 @@ class Workload:
     cp_implementation: str = "ring"
     cp_sizes: tuple[int, int] | None = None
     sequence_parallel: bool = False
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
+    """What is recomputed in backward; where stages differ, one word for each."""
     element_bytes: int = 2
     gradient_bytes: int = 4
     zero_stage: int = 1
@@ -149,6 +151,36 @@ class Workload:
             ValueError: the layers do not divide.
         """
         return self.stage_layers or even_stages(self.shape.num_hidden_layers, self.pp)
+
+    def of_stage(self, stage: Stage) -> Workload:
+        """The step with what this one of `stages` recomputes; where stages differ, none of them is virtual."""
+        if isinstance(self.recompute, str):
+            return self
+        return replace(self, recompute=self.recompute[self.stages.index(stage)])
+
+    @property
+    def most_recomputed(self) -> Workload:
+        """The step of a stage that recomputes whole layers, where any does."""
+        if isinstance(self.recompute, str):
+            return self
+        return replace(self, recompute="full" if "full" in self.recompute else self.recompute[0])
+
+    @property
+    def recompute_text(self) -> str:
+        """In words: "full", or "full on stage 0, none on stages 1-3"."""
+        if isinstance(self.recompute, str):
+            return self.recompute
+        found = []
+        for word, run in groupby(enumerate(self.recompute), lambda one: one[1]):
+            first, *others = (place for place, _ in run)
+            found.append(f"{word} on stages {first}-{others[-1]}" if others else f"{word} on stage {first}")
+        return ", ".join(found)
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are computed again in backward; where stages differ, only `of_stage` knows."""
+        assert isinstance(self.recompute, str), "stages recompute different things: take the step of one of them"
+        return self.recompute == "full"
 
     @property
     def world_size(self) -> int:

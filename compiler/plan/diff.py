@@ -158,6 +158,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, Any]:
         parallelism, training = plan.spec.parallelism, plan.spec.training
+        recomputed = training.activation_checkpointing
         return {
             "partial sums of a linear (tp)": parallelism.tp,
             "parts of a softmax (cp)": f"{parallelism.context.ring_ranks} {parallelism.cp_layout.value}",
@@ -165,7 +166,7 @@ def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
             "micro_batch_size": training.micro_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "sequence_parallel": parallelism.sequence_parallel,
-            "activation_checkpointing": training.activation_checkpointing,
+            "activation_checkpointing": recomputed if isinstance(recomputed, str) else ", ".join(recomputed),
         }
 
     yield from _changed(ChangeKind.ROUNDING, values(before), values(after), "the same sums in another order")

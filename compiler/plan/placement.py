@@ -61,7 +61,9 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
 
     between = stage_exchanges(work, busiest_stage(work)).get((Axis.PP, "send"))
     passes = work.shape.attending(stage.layers) * work.micro_batches
-    levels = tuple((one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work))
+    levels = tuple(
+        (one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work.of_stage(stage))
+    )
     states = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
     if states:
         levels = (*levels, (work.cp, 1, states))

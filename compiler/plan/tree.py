@@ -141,6 +141,8 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     schedule = training.pop("lr_scheduler")
     for name in ("precision", "gradient_accumulation_dtype"):
         training[name] = Precision(training[name])
+    if not isinstance(training["activation_checkpointing"], str):
+        training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
     config = tree["model"]["hf_config"]
     return Spec(
         name=tree["name"],

@@ -18,6 +18,7 @@ from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
+from .recomputation import between
 from .remedies import Remedy, remedies
 from .space import Candidate, Refused, Space, expand
 
@@ -102,10 +103,15 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
         if isinstance(found, Refused):
             refused.append(found)
             continue
+        start = len(ranked)
         for one in found:
             ranked.append(_predicted(one, space.choices, memory, time, known, shortest))
             if ranked[-1].is_safe:
                 shortest = min(shortest, ranked[-1].seconds)
+        if space.recompute is not None and space.executable:
+            # Only the runtime recomputes some stages and not others.
+            judged = [(one.candidate, one.is_safe) for one in ranked[start:]]
+            ranked += [_predicted(one, space.choices, memory, time, known, shortest) for one in between(judged, memory)]
     sorted_out = outcome(ranked, refused)
     if sorted_out.best is None:
         smallest = sorted_out.too_large[:1]

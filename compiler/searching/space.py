@@ -44,7 +44,7 @@ class Candidate:
         counts = [len(stage.layers) for stage in work.stages]
         marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
         marks += [f"etp{work.expert_tp}"] * (work.expert_tp not in (None, work.tp))
-        marks += ["sp"] * work.sequence_parallel + ["full"] * (work.recompute == "full")
+        marks += ["sp"] * work.sequence_parallel + [work.recompute_text] * ("full" in work.recompute)
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
         return " ".join([axes, f"mb{work.micro_batch}", *marks])
@@ -83,7 +83,8 @@ class Space:
     whole_experts: bool
     """Whether experts may also stay whole beside tp (`expert_tp` 1): the model has some and the spec does not say."""
     micro_batches: tuple[int, ...]
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...] | None
+    """What may be recomputed; None where the spec says it."""
     choices: OpenChoices
     executable: bool
 
@@ -145,7 +146,6 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         axes[Axis.EP] = (given,) if given else tuple(one for one in range(1, experts + 1) if experts % one == 0)
     split = parallelism.get("sequence_parallel")
     micro = training.get("micro_batch_size")
-    recompute = training.get("activation_checkpointing")
     copies = parallelism.get(Axis.DP, "auto")
     space = Space(
         tree=named,
@@ -159,7 +159,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         sequence_parallel=(True, False) if split is None else (split,),
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
-        recompute=RECOMPUTE if recompute is None else (recompute,),
+        recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
         choices=OpenChoices(
             orders=parallelism.get("order") is None,
             implementations=parallelism.get("cp_implementation", "auto") == "auto",
@@ -197,7 +197,7 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
         batch: dict[str, object] = {"micro_batch_size": space.micro_batches[0]}
     else:
         batch = changes = {**changes, "gradient_accumulation_steps": space.accumulation_steps}
-    smallest = {**changes, **batch, "activation_checkpointing": space.recompute[0]}
+    smallest = {**changes, **batch, **({"activation_checkpointing": space.recompute[0]} if space.recompute else {})}
     checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
     work = checked.work
     if work is None:
@@ -207,10 +207,14 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
     group = (work.micro_batch_group or work.pp) if work.virtual_stages > 1 else 1
     return [
         Candidate(
-            {**changes, "micro_batch_size": micro, "activation_checkpointing": recompute},
-            replace(work, micro_batch=micro, micro_batches=share // micro, recompute=recompute),
+            {
+                **changes,
+                "micro_batch_size": micro,
+                "activation_checkpointing": word if isinstance(word, str) else list(word),
+            },
+            replace(work, micro_batch=micro, micro_batches=share // micro, recompute=word),
         )
         for micro in (space.micro_batches if space.accumulation_steps is None else (work.micro_batch,))
         if share % micro == 0 and share // micro % group == 0
-        for recompute in space.recompute
+        for word in space.recompute or (work.recompute,)
     ]

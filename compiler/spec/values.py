@@ -145,7 +145,7 @@ class Training:
     optimizer: Optimizer
     lr_scheduler: LrScheduler | None
     gradient_clipping: float
-    activation_checkpointing: str
+    activation_checkpointing: str | tuple[str, ...]
     loss_scale: float
     train_steps: int | None
     seed: int

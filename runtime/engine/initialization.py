@@ -119,7 +119,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
         model = inject(model, mesh)
     elif self_check:
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
-    recompute_as_planned(model, plan)
+    recompute_as_planned(model, plan, mesh.rank)
     # DeepSpeed casts the weights to the type of training: cast before they move, they take half as much of the device.
     _place(model, mesh.device, None if check is not None else TORCH_DTYPES[plan.spec.training.precision])
     model.train()

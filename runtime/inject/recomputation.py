@@ -16,9 +16,12 @@ from parcompile.runtime.drawing import Redrawn
 from parcompile.runtime.micro_batch import recompute_context
 
 
-def recompute_as_planned(model: nn.Module, plan: Plan) -> None:
-    """Makes layers recompute in backward where the plan says `activation_checkpointing` "full"."""
-    if plan.spec.training.activation_checkpointing != "full":
+def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Makes the layers of a rank recompute in backward where the plan says `activation_checkpointing` "full"."""
+    kind = plan.spec.training.activation_checkpointing
+    if not isinstance(kind, str):
+        kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
+    if kind != "full":
         return
     rules = plan.spec.model.shape.user_module
     if rules is not None:

@@ -204,7 +204,7 @@ def check_small_copy(mesh: Mesh) -> None:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     check = SelfCheck(model, small)
     inject(model, small)
-    recompute_as_planned(model, small.plan)
+    recompute_as_planned(model, small.plan, small.rank)
     model.to(mesh.device)
     try:
         check.compare(model)

@@ -15,6 +15,7 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime import errors
 from parcompile.runtime.errors import RunError
+from parcompile.spec.workload import workload_of
 
 from .compare import (
     compare_activations,
@@ -45,7 +46,7 @@ def chosen_ranks(plan: Plan) -> tuple[int, ...]:
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     """The ranks whose step differs: the first, the last, and the first of every stage that is like none before it."""
-    grid, spec = plan.groups.grid, plan.spec
+    grid, spec, work = plan.groups.grid, plan.spec, workload_of(plan.spec)
     kinds: dict[tuple[object, ...], int] = {}
     for index, stage in enumerate(spec.stages):
         shape = spec.model.shape
@@ -56,6 +57,7 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
             spec.model.shape.attending(stage.layers),
             stage.has_embedding,
             stage.has_head,
+            work.of_stage(stage).recompute,
         )
         kinds.setdefault(key, grid.rank({"pp": index}))
     return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))

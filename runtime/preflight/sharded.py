@@ -56,7 +56,7 @@ def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = No
     slices = Slices(mesh)
     held = [_held(name, parameter, slices, whole, tracker) for name, parameter in model.named_parameters()]
     tracker.forget_copies()
-    recompute_as_planned(model, plan)
+    recompute_as_planned(model, plan, mesh.rank)
     return model.train(), held
 
 

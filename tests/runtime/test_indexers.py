@@ -82,7 +82,7 @@ def chosen_over_ranks(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
 
     mesh = join(plan)
     model = inject(drawn_model(plan), mesh)
-    recompute_as_planned(model, plan)
+    recompute_as_planned(model, plan, rank)
     rows = {name: split_sequence(one, 1, "zigzag", RANKS, rank) for name, one in rows_of_documents().items()}
     batches = {**rows, "documents": BORDERS}, PackedCollator(RANKS, rank, 0)(documents())
     found = [gradients(model, batch) for batch in batches]

@@ -33,6 +33,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         TWO_EACH,
         {**ONE, "global_batch_size": 8, "activation_checkpointing": "full"},
     ),
+    "pp2, the first stage recomputes, the last does not": (
+        2,
+        {"pp": 2},
+        {},
+        {**ONE, "activation_checkpointing": ["full", "none"]},
+    ),
     "pp2 uneven, three micro-batches": (
         2,
         {"pp": 2, "num_layers_in_first_pipeline_stage": 1},

@@ -43,6 +43,11 @@ STAGES = {
         {"pp": 2, "cp": 2, "num_virtual_stages_per_pipeline_rank": 2},
         {"micro_batch_size": 1, "activation_checkpointing": "full"},
     ),
+    "pp2 tp2 sp, the first stage recomputed": (
+        4,
+        {"pp": 2, "tp": 2, "sequence_parallel": True},
+        {"micro_batch_size": 1, "activation_checkpointing": ["full", "none"]},
+    ),
     "pp3 of uneven stages": (3, {"pp": 3, "num_layers_in_first_pipeline_stage": 1}, {"micro_batch_size": 1}),
     "pp2 dp2, bf16": (4, {"pp": 2, "dp": 2}, {"micro_batch_size": 1, "precision": "bf16"}),
 }
@@ -230,6 +235,15 @@ def test_first_last_stages_and_corners_are_chosen() -> None:
     plan = make_plan(16, {"tp": 2, "cp": 2, "pp": 2}, training={"global_batch_size": 16})
     assert chosen_ranks(plan) == tuple(range(16))
     assert distinct_ranks(plan) == (0, 8, 15)
+
+
+def test_of_stages_that_recompute_different_things_each_kind_runs() -> None:
+    def stepping(recompute: object) -> tuple[int, ...]:
+        training = {"micro_batch_size": 1, "activation_checkpointing": recompute}
+        return distinct_ranks(make_plan(4, {"pp": 4}, model={"num_hidden_layers": 4}, training=training))
+
+    assert stepping("full") == (0, 1, 3)
+    assert stepping(["full", "full", "none", "none"]) == (0, 1, 2, 3)
 
 
 def test_stages_of_a_pipeline_run_alone_and_their_messages_are_counted() -> None:

@@ -176,7 +176,7 @@ def trained(rank: int, plans: list[Any]) -> list[dict[str, Tensor]]:
     mesh, found = join(plans[0]), []
     for plan in plans:
         model = inject(drawn_model(plan), of_plan(mesh, plan))
-        recompute_as_planned(model, plan)
+        recompute_as_planned(model, plan, rank)
         ids, positions, labels = documents_of_model()
         local = [split_sequence(one, 1, "zigzag", RANKS, rank) for one in (ids, positions, labels)]
         batch = dict(zip(("input_ids", "position_ids", "labels"), local, strict=True))

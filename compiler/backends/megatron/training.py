@@ -225,10 +225,21 @@ def _precision_losses(spec: Spec) -> Iterator[Loss]:
 
 def _write_recomputation(spec: Spec) -> Arguments:
     kind = spec.training.activation_checkpointing
-    if kind == "none":
+    if kind == "none" or not isinstance(kind, str):
         return {}
     found: Arguments = {"recompute_granularity": kind}
     return found | ({"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {})
+
+
+def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
+    kind = spec.training.activation_checkpointing
+    if not isinstance(kind, str):
+        yield Loss(
+            f"activation_checkpointing {', '.join(kind)}",
+            "--recompute-granularity is that of every stage",
+            "compile with one word for all stages",
+            fatal=True,
+        )
 
 
 def _read_recomputation(source: Source, draft: Draft) -> None:
@@ -276,6 +287,7 @@ ROWS: tuple[Row, ...] = (
         ("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
         _write_recomputation,
         _read_recomputation,
+        _recomputation_losses,
     ),
 )
 """The training, in the order in which it is written."""

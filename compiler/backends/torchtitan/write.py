@@ -120,7 +120,8 @@ def _settings(spec: Spec) -> dict[str, str]:
         "training.mixed_precision_param": repr(precision),
         "optimizer": f"default_adamw({adamw})",
         "lr_scheduler": _schedule(training.lr_scheduler, optimizer.lr),
-        "activation_checkpoint": recompute[training.activation_checkpointing],
+        # One for all stages: `losses` refuses others.
+        "activation_checkpoint": recompute[str(training.activation_checkpointing)],
         "debug.seed": repr(training.seed),
     }
     if training.train_steps is not None:
@@ -201,6 +202,15 @@ def losses(plan: Plan) -> list[Loss]:
     if (rate := training.moe_router_bias_update_rate) is not None:
         found.append(
             Loss(f"moe_router_bias_update_rate {rate}", "it is load_balance_coeff of a model's own arguments", "set it")
+        )
+    if not isinstance(training.activation_checkpointing, str):
+        found.append(
+            Loss(
+                f"activation_checkpointing {', '.join(training.activation_checkpointing)}",
+                "activation_checkpoint of torchtitan is that of every stage",
+                "compile with one word for all stages",
+                fatal=True,
+            )
         )
     if training.activation_checkpointing == "selective":
         found.append(

@@ -115,7 +115,7 @@ def _name(layout: Mapping[str, object]) -> str:
     more = []
     for name, value in layout.items():
         if name in _WORDS and value not in (False, "none"):
-            more.append(_WORDS[name].format(value))
+            more.append(_WORDS[name].format(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value))
     return ", ".join([" · ".join(axes), *more])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parcompile.layout.grid import Axis
 from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Training
 
@@ -92,9 +94,22 @@ class TrainingValues(ParallelismValues):
         return int(self.get("zero", "stage"))
 
     @property
-    def activation_checkpointing(self) -> str:
-        """What is recomputed in the backward pass."""
-        return str(self.get("training", "activation_checkpointing"))
+    def activation_checkpointing(self) -> str | tuple[str, ...]:
+        """What is recomputed in the backward pass: one word, or one for each stage where they differ.
+
+        Raises:
+            Unavailable: it is invalid, or there is not one word for each stage, which a rule says.
+        """
+        given = self.get("training", "activation_checkpointing")
+        if isinstance(given, str):
+            return given
+        if len(given) != self.axis(Axis.PP) or self.virtual_stages > 1:
+            raise Unavailable("activation_checkpointing")
+        if len(set(given)) > 1:
+            return tuple(given)
+        path = "training.activation_checkpointing"
+        self.provenance[path] = replace(self.provenance[path], value=given[0])
+        return str(given[0])
 
     @property
     def lr(self) -> float:
