@@ -115,13 +115,20 @@ def _dimensions(plan: Plan) -> dict[str, Any]:
     Raises:
         PlanError: the other keys change the model.
     """
-    from .model.hf_config import shape_from_config
+    from .model.hf_config import ModelConfigError, shape_from_config
     from .plan import PlanError
 
-    known = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
+    section, shape = schema.load("spec")["$defs"]["model_dimensions"], plan.spec.model.shape
     config = plan.spec.model.hf_config
-    model = {key: value for key, value in config.items() if key in known and value is not None}
-    if shape_from_config(model) != plan.spec.model.shape:
+    model = {key: value for key, value in config.items() if key in section["properties"] and value is not None}
+    for key in section["required"]:
+        # A configuration leaves out what its class has a default for, or has another name for it.
+        model.setdefault(key, getattr(shape, key))
+    try:
+        is_same = shape_from_config(model) == shape
+    except ModelConfigError:
+        is_same = False
+    if not is_same:
         raise PlanError("the model of this plan cannot be written as a spec: use the spec that it was compiled from")
     return model
 
