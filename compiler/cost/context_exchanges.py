@@ -15,6 +15,9 @@ from .workload import Workload
 SUM_BYTES = 4
 """Outputs and gradients of blocks are summed in fp32."""
 
+Heads = tuple[tuple[int, int], ...]
+"""Query and key/value heads of a tensor-parallel rank, for each kind of layer that attends."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
@@ -49,6 +52,12 @@ class AttentionSizes:
     def output_numel(self) -> int:
         """Elements of the output."""
         return self.tokens * self.heads * self.value_dim
+
+
+def heads_of_rank(shape: ModelShape, tp: int) -> Heads:
+    """Those of a model."""
+    found = (AttentionSizes.of(one, tp, 1, 1) for _, one in shape.by_kind)
+    return tuple(dict.fromkeys((one.heads, one.kv_heads) for one in found))
 
 
 @dataclass(frozen=True, slots=True)

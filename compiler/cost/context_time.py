@@ -7,8 +7,8 @@ memory's rate. All figures are those of one rank, one layer and one micro-batch,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
@@ -19,7 +19,9 @@ from .context_exchanges import (
     SUM_BYTES,
     AttentionSizes,
     ContextExchange,
+    Heads,
     exchanges,
+    heads_of_rank,
     passes_of,
     runs_on_gpu,
     sizes_of,
@@ -56,7 +58,13 @@ class ContextCost:
 
 
 def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, float]) -> ContextCost:
-    """What one implementation costs on a layout; `values` are the fitted coefficients of time."""
+    """What one implementation costs on a layout; `values` are the fitted coefficients of time.
+
+    Of layers of different shapes the mean: each exchange hides behind the attention of its own layer.
+    """
+    if work.shape.kinds:
+        kinds = [(len(layers), replace(work, shape=one)) for layers, one in work.shape.by_kind]
+        return _mean([(count, context_cost(one, context, values)) for count, one in kinds])
     sizes = sizes_of(work)
     sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recomputes_layers)
     attention = attention_seconds(work, values)
@@ -82,6 +90,23 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
         _copied_bytes(sizes, context) / work.machine.memory_bytes_per_s,
         attention * (1 / balance - 1),
         behind,
+    )
+
+
+def _mean(found: Sequence[tuple[int, ContextCost]]) -> ContextCost:
+    """The mean of the costs of kinds of layers, by how many layers are of each."""
+    layers = sum(count for count, _ in found)
+
+    def of(value: Callable[[ContextCost], float]) -> float:
+        return sum(count * value(cost) for count, cost in found) / layers
+
+    return ContextCost(
+        found[0][1].context,
+        wire_bytes=of(lambda cost: cost.wire_bytes),
+        exposed=of(lambda cost: cost.exposed),
+        copies=of(lambda cost: cost.copies),
+        imbalance=of(lambda cost: cost.imbalance),
+        hidden=of(lambda cost: cost.hidden),
     )
 
 
@@ -146,7 +171,7 @@ Refused = tuple[CpImplementation, tuple[int, int] | None, str]
 
 def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
     """Every implementation that the layout allows, with all sizes of its levels; and why the others are refused."""
-    sizes = AttentionSizes.of(work.shape, work.tp, 1, 1)
+    heads = heads_of_rank(work.shape, work.tp)
     found: list[ContextParallel] = []
     refused: list[Refused] = []
     for kind in CpImplementation:
@@ -155,7 +180,7 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
             refused.append((kind, None, f"cp {work.cp} has no two factors above 1"))
         for level in levels:
             one = ContextParallel(kind, work.cp, level)
-            fault = context_fault(one, sizes.heads, sizes.kv_heads, CpLayout(work.cp_layout))
+            fault = context_fault(one, heads, CpLayout(work.cp_layout))
             if fault is None:
                 found.append(one)
             else:
@@ -163,11 +188,16 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
     return found, refused
 
 
-def context_fault(context: ContextParallel, heads: int, kv_heads: int, layout: CpLayout) -> str | None:
-    """Why an implementation cannot run with these heads of a tensor-parallel rank and this layout; None when it can."""
+def context_fault(context: ContextParallel, heads: Heads, layout: CpLayout) -> str | None:
+    """Why an implementation cannot run with these heads and this layout; None when it can."""
     if context.implementation is CpImplementation.USP and layout is CpLayout.STRIPED:
         return "usp cannot run striped chunks"
-    return heads_fault(heads, kv_heads, context.head_ranks) if context.head_ranks > 1 else None
+    return exchange_fault(heads, context.head_ranks) if context.head_ranks > 1 else None
+
+
+def exchange_fault(heads: Heads, ranks: int) -> str | None:
+    """Why so many ranks cannot exchange the heads of some kind of layer for tokens; None when they can."""
+    return next((fault for one in heads if (fault := heads_fault(*one, ranks)) is not None), None)
 
 
 def costs(work: Workload, among: list[ContextParallel], values: Mapping[str, float] | None = None) -> list[ContextCost]:

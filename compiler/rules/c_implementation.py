@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.cost.context_time import context_fault
+from parcompile.cost.context_exchanges import Heads, heads_of_rank
+from parcompile.cost.context_time import context_fault, exchange_fault
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
 from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -31,15 +32,14 @@ def _named(spec: Resolution) -> CpImplementation:
     return CpImplementation(name)
 
 
-def _heads(spec: Resolution) -> tuple[int, int]:
-    """Query and key/value heads of a tensor-parallel rank."""
-    kv_heads, tp = spec.shape.num_key_value_heads, spec.axis(Axis.TP)
-    heads = math.gcd(*spec.shape.head_counts) if spec.shape.kinds else spec.shape.num_attention_heads
-    if len(spec.shape.head_counts) > 1:
-        kv_heads = math.gcd(*spec.shape.kv_head_counts)
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        raise Unavailable("model")  # T001 or T002 speaks of it
-    return heads // tp, max(1, kv_heads // tp)
+def _heads(spec: Resolution) -> Heads:
+    """Query and key/value heads of a tensor-parallel rank, for each kind of layer."""
+    tp = spec.axis(Axis.TP)
+    for _, one in spec.shape.by_kind:
+        heads, kv_heads = one.num_attention_heads, one.num_key_value_heads
+        if heads % tp or (kv_heads % tp and tp % kv_heads):
+            raise Unavailable("model")  # T001 or T002 speaks of it
+    return heads_of_rank(spec.shape, tp)
 
 
 def _use(name: CpImplementation) -> Fix:
@@ -60,7 +60,7 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
     found = [
         sizes
         for sizes in level_sizes(cp)
-        if context_fault(ContextParallel(kind, cp, sizes), *heads, spec.cp_layout) is None
+        if context_fault(ContextParallel(kind, cp, sizes), heads, spec.cp_layout) is None
     ]
     return sorted(found, key=lambda sizes: (sizes[0] > on_node, -sizes[0]))
 
@@ -70,7 +70,7 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
     "heads do not divide over the ranks that exchange them",
     """ulysses deals the heads of a tensor-parallel rank to all cp ranks, usp to the inner ones: that number of ranks
     divides num_attention_heads / tp, and it divides the key/value heads or is a multiple of them (they are repeated
-    then). The rings and all_gather take any number of heads.""",
+    then), in every layer that attends. The rings and all_gather take any number of heads.""",
     wrong={"parallelism": {"tp": 2, "cp": 3, "cp_implementation": "ulysses"}, "cluster": {"gpus_per_node": 6}},
     right={"parallelism": {"tp": 2, "cp": 4, "cp_implementation": "ulysses"}},
     sources=("arXiv 2309.14509, section 3", "TransformerEngine context_parallel.py"),
@@ -84,11 +84,12 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
         ranks, place, path = sizes[0], f"inner level {sizes[0]}", _SIZES
     else:
         return
-    heads, kv_heads = _heads(spec)
-    fault = heads_fault(heads, kv_heads, ranks)
+    heads = _heads(spec)
+    fault = exchange_fault(heads, ranks)
     if fault is None:
         return
-    fits = [one for one in divisors(heads) if heads_fault(heads, kv_heads, one) is None]
+    common = math.gcd(*(count for count, _ in heads))
+    fits = [one for one in divisors(common) if exchange_fault(heads, one) is None]
     resized = [resize(one) for one in possible_sizes(spec, CpImplementation.USP)] if path == _SIZES else []
     yield Finding(
         f"{kind.value} with {place}: {fault} (heads / tp {spec.axis(Axis.TP)}); possible: {listed(fits)} ranks",
@@ -144,8 +145,8 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
         return
     levels = level_sizes(cp)
     if levels:
-        heads, kv_heads = _heads(spec)
-        faults = "; ".join(f"{inner} · {outer}: {heads_fault(heads, kv_heads, inner)}" for inner, outer in levels)
+        heads = _heads(spec)
+        faults = "; ".join(f"{inner} · {outer}: {exchange_fault(heads, inner)}" for inner, outer in levels)
         message = f"{kind.value} with cp {cp}: no inner level fits the heads ({faults})"
     else:
         message = f"{kind.value} with cp {cp}: cp must be the product of two numbers above 1"

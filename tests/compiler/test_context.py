@@ -17,6 +17,7 @@ from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, ring_holder, ring_source
 from parcompile.layout.sequence import CpLayout
+from parcompile.model.layer_kind import LayerShape, kinds_of_layers
 from parcompile.plan import Plan, compile_plan, plan_tree
 from parcompile.rules import check
 from parcompile.rules.examples import example_spec
@@ -93,6 +94,62 @@ def test_every_place_of_a_ring_meets_each_source_once_and_the_holder_knows_it(si
         assert sources[0] == place
         assert sorted(sources) == list(range(size))
         assert all(ring_holder(step, source, size, inner) == place for step, source in enumerate(sources))
+
+
+OWN = LayerShape(SHAPE.num_key_value_heads, SHAPE.head_dim, SHAPE.intermediate_size, sliding_window=1024)
+WIDE = replace(OWN, num_key_value_heads=2, head_dim=4 * SHAPE.head_dim, sliding_window=None)
+
+
+def test_each_exchange_hides_behind_the_attention_of_its_own_layer() -> None:
+    work = replace(WORK, nodes=1, cp=4, shape=replace(SHAPE, kinds=kinds_of_layers([OWN, OWN, OWN, WIDE])))
+    ring = ContextParallel(CpImplementation.RING, 4)
+    (narrow, wide), mixed = (
+        [costs(replace(work, shape=one), [ring])[0] for _, one in work.shape.by_kind],
+        costs(work, [ring])[0],
+    )
+    assert wide.exposed == 0 < narrow.exposed, "a window leaves too little attention to hide the ring behind"
+    assert mixed.exposed == pytest.approx(3 / 4 * narrow.exposed)
+    assert mixed.seconds == pytest.approx((3 * narrow.seconds + wide.seconds) / 4)
+    assert mixed.wire_bytes == pytest.approx(
+        sum(one.wire_bytes for one in context_exchanges(replace(work, cp_implementation="ring")))
+    )
+
+
+def test_heads_are_exchanged_only_where_those_of_every_layer_can_be() -> None:
+    shape = replace(SHAPE, num_attention_heads=12, num_key_value_heads=12)
+    few = replace(OWN, num_key_value_heads=4)
+    kinds = kinds_of_layers([replace(OWN, num_key_value_heads=12), few])
+    work = replace(WORK, nodes=1, cp=6, shape=replace(shape, kinds=kinds))
+    refused = {kind: why for kind, _, why in candidates(work)[1]}
+    assert refused[CpImplementation.ULYSSES] == "4 key/value heads and 6 ranks: neither is a multiple of the other"
+    assert CpImplementation.ULYSSES not in {kind for kind, _, _ in candidates(replace(work, shape=shape))[1]}
+
+
+def test_c005_reads_the_heads_of_every_kind_of_layer() -> None:
+    model = {
+        "model_type": "gemma4_text",
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+    }
+    tree = {
+        "version": 1,
+        "model": model,
+        "cluster": {"nodes": 1, "gpus_per_node": 6, "accelerator": "h100-sxm"},
+        "parallelism": {"cp": 6, "cp_implementation": "ulysses"},
+        "training": {"sequence_length": 6144, "global_batch_size": 6},
+    }
+    (found,) = [one for one in check(Resolution(tree)) if one.code == "C005"]
+    assert "4 key/value heads and 6 ranks: neither is a multiple of the other" in found.message
+    assert "possible: 1, 2, 4, 12 ranks" in found.message
+    alike = {**tree, "model": {**model, "num_global_key_value_heads": 12}}
+    assert not [one for one in check(Resolution(alike)) if one.code == "C005"]
 
 
 def plan_of(**parallelism: Any) -> Plan:
