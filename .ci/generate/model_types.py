@@ -47,6 +47,8 @@ WRITTEN = {
     "rwkv": "recurrence",
     "xlstm": "recurrence",
     "trocr": "encoder_decoder",
+    "zamba": "shared_blocks",
+    "zamba2": "shared_blocks",
     "zaya": "mixed_tokens",
 }
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")

@@ -150,6 +150,15 @@ REASONS: Mapping[str, Reason] = {
         "two blocks in a layer",
         "a layer has two attentions and two MLPs: the compiler describes layers with one of each",
     ),
+    "shared_blocks": Reason(
+        "blocks that several layers share",
+        "its hybrid layers use the same transformer blocks in turn (shared_transformer, shared_transf), whose weights "
+        "are tied over layers. A block takes the hidden states and the embeddings of the tokens side by side, 2 x "
+        "hidden_size features; in zamba2 it has LoRA adapters of its own for each layer. What it gives goes through a "
+        "projection of the layer into the layer's Mamba block. The compiler describes blocks with parameters of one "
+        "layer, that take hidden_size features and give a part of the layer's sum",
+        "layers of attention with weights of their own between Mamba-2 layers, as bamba and granitemoehybrid have",
+    ),
     "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
     "nested_configuration": Reason(
         "nested configurations",
@@ -167,7 +176,8 @@ _NEAREST = {
     "kimi_k2": "deepseek_v3",
     "jamba": "mixtral",
     "hy_v4": "hy_v3",
-    "zamba2": "llama",
+    "zamba": "bamba",
+    "zamba2": "bamba",
     "recurrent_gemma": "gemma2",
     "mistral4": "deepseek_v3",
 }
