@@ -186,8 +186,10 @@ def _states(plan: Plan) -> dict[str, Any]:
     if states.kind is RecurrentKind.LIGHTNING_ATTENTION:
         return {"block_size": min(states.chunk, _BLOCK)}
     traits = FAMILIES[plan.spec.model.shape.model_type].recurrent
-    if states.kind is RecurrentKind.KIMI_DELTA_ATTENTION and traits is not None and traits.section:
+    if states.kind is RecurrentKind.KIMI_DELTA_ATTENTION and traits is not None:
         found = {"linear_num_heads": groups, "linear_head_dim": min(states.key_dim, _WIDTH_OF_A_HEAD)}
+        if not traits.section:  # keys that transformers writes beside those that they are taken from
+            return {key: value for key, value in found.items() if key in plan.spec.model.hf_config}
         # What a section says goes before these keys; `layer_types` says which layers they are.
         kept = {"short_conv_kernel_size": states.kernel} if traits.section in plan.spec.model.hf_config else {}
         return {**found, **({traits.section: kept} if kept else {})}

@@ -15,6 +15,9 @@ from torch import Tensor
 _BACKBONE = "backbone."
 """What stands for `model.` in files of Nemotron-H."""
 
+_ATTENTION = (".self_attn.", ".attention.")
+"""The model's name of attention, and the one in files of Bailing, where tensors inside have other names too."""
+
 Opener = Callable[[str], Any]
 """From the name of a stored tensor to its safetensors slice."""
 
@@ -39,7 +42,27 @@ _RENAMED = (
     (r"\.post_mlp_layernorm\.weight$", ".post_ffn_norm.weight"),
     (r"\.post_self_attn_layernorm\.weight$", ".post_attn_norm.weight"),
     (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),
+    (r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),
+    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+    (r"\.self_attn\.q_gate_proj\.", ".self_attn.q_b_proj."),
+    (r"\.self_attn\.o_proj\.", ".attn.o_proj."),
+    (r"\.mlp\.fc1\.", ".W_down."),
+    (r"\.mlp\.fc2\.", ".W_up."),
+    (r"\.input_layernorm\.", ".attention_layer_norm."),
+    (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
+    (r"\.forget_gate\.", "."),
+    (r"\.mlp\.", ".block_sparse_moe."),
+    (r"^model\.embed_tokens\.", "model.word_embeddings."),
+    (r"\.attention\.o_proj\.", ".attention.dense."),
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),
 )
+_JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),)
+"""The model's tensor, and the stored ones whose rows follow one another in it."""
+_PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (r"\.self_attn\.(gate|q|k|v)_proj\.weight$", ".attn.gqkv_proj.weight", ("gate", "q", "k", "v")),
+    (r"\.mlp\.(gate|up)_proj\.weight$", ".mlp.gate_up_proj.weight", ("gate", "up")),
+)
+"""The model's tensors, and the stored one of which they are equal parts, in order."""
 _EXPERTS = (
     # the model's name, where the experts lie, their parts in order
     (r"\.experts\.gate_up_proj$", ".experts.{}", ("gate_proj", "up_proj")),
@@ -71,7 +94,73 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
             rows.append([f"{base.format(len(rows))}.{part}.weight" for part in parts])
         if rows:
             return StackedExperts([[opened(one) for one in row] for row in rows]), {one for row in rows for one in row}
+    for pattern, endings in _JOINED:
+        names = [re.sub(pattern, ending, name) for ending in endings]
+        if name not in names and all(one in stored for one in names):
+            return Joined([opened(one) for one in names]), set(names)
+    for pattern, replacement, order in _PARTS:
+        found = re.search(pattern, name)
+        if found and (other := re.sub(pattern, replacement, name)) in stored:
+            return EqualPart(opened(other), order.index(found[1]), len(order)), {other}
+    if _ATTENTION[0] in name:
+        return stored_as(name.replace(*_ATTENTION), stored, opened)
     return None
+
+
+class Joined:
+    """Several tensors as one; their rows follow one another."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self._parts = parts
+        self._rows = [part.get_shape()[0] for part in parts]
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return [sum(self._rows), *self._parts[0].get_shape()[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The rows and further slices; only they are read."""
+        rows, rest = _rows_and_rest(index)
+        start, stop, _ = rows.indices(sum(self._rows))
+        return _read_rows(self._parts, self._rows, start, stop, rest)
+
+
+class EqualPart:
+    """One of several equal ranges of rows of a tensor."""
+
+    def __init__(self, whole: Any, number: int, count: int) -> None:
+        self._whole, size = whole, whole.get_shape()[0] // count
+        self._first, self._size = number * size, size
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return [self._size, *self._whole.get_shape()[1:]]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The rows and further slices; only they are read."""
+        rows, rest = _rows_and_rest(index)
+        start, stop, _ = rows.indices(self._size)
+        place = (slice(self._first + start, self._first + stop), *rest)
+        found: Tensor = self._whole[place]
+        return found
+
+
+def _rows_and_rest(index: Any) -> tuple[slice, tuple[slice, ...]]:
+    if index is ...:
+        return slice(None), ()
+    return (index[0], tuple(index[1:])) if isinstance(index, tuple) else (index, ())
+
+
+def _read_rows(parts: list[Any], sizes: list[int], start: int, stop: int, rest: tuple[slice, ...]) -> Tensor:
+    """The rows from start to stop of parts that follow one another; only they are read."""
+    pieces, offset = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        first, last = max(start - offset, 0), min(stop - offset, size)
+        if first < last:
+            place = (slice(first, last), *rest)
+            pieces.append(part[place])
+        offset += size
+    return torch.cat(pieces)
 
 
 class StackedExperts:
@@ -89,13 +178,4 @@ class StackedExperts:
         """The experts, rows and columns of the given slices; only they are read."""
         held, rows, columns = (*(index if isinstance(index, tuple) else (slice(None),)), slice(None), slice(None))[:3]
         start, stop, _ = rows.indices(sum(self._rows))
-        return torch.stack([self._expert(parts, start, stop, columns) for parts in self._experts[held]])
-
-    def _expert(self, parts: list[Any], start: int, stop: int, columns: slice) -> Tensor:
-        pieces, offset = [], 0
-        for part, size in zip(parts, self._rows, strict=True):
-            first, last = max(start - offset, 0), min(stop - offset, size)
-            if first < last:
-                pieces.append(part[first:last, columns])
-            offset += size
-        return torch.cat(pieces)
+        return torch.stack([_read_rows(parts, self._rows, start, stop, (columns,)) for parts in self._experts[held]])

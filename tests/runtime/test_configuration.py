@@ -12,6 +12,7 @@ import torch
 from families import FAMILIES, tiny_config
 from family_runs import config_plan, drawn_model, family_plan
 from ranks import run_ranks
+from safetensors import safe_open
 from training_runs import make_plan
 
 from parcompile.model.hf_config import shape_from_config
@@ -21,6 +22,7 @@ from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export
 from parcompile.runtime.checkpoint.converting import import_pretrained
 from parcompile.runtime.model.configuration import check_folder, difference, folder_config, planned_config, saved_config
+from parcompile.runtime.model.stored_names import stored_as
 
 RUN = tuple(FAMILIES)
 SCALED = {
@@ -100,6 +102,54 @@ def test_every_odd_value_is_named_with_both_values(family: str) -> None:
         assert sentence is not None
         expected = f"rope_parameters.rope_theta is {777.0!r}" if key == "rope_parameters" else f"{key} is {value!r}"
         assert f"{expected} in the model and " in sentence
+
+
+def test_a_saved_width_of_states_goes_before_the_head_dim_that_its_class_overwrites() -> None:
+    plan = family_plan("bailing_hybrid", 1, {})
+    written = saved_config(plan, torch.float32)
+    assert (written["head_dim"], written["linear_head_dim"]) == (4, 6)
+    states = shape_from_config({**written, "linear_head_dim": 10, "linear_num_heads": 2}).recurrent
+    assert states is not None
+    assert (states.key_dim, states.heads, states.groups_key) == (10, 2, "linear_num_heads")
+
+
+SAVED_NAMES = {
+    "hrm_text": {
+        "model.L_module.layers.0.self_attn.v_proj.weight": ["model.L_module.layers.0.attn.gqkv_proj.weight"],
+        "model.L_module.layers.0.self_attn.o_proj.weight": ["model.L_module.layers.0.attn.o_proj.weight"],
+        "model.L_module.layers.0.mlp.up_proj.weight": ["model.L_module.layers.0.mlp.gate_up_proj.weight"],
+    },
+    "olmo_hybrid": {
+        "model.layers.0.linear_attn.conv1d.weight": [
+            f"model.layers.0.linear_attn.{one}_conv1d.weight" for one in ("q", "k", "v")
+        ],
+    },
+    "bailing_hybrid": {
+        "model.embed_tokens.weight": ["model.word_embeddings.weight"],
+        "model.layers.0.self_attn.forget_gate.f_proj.weight": ["model.layers.0.attention.f_proj.weight"],
+        "model.layers.0.self_attn.o_proj.weight": ["model.layers.0.attention.dense.weight"],
+        "model.layers.0.self_attn.conv1d.weight": [
+            f"model.layers.0.attention.{one}_conv1d.weight" for one in ("q", "k", "v")
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("family", SAVED_NAMES)
+def test_slices_of_tensors_that_files_join_or_part_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    plan = family_plan(family, 1, {})
+    model = stored(plan, tmp_path)
+    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        for name, places in SAVED_NAMES[family].items():
+            whole, found = model.get_parameter(name), stored_as(name, set(file.keys()), file.get_slice)
+            assert found is not None
+            assert found[1] == set(places)
+            assert torch.equal(found[0][...], whole)
+            for dim, size in enumerate(whole.shape):
+                # Ranges of ranks begin and end inside of the parts.
+                for first, last in ((size // 5, size // 2 + 1), (size - size // 3 - 1, size)):
+                    place = (slice(None),) * dim + (slice(first, last),)
+                    assert torch.equal(found[0][place], whole[place]), (name, place)
 
 
 def test_what_changes_no_number_is_no_difference() -> None:

@@ -50,18 +50,26 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
 
 
 def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int, ...], size: Size) -> RecurrentShape:
-    section, heads_key = config.get(traits.section) or {}, traits.sizes.get("linear_num_heads", "linear_num_heads")
+    section = config.get(traits.section) or {}
+
+    def called(key: str) -> str:
+        # A configuration that transformers saved has both names, and its class takes the value of the longer one:
+        # it writes another width over the published head_dim.
+        return key if config.get(key) is not None else traits.sizes.get(key, key)
 
     def of(key: str, inside: str, default: int) -> int:
         value = section.get(inside)
         if value is None:
-            return size(traits.sizes.get(key, key), default)
+            return size(called(key), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             message = f"{traits.section}.{inside} is {value!r}: it has to be a whole number of 1 or more"
             raise LayerListError(message, traits.section)
         return value
 
     heads, width = of("linear_num_heads", "num_heads", 32), of("linear_head_dim", "head_dim", 128)
+    heads_key = traits.sizes.get("linear_num_heads", "linear_num_heads")
+    if size(heads_key, 32) != heads:
+        heads_key = "linear_num_heads"
     return RecurrentShape(
         traits.kind,
         layers,
