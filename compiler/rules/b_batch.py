@@ -24,8 +24,8 @@ _STEPS = ("training", "gradient_accumulation_steps")
     """Every model copy runs the same whole number of micro-batches: global_batch_size = micro_batch_size ·
     gradient_accumulation_steps · dp. DeepSpeed rounds down here and trains on a smaller batch; nothing is rounded in a
     plan.""",
-    wrong={"training": {"global_batch_size": 100, "micro_batch_size": 2}},
-    right={"training": {"global_batch_size": 96, "micro_batch_size": 2}},
+    wrong={"training": {"global_batch_size": 100, "micro_batch_size": 1}},
+    right={"training": {"global_batch_size": 96, "micro_batch_size": 1}},
     sources=("Megatron-LM num_microbatches_calculator.py", "DeepSpeed runtime/config.py; DeepSpeed#6914"),
 )
 def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
