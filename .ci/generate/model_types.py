@@ -54,7 +54,8 @@ WRITTEN = {
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
 WORDS = (
     ("indexer", r"Indexer\b"),
-    ("state_space", r"mamba_chunk_scan|selective_scan|mamba_ssm"),
+    ("mamba1", r"selective_scan"),
+    ("state_space", r"mamba_chunk_scan|mamba_ssm"),
 )
 
 

@@ -109,7 +109,19 @@ REASONS: Mapping[str, Reason] = {
         "it is more than a causal language model (a vision or audio tower beside one)",
         "the text part alone, where its type works",
     ),
-    "state_space": Reason("state-space layers (Mamba)", f"it has state-space layers (Mamba): {_STATE}"),
+    "mamba1": Reason(
+        "Mamba-1 layers",
+        "it has Mamba-1 layers, where each channel has a step size and decays of its own, and one projection of all "
+        "channels (x_proj) gives step sizes, B and C: tensor parallelism here cuts no such projection, and context "
+        "parallelism passes no state of single channels from rank to rank",
+        "a type with Mamba-2 layers: bamba, falcon_h1, granitemoehybrid or nemotron_h",
+    ),
+    "state_space": Reason(
+        "state-space layers without attention",
+        "none of its layers attends: the compiler describes state-space layers in models that have attention too, and "
+        "asks every configuration for the heads of its attention",
+        "a type with Mamba-2 layers and attention: bamba, falcon_h1, granitemoehybrid or nemotron_h",
+    ),
     "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
     "indexer": Reason(
         "sparse attention with an indexer",
@@ -174,7 +186,8 @@ _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
     "deepseek_v4": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
-    "jamba": "mixtral",
+    "jamba": "granitemoehybrid",
+    "falcon_mamba": "bamba",
     "hy_v4": "hy_v3",
     "zamba": "bamba",
     "zamba2": "bamba",

@@ -102,6 +102,12 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
             "with text alone it does not compute what its text part 'gemma' does",
             "`parcompile models paligemma`",
         ),
+        (
+            {"model_type": "jamba"},
+            "'jamba' is refused: it has Mamba-1 layers, .* one projection of all channels \\(x_proj\\)",
+            "the nearest type that works is granitemoehybrid",
+        ),
+        ({"model_type": "falcon_mamba"}, "'falcon_mamba' is refused: it has Mamba-1 layers", "works is bamba"),
         ({"model_type": "gemma3"}, "its text part is 'gemma3_text', which works, but .* no text_config", "gemma3_text"),
     ],
 )
@@ -117,7 +123,7 @@ def test_check_prints_the_reason_and_the_way_out(tmp_path: Path) -> None:
     tree = {"version": 1, "model": {"hf_config": "config.json"}}
     checked = check_read(parse(json.dumps(tree), "spec.json", "json"), tmp_path)
     found = next(one for one in checked.diagnostics if one.code == "S003")
-    assert found.message.startswith("model_type 'mamba2' is refused: it has state-space layers (Mamba)")
+    assert found.message.startswith("model_type 'mamba2' is refused: none of its layers attends: ")
     assert found.help == "the nearest type that works is bamba; `parcompile models mamba2` says more"
 
 
