@@ -133,10 +133,13 @@ def eager_layer_bytes(
     if shape.norm_gate:  # what the gate multiplies, and the gate in fp32
         stream += shape.norms_per_layer * (h * (width + 4) + 2 * width * shape.norm_gate)
     if shape.layer_inputs is not None:
-        # A norm behind the gate; the part, its gate before and behind the activation, and their product.
-        stream += h * (4 + normed) + 4 * width * shape.layer_inputs.width
+        # What goes into the gate, and a norm behind it; the part, its gate before and behind the activation, and their
+        # product.
+        stream += h * (width + 4 + normed) + 4 * width * shape.layer_inputs.width
     if shape.altup is not None:
-        stream += 3 * width * shape.altup.num_streams * h  # predictions, what corrects them, and the result
+        # All streams, and what corrects each; three norms, of two routers and of LAuReL, two routers' inputs, and the
+        # stream that is scaled.
+        stream += 2 * width * shape.altup.num_streams * h + 3 * h * (4 + normed) + 3 * width * h
     heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
     if shape.mla is not None:
         mla = shape.mla
@@ -145,7 +148,9 @@ def eager_layer_bytes(
     else:
         attention = width * (heads + kv_heads) * (shape.head_dim + shape.value_dim)
     if shape.qk_norm:
-        attention += (4 + width) * (heads + kv_heads) * shape.head_dim
+        attention += (4 + normed) * (heads + kv_heads) * shape.head_dim
+    if shape.model_type in VALUE_NORMS:
+        attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
     kept = 4 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
@@ -154,6 +159,9 @@ def eager_layer_bytes(
         mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
         mlp += 4.0 * experts.num_experts
         mlp += width * kept * experts.shared_intermediate_size / tp
+        if family.experts is not None and family.experts.beside_mlp:
+            # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.
+            mlp += len(family.experts.norms) * h * (4 + normed) + 4 * h + 3 * width * h
     else:
         mlp = width * kept * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * shape.blocks_per_layer * h)
@@ -169,5 +177,7 @@ FP32_NORMS = (
     *("olmo2", "olmo3"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
+VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+"""Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

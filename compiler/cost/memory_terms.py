@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 from parcompile.model.catalogue import WEIGHTED_IN_TYPE
+from parcompile.model.shape import ModelShape
 
-from .activations import ROW_COPIES, eager_layer_bytes, layer_bytes, score_bytes
+from .activations import ROW_COPIES, LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
 from .collectives import routed_layers
 from .indexer import choice_bytes, frozen_bytes, scoring_bytes
 from .kinds import mean_over_layers
+from .layer_inputs import NORM_BYTES, parts_bytes, projection_bytes, table_gradient_bytes
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import exchanged_bytes, kept_bytes
 from .stage_exchanges import buffer_bytes
@@ -59,17 +61,18 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
     both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
     bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and has_bucket(work) and not both else 0
     form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
-    dense, sparse = (
-        form(
-            work.busiest_shape,
-            tp=work.tp,
-            sequence_parallel=work.sequence_parallel,
-            element_bytes=work.element_bytes,
+
+    def keeps(shape: ModelShape, *, routed: bool) -> LayerBytes:
+        return form(
+            shape,
+            tp=whole.tp,
+            sequence_parallel=whole.sequence_parallel,
+            element_bytes=whole.element_bytes,
             moe=routed,
-            row_copies=_row_copies(work),
+            row_copies=_row_copies(whole),
         )
-        for routed in (False, work.shape.moe is not None)
-    )
+
+    dense, sparse = (keeps(work.busiest_shape, routed=routed) for routed in (False, work.shape.moe is not None))
     found, untrained = [], 0 if work.shape.runs is None else work.shape.runs.untrained
     for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
         work = whole.of_stage(stage)
@@ -87,9 +90,16 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
         in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
+        found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
+        behind_mlp = _behind_mlp_bytes(work)
+        largest = max(
+            (keeps(one, routed=moe_layers > 0) for one in found_kinds),
+            key=lambda one: one.total,
+            default=sparse if moe_layers else dense,
+        )
         if work.recomputes_layers:
             # Each layer's input is kept; one layer at a time is recomputed whole.
-            one = sparse if moe_layers else dense
+            one = largest
             layers = bool(stage.layers)
             kept = {part: getattr(one, part) * tokens * layers for part in kept}
             carried = kept_bytes(work) if states else 0.0
@@ -102,13 +112,18 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
             share = work.tp if work.sequence_parallel else 1
-            inputs = work.shape.hidden_size * work.element_bytes / share
+            streams = 1 if work.shape.altup is None else work.shape.altup.num_streams
+            inputs = streams * work.shape.hidden_size * work.element_bytes / share
             kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
                 kept["attention"] += states * exchanged_bytes(work) * held
-                kept["mlp"] += in_flight
+                kept["mlp"] += in_flight - behind_mlp
         kept["attention"] += choice * held
+        if work.framework == "deepspeed":
+            # The parts of a second embedding are those of all layers, also where one layer is recomputed.
+            parts = parts_bytes(work) if work.recomputes_layers else 0.0
+            kept["stream"] += (projection_bytes(work, stage) + parts) * held
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.
@@ -117,7 +132,8 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             )
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
         if work.framework == "deepspeed":
-            layer = (sparse if moe_layers else dense).total * tokens + in_flight if stage.layers else 0.0
+            held_layer = largest if work.recomputes_layers else sparse if moe_layers else dense
+            layer = held_layer.total * tokens + in_flight - behind_mlp if stage.layers else 0.0
             # While the indexer of the last layer scores, no logits are there yet.
             scoring = scoring_bytes(work, stage) + sum(kept.values())
             kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
@@ -174,6 +190,16 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     return max(0.0, of_weight) + came + 4 * rows / slices * h
 
 
+def _behind_mlp_bytes(work: Workload) -> float:
+    """What a layer keeps behind its MLP, and has let go of when that runs backward: Gemma's norm, gate and its norm."""
+    shape, inputs = work.shape, work.shape.layer_inputs
+    if not work.recomputes_layers or inputs is None:
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    of_token = (2 * NORM_BYTES + work.element_bytes) * shape.hidden_size + 4 * work.element_bytes * inputs.width
+    return work.split_tokens * of_token / share
+
+
 def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
@@ -202,8 +228,9 @@ def _embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     """The gradient of the embedding, when all else is gone; of a tied one, that of the head and the sum of both too."""
     if not stage.has_embedding:
         return 0.0
-    weight = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp
-    return weight * (3 if _is_tied(work, stage) else 1)
+    weight, tied = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp, _is_tied(work, stage)
+    # A second embedding goes backward first; the gradient of a tied head waits meanwhile.
+    return max(weight * (3 if tied else 1), table_gradient_bytes(work, stage) + weight * tied)
 
 
 def _is_tied(work: Workload, stage: Stage) -> bool:

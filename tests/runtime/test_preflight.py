@@ -321,6 +321,34 @@ def test_models_of_real_width_agree_with_their_estimates(
     assert report.agrees, report.text()
 
 
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size": 16_000,
+    "vocab_size_per_layer_input": 16_000,
+    "sliding_window": 512,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(recompute: str) -> None:
+    size = {"sequence_length": 2048, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
+    training = {**size, "activation_checkpointing": recompute}
+    report = preflight(make_plan(1, {}, model=GEMMA4, training=training, whole_model=True), [0])
+    assert report.agrees, report.text()
+
+
 def test_a_rank_of_16384_is_checked_in_little_memory() -> None:
     plan, _ = compile_file(Path(__file__).parents[1] / "golden" / "llama-3.1-405b-128k-16384-gpus.json")
     assert plan is not None
