@@ -59,6 +59,16 @@ def planned_config(plan: Plan) -> Any:
     return _read(plan.spec.model.hf_config, "the plan")
 
 
+def unused_tensors(plan: Plan) -> tuple[str, ...]:
+    """Patterns of the names of stored tensors that transformers' class of the plan's model does not load."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if plan.spec.model.shape.user_module is not None:
+        return ()
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(planned_config(plan))]
+    return tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
 def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """What `config.json` says beside weights of the plan's model: every key that its class reads, defaults too.
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 
+from .configuration import unused_tensors
 from .slices import Slice
 from .stored_names import stored_as
 
@@ -86,6 +89,9 @@ class PretrainedFolder:
     def check(self, plan: Plan, buffers: Collection[str] = ()) -> None:
         """The folder holds what the plan's model needs, in its shapes, and nothing else but the model's buffers.
 
+        Tensors that transformers leaves out of the model's type too (layers that predict further tokens, say) are left
+        out with a warning.
+
         Raises:
             RunError: a tensor is missing, misshapen or not the model's; it is named.
         """
@@ -110,6 +116,14 @@ class PretrainedFolder:
             used |= set() if entry is None else entry[1]
         extra = self._places.keys() - used - tied
         extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+        unused = {name for name in extra if any(re.search(pattern, name) for pattern in unused_tensors(plan))}
+        if unused and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"{len(unused)} tensors of {self.folder}, {min(unused)} among them, are not loaded: transformers "
+                f"builds no such part of a {plan.spec.model.shape.model_type}, and what is exported lacks them",
+                stacklevel=2,
+            )
+        extra -= unused
         if extra:
             raise RunError(
                 f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}", everywhere=True

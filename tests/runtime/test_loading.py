@@ -164,6 +164,14 @@ class TestFolders:
         with pytest.raises(RunError, match=r"has model.layers.0.self_attn.k_proj.bias, which the plan does not know"):
             PretrainedFolder(tmp_path).check(plan)
 
+    def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(self, tmp_path: Path) -> None:
+        plan = family_plan("qwen3_next", 1, {})
+        stored(plan, tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({**tensors, "mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.warns(UserWarning, match=r"1 tensors of .*, mtp.fc.weight among them, are not loaded"):
+            PretrainedFolder(tmp_path).check(plan)
+
     def test_a_damaged_file_and_an_empty_folder_are_named(self, plan: Plan, tmp_path: Path) -> None:
         with pytest.raises(RunError, match="has neither"):
             PretrainedFolder(tmp_path)
