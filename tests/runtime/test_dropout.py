@@ -31,6 +31,7 @@ DRAWING: dict[str, dict[str, Any]] = {
     "seed_oss": {"residual_dropout": 0.25, "attention_dropout": 0.25},
     "mixtral": {"router_jitter_noise": 0.2},
     "minimax_m2": {"router_jitter_noise": 0.2},
+    "minimax": {"router_jitter_noise": 0.2},
     "phimoe": {"router_jitter_noise": 0.05, "input_jitter_noise": 0.2},
 }
 
@@ -175,16 +176,23 @@ def test_every_key_of_a_family_that_makes_it_draw_is_noticed(family: str) -> Non
         for key, value in config.to_dict().items()
         if any(word in key for word in ("drop", "jitter", "noise")) and isinstance(value, int | float)
     ]
-    # Attention dropout is the ring's; a classifier is no part of a language model; three models do not read a key.
-    unread = {"phi3": "embd_pdrop", "minimax_m3_vl_text": "router_jitter_noise", "llama4_text": "router_jitter_noise"}
+    # Attention dropout is the ring's; a classifier is no part of a language model; four models do not read a key.
+    unread = {
+        "phi3": "embd_pdrop",
+        "minimax_m3_vl_text": "router_jitter_noise",
+        "llama4_text": "router_jitter_noise",
+        "nemotron_h": "hidden_dropout",
+    }
     ignored = {"attention_dropout", "classifier_dropout", unread.get(family)}
     if family in OWN_KEYS:  # other names of the same, and layers that a refusal keeps from being dropped
         ignored |= {"attn_pdrop", "attention_probs_dropout_prob", "summary_first_dropout", "layerdrop"}
     if family == "mpt":  # it reads attn_config.attn_pdrop alone
         ignored |= {"resid_pdrop", "emb_pdrop"}
     own = [key for key in keys if key not in ignored]
-    # Phi-MoE samples its experts in training; others name a draw of layers, which is off, in their code.
-    assert draws(build(**dict.fromkeys(keys, 0.0))) == (family in ("phimoe", "opt", "biogpt", "xglm"))
+    # Phi-MoE samples its experts in training; others name a draw of layers, which is off, in their code, and Gemma 3n a
+    # normal distribution, of which it takes a quantile.
+    named = ("phimoe", "opt", "biogpt", "xglm", "gemma3n_text")
+    assert draws(build(**dict.fromkeys(keys, 0.0))) == (family in named)
     for key in own:
         assert draws(build(**{**dict.fromkeys(keys, 0.0), key: 0.1})), key
     assert family in OWN_KEYS or set(DRAWING.get(family, ())) - {"attention_dropout"} == set(own)

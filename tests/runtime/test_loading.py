@@ -167,8 +167,11 @@ class TestFolders:
     def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(self, tmp_path: Path) -> None:
         plan = family_plan("qwen3_next", 1, {})
         stored(plan, tmp_path)
-        tensors = load_file(tmp_path / "model.safetensors")
-        save_file({**tensors, "mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file({"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "further.safetensors", {"format": "pt"})
+        index = tmp_path / "model.safetensors.index.json"
+        tree = json.loads(index.read_text())
+        tree["weight_map"]["mtp.fc.weight"] = "further.safetensors"
+        index.write_text(json.dumps(tree))
         with pytest.warns(UserWarning, match=r"1 tensors of .*, mtp.fc.weight among them, are not loaded"):
             PretrainedFolder(tmp_path).check(plan)
 

@@ -99,7 +99,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     if family == "opt":
         more = {"word_embed_proj_dim": None}
     if (states := FAMILIES[family].recurrent) is not None:
-        more = {"layer_types": ([states.word] * 3 + ["full_attention"]) * 2}
+        last = ["sliding_attention", "full_attention"] if mixed else [states.word, "full_attention"]
+        more = {"layer_types": ([states.word] * 2 + last) * 2}
         if states.layers_key == "":
             more = {states.attending_key: [3, 7]} if states.attending_key else {}
         if FAMILIES[family].layer_blocks is not None:
@@ -122,10 +123,12 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     assert small.parameters.numel < plan.parameters.numel
     if (recurrent := small.spec.model.shape.recurrent) is not None and "linear_num_key_heads" in tiny_config(family):
         assert (recurrent.groups, recurrent.key_dim, recurrent.value_dim) == (4, 8, 10)
-    assert small.spec.model.shape.num_hidden_layers == 2 or more or mixed or small.spec.model.shape.moe
+    shape = small.spec.model.shape
+    layers = shape.runs.layers if shape.runs else shape.num_hidden_layers
+    assert layers == 2 or more or mixed or shape.moe
     if mixed:
         assert planned_config(small).sliding_window == WINDOW
-        assert set(planned_config(small).layer_types) == {"sliding_attention", "full_attention"}
+        assert set(planned_config(small).layer_types) == set(more.get("layer_types", lists["layer_types"]))
 
 
 def test_layers_that_share_keys_stay_with_layers_that_have_them() -> None:
