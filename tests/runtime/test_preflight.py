@@ -342,7 +342,10 @@ GEMMA4 = {
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(recompute: str) -> None:
+def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.05)
     size = {"sequence_length": 2048, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
     training = {**size, "activation_checkpointing": recompute}
     report = preflight(make_plan(1, {}, model=GEMMA4, training=training, whole_model=True), [0])
