@@ -1,0 +1,212 @@
+"""Step times of this machine, predicted from a few of its own runs.
+
+    DS_ACCELERATOR=cpu python benchmarks/calibration.py --ranks 2 --fitted 5 --judged 15 --seed 1
+
+Draws layouts, trains each for a few steps, fits the coefficients of time to the first runs and predicts the others,
+which the fit never sees. Three predictions are compared: from this machine's profile alone, from that profile and one
+factor for all, and from `parcompile calibrate`. The machine has to be otherwise idle: the first layout runs again at
+the end, and how far its two times are apart is printed beside the errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parcompile.cost.calibration import fit_time
+from parcompile.cost.measurements import Measurement, read_plain
+from parcompile.cost.step import timing
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}
+STEPS = 12
+"""The recorder leaves three of them out and takes the median of the others."""
+LIMIT_SECONDS = 300
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+}
+
+
+def drawn(chance: random.Random, ranks: int) -> dict[str, Any]:
+    """A spec of that many ranks: axes, micro-batches, sequence length and recomputation are drawn."""
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    left = ranks
+    while left > 1:
+        sizes[chance.choice(list(sizes))] *= 2
+        left //= 2
+    micro, passes = chance.choice([(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])
+    if sizes["pp"] > 1:
+        passes = max(passes, sizes["pp"])
+    parallelism: dict[str, Any] = dict(sizes)
+    if sizes["tp"] > 1:
+        parallelism["sequence_parallel"] = chance.random() < 0.5
+    if sizes["cp"] > 1:
+        parallelism["cp_implementation"] = chance.choice(["ring", "all_gather", "ulysses"])
+    return {
+        "version": 1,
+        "model": MODEL,
+        "parallelism": parallelism,
+        "training": {
+            "sequence_length": chance.choice([256, 512, 1024]),
+            "micro_batch_size": micro,
+            "global_batch_size": micro * passes * sizes["dp"],
+            "precision": "fp32",
+            "activation_checkpointing": chance.choice(["none", "none", "full"]),
+            "optimizer": {"type": "adamw", "lr": 1e-3},
+            "train_steps": STEPS,
+        },
+    }
+
+
+def finish(words: Sequence[str], log: Path) -> None:
+    """Runs a command in a session of its own; whatever it leaves running is ended.
+
+    Raises:
+        SystemExit: it failed; its output is printed.
+    """
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(words, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = process.wait(LIMIT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code:
+        sys.exit(f"exit code {code} of {' '.join(words)}\n{log.read_text(encoding='utf-8')[-3000:]}")
+
+
+def run(spec: Path, folder: Path) -> Measurement:
+    """One run of a spec, as its recorder measured it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    log = spec.with_suffix(".log")
+    finish([sys.executable, "-m", "parcompile", str(spec), "-o", str(folder)], log)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    ranks = str(json.loads(spec.read_text(encoding="utf-8"))["cluster"]["gpus_per_node"])
+    script = [str(ROOT / "examples" / "train.py"), "--plan", str(folder), "--checkpoint-every", "0"]
+    finish([str(BIN / "deepspeed"), "--num_gpus", ranks, "--master_port", port, *script], log)
+    (found,) = read_plain(folder / "measurements.csv")
+    return found
+
+
+def errors(rows: Sequence[Measurement], predict: Callable[[Measurement], float]) -> list[float]:
+    """Predicted / measured - 1 of each run."""
+    return [predict(one) / (one.step_seconds or 1) - 1 for one in rows]
+
+
+def report(fitted: Sequence[Measurement], judged: Sequence[Measurement], again: Measurement) -> None:
+    own = fit_time(fitted)
+    factor = statistics.median((one.step_seconds or 1) / timing(one.work).step.seconds for one in fitted)
+    ways: dict[str, Callable[[Measurement], float]] = {
+        "profile": lambda one: timing(one.work).step.seconds,
+        "profile and one factor": lambda one: factor * timing(one.work).step.seconds,
+        "calibrated": lambda one: timing(one.work, own).step.seconds,
+    }
+    print("| layout | measured | " + " | ".join(ways) + " |\n|---|---|" + "---|" * len(ways))
+    for row, kind in [*((one, "fitted") for one in fitted), *((one, "judged") for one in judged)]:
+        cells = [f"{errors([row], predict)[0]:+.1%}" for predict in ways.values()]
+        print(f"| {text(row)} ({kind}) | {row.step_seconds:.3f} s | " + " | ".join(cells) + " |")
+    for name, predict in ways.items():
+        found = sorted(map(abs, errors(judged, predict)))
+        mean, middle = statistics.mean(found), statistics.median(found)
+        print(f"{name}: mean error {mean:.1%}, median {middle:.1%}, worst {found[-1]:.1%} of {len(found)} judged runs")
+    inside = 0
+    for one in judged:
+        low, high = timing(one.work, own).interval_seconds
+        inside += low <= (one.step_seconds or 0) <= high
+    print(f"the calibrated 90 % interval covers {inside} of {len(judged)}")
+    first, last = fitted[0].step_seconds or 1, again.step_seconds or 0
+    print(f"the first layout at the end of the benchmark: {last / first - 1:+.1%}")
+
+
+def text(one: Measurement) -> str:
+    work = one.work
+    axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(work, axis) > 1)
+    more = [f"S {work.sequence_length}", f"{work.micro_batch} × {work.micro_batches}"]
+    more += [work.cp_implementation] if work.cp > 1 else []
+    more += ["sequence parallel"] if work.sequence_parallel else []
+    more += ["recomputed"] if work.recompute == "full" else []
+    return ", ".join([axes, *more])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="a power of two, at most the processor's cores")
+    parser.add_argument("--fitted", type=int, default=5)
+    parser.add_argument("--judged", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", type=Path, help="judge the runs of this file, which an earlier benchmark kept")
+    parser.add_argument("--keep", type=Path, help="write all runs here")
+    options = parser.parse_args()
+    if options.rows is not None:
+        *rows, again = read_plain(options.rows)
+        report(rows[: options.fitted], rows[options.fitted :], again)
+        return
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="parcompile-calibration-") as name:
+        folder = Path(name)
+        machine = folder / "machine.json"
+        profile = [sys.executable, "-m", "parcompile", "profile", "--ranks", str(options.ranks), "--seconds", "20"]
+        finish([*profile, "-o", str(machine)], folder / "profile.log")
+        cluster = {"nodes": 1, "gpus_per_node": options.ranks, "accelerator": str(machine)}
+        specs: list[str] = []
+        while len(specs) < options.fitted + options.judged:
+            spec = json.dumps({**drawn(chance, options.ranks), "cluster": cluster}, sort_keys=True)
+            if spec not in specs:
+                specs.append(spec)
+        found = []
+        for index, spec in enumerate([*specs, specs[0]]):
+            file = folder / f"{index}.json"
+            file.write_text(spec, encoding="utf-8")
+            found.append(run(file, folder / "plan"))
+            print(f"{index + 1}/{len(specs) + 1}: {text(found[-1])}: {found[-1].step_seconds:.3f} s", file=sys.stderr)
+            if options.keep is not None:
+                append(folder / "plan" / "measurements.csv", options.keep)
+    *rows, again = found
+    report(rows[: options.fitted], rows[options.fitted :], again)
+
+
+def append(source: Path, target: Path) -> None:
+    """Adds the rows of a file of measurements to another one with the same columns."""
+    with source.open(encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        rows, columns = list(reader), list(reader.fieldnames or ())
+    new = not target.exists()
+    with target.open("a", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
