@@ -152,6 +152,14 @@ HYBRIDS: Mapping[str, Family] = {
         output_bias=False,
         recurrent=_LIGHTNING,
         experts=Experts(count_alias="num_experts"),
+        refusals=(
+            Refusal(
+                "router_jitter_noise",
+                lambda config: bool(config.get("router_jitter_noise")),
+                "transformers multiplies the residual in place with the hidden states, which ranks hold apart: "
+                "set it to 0",
+            ),
+        ),
     ),
     "olmo_hybrid": Family(
         qk_norm=QkNorm.WHOLE,
