@@ -83,7 +83,7 @@ def test_a_name_that_nothing_resembles_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("zai-org/GLM-5", "glm_moe_dsa"), ("granite-4.0-h-tiny", "granitemoehybrid"), ("Qwen3.5-35B-A3B", "qwen3_5_moe")],
+    [("zai-org/GLM-6", "glm_moe_dsa"), ("granite-4.0-h-tiny", "granitemoehybrid"), ("Qwen3.5-9B", "qwen3_5_moe")],
 )
 def test_the_name_of_a_model_leads_to_the_types_that_begin_so(name: str, near: str) -> None:
     found = CliRunner().invoke(command, [name])
