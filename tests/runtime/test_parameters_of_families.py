@@ -12,6 +12,7 @@ from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
+from parcompile.runtime.model.model_class import causal_model
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
@@ -22,11 +23,11 @@ REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_laye
 
 def registered(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
     """Names and shapes of the model's parameters, and its configuration."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
+        model = causal_model(CONFIG_MAPPING[config["model_type"]](**values))
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()], model.config
 
 
@@ -254,8 +255,46 @@ WITHOUT_PRESETS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "pad_token_id": 50283,
     },
+    # Mistral Small 4 119B, as its class has it.
+    "mistral4": {
+        "model_type": "mistral4",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 128,
+        "qk_head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
 }
 """Dimensions as they are published, of types without a preset; the layers are as many."""
+
+
+_MISTRAL4_ROPE = WITHOUT_PRESETS["mistral4"]["rope_parameters"]
 
 
 @pytest.mark.parametrize("name", WITHOUT_PRESETS)
@@ -274,6 +313,9 @@ def test_a_table_lists_what_a_model_registers_that_is_published_and_no_preset(na
         ("modernbert-decoder", {"local_attention": 1}, "local_attention"),
         ("diffllama", {"num_key_value_heads": 1}, "num_key_value_heads"),
         ("diffllama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("mistral4", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ("mistral4", {"rope_parameters": {**_MISTRAL4_ROPE, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ("mistral4", {"rope_parameters": {**_MISTRAL4_ROPE, "rope_type": "default"}}, "rope_parameters"),
     ],
 )
 def test_what_a_family_cannot_be_told_from_names_its_key(family: str, changes: dict[str, Any], key: str) -> None:
@@ -573,6 +615,8 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
         ("axk1", {"mlp_layer_types": None, "first_k_dense_replace": 0}),
         ("minimax_m3_vl_text", {"mlp_layer_types": None}),
         ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+        ("mistral4", {"q_lora_rank": None, "rope_parameters": None}),
+        ("mistral4", {"first_k_dense_replace": 0, "attention_bias": True, "tie_word_embeddings": True}),
         ("kimi_linear", {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 9, "q_lora_rank": 12}),
         ("kimi_linear", {"linear_attn_config": {"num_heads": 4, "head_dim": 10, "short_conv_kernel_size": 3}}),
         (
