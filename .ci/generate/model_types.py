@@ -54,8 +54,7 @@ WRITTEN = {
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
 WORDS = (
     ("indexer", r"Indexer\b"),
-    ("mamba1", r"selective_scan"),
-    ("state_space", r"mamba_chunk_scan|mamba_ssm"),
+    ("state_space", r"selective_scan|mamba_chunk_scan|mamba_ssm"),
 )
 
 

@@ -6,6 +6,7 @@
 | the same of lightning attention | 4 K V + 2 c (K + V) | arXiv 2501.08313, 2.2 |
 | the same of a short convolution, all channels | 2 n C | |
 | of a Mamba-2 layer's token and head | 4 N P + 2 c (N + P) | arXiv 2405.21060, section 6 |
+| of a Mamba-1 layer's token and channel | 8 N | arXiv 2312.00752, section 3: discrete A and B, state, C |
 | message of a state | 4 b H K V bytes | the runtime keeps states in fp32 |
 | message of a halo | w b C (n − 1) bytes | C channels and n tokens of the convolution |
 
@@ -31,6 +32,8 @@ def mixer_parameters(shape: ModelShape) -> int:
     one = shape.recurrent
     if one is None:
         return 0
+    if one.kind is RecurrentKind.MAMBA1:
+        return shape.hidden_size * 3 * one.values + one.values * (one.selected + one.step_rank)
     # Gates by way of a few features have a second projection.
     return shape.hidden_size * (one.projected + one.values) + 2 * one.gate_rank * one.values
 
@@ -43,6 +46,9 @@ def scan_flops_per_token(shape: ModelShape, *, carried: bool = False) -> float:
     keys, values = one.key_dim, one.value_dim + (one.key_dim if carried else 0)
     if one.kind is RecurrentKind.SHORT_CONVOLUTION:
         return 2.0 * one.kernel * one.channels
+    if one.kind is RecurrentKind.MAMBA1:
+        # What a token reads of a received state: its decay, an exponential, products with C and the state, a sum.
+        return float(one.heads * one.key_dim * (13 if carried else 8))
     chunk = one.chunk
     if one.kind in (RecurrentKind.MAMBA2, RecurrentKind.LIGHTNING_ATTENTION):
         states = one.key_dim * one.value_dim * (6 if carried else 4)
@@ -102,6 +108,8 @@ def kept_bytes(work: Workload) -> float:
     if one.kind is RecurrentKind.SHORT_CONVOLUTION:
         # Counted the same way: 7 numbers of each channel, in the type of the weights.
         return work.micro_batch * pieces * length * 7 * width * one.values / work.tp
+    if one.kind is RecurrentKind.MAMBA1:
+        return _kept_by_mamba1(work, one, work.micro_batch * pieces * length)
     if one.kind is RecurrentKind.MAMBA2:
         return _kept_by_mamba2(work, one, work.micro_batch * pieces * -(-length // one.chunk) * one.chunk)
     chunk = one.chunk
@@ -127,6 +135,21 @@ def kept_bytes(work: Workload) -> float:
     of_token += 4 * one.heads * values if work.cp > 1 else 0
     of_token += STATE_BYTES * one.heads * one.key_dim * values / chunk
     return tokens * of_token / work.tp
+
+
+def _kept_by_mamba1(work: Workload, one: RecurrentShape, tokens: int) -> float:
+    """Counted the same way.
+
+    Of each token and channel its discrete A and B and its state in fp32, that state once more in a narrower type,
+    3 fp32 numbers and 6 in the type of the weights; of each token what all channels share, and its norms.
+    """
+    width, state = work.element_bytes, one.key_dim
+    of_channel = 3 * STATE_BYTES * state + (width * state if width < STATE_BYTES else 0) + 12 + 6 * width
+    if work.cp > 1:
+        # What is left of a received state behind each token, its product with that state, and step sizes in fp32.
+        of_channel += 2 * STATE_BYTES * state + 12
+    shared = (12 + 3 * width) * state + (4 + 2 * width) * one.step_rank + 12
+    return tokens * (of_channel * one.values / work.tp + shared)
 
 
 def _kept_by_mamba2(work: Workload, one: RecurrentShape, tokens: int) -> float:

@@ -77,9 +77,9 @@ WEIGHTED_IN_TYPE = frozenset(
         "granitemoe",
         "granitemoehybrid",
         "hunyuan_v1_moe",
+        "jamba",
         "laguna",
         "mellum",
-        "mistral4",
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",
@@ -110,18 +110,11 @@ REASONS: Mapping[str, Reason] = {
         "it is more than a causal language model (a vision or audio tower beside one)",
         "the text part alone, where its type works",
     ),
-    "mamba1": Reason(
-        "Mamba-1 layers",
-        "it has Mamba-1 layers, where each channel has a step size and decays of its own, and one projection of all "
-        "channels (x_proj) gives step sizes, B and C: tensor parallelism here cuts no such projection, and context "
-        "parallelism passes no state of single channels from rank to rank",
-        "a type with Mamba-2 layers: bamba, falcon_h1, granitemoehybrid or nemotron_h",
-    ),
     "state_space": Reason(
         "state-space layers without attention",
         "none of its layers attends: the compiler describes state-space layers in models that have attention too, and "
         "asks every configuration for the heads of its attention",
-        "a type with Mamba-2 layers and attention: bamba, falcon_h1, granitemoehybrid or nemotron_h",
+        "a type with state-space layers and attention: bamba, falcon_h1, granitemoehybrid, jamba or nemotron_h",
     ),
     "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
     "indexer": Reason(
@@ -187,12 +180,14 @@ _NEAREST = {
     "qwen4_exp_text": "qwen3_moe",
     "deepseek_v4": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
-    "jamba": "granitemoehybrid",
-    "falcon_mamba": "bamba",
+    "falcon_mamba": "jamba",
+    "mamba": "jamba",
+    "mamba2": "bamba",
     "hy_v4": "hy_v3",
     "zamba": "bamba",
     "zamba2": "bamba",
     "recurrent_gemma": "gemma2",
+    "mistral4": "deepseek_v3",
 }
 ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}
 """Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .indexer import Indexer
 from .layer_kind import LayerShape
+from .layer_period import LayerPeriod
 from .layer_runs import LayerRuns
 from .recurrent.traits import Recurrent
 from .shape import AltUp, LayerInputs
@@ -92,6 +93,10 @@ class Experts:
     """The key of their width."""
     switch: str = ""
     """The key without which there are no experts."""
+    period: LayerPeriod | None = None
+    """Which layers have experts, where dense ones stand between them."""
+    one_is_dense: bool = False
+    """With one expert every layer has the dense MLP."""
     beside_mlp: bool = False
     """Router and experts stand in the layer itself, beside the dense MLP; the router sees a rank's own tokens."""
     norms: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from .family import Experts, Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
+from .layer_period import LayerPeriod
 from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
@@ -100,7 +101,7 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
         sliding_window=_sliding_window(config, family),
-        moe=_moe(read, family.experts) if family.experts is not None and _has_experts(family, config, blocks) else None,
+        moe=_experts(read, family, config, blocks),
         mla=mla,
         indexer=_indexer(read, family, config),
         runs=runs,
@@ -135,10 +136,20 @@ def _block_kinds(family: Family, config: Config) -> tuple[str, ...] | None:
         raise ModelConfigError(str(error), error.key) from error
 
 
-def _has_experts(family: Family, config: Config, blocks: LayerBlocks | None) -> bool:
+def _experts(read: _Reader, family: Family, config: Config, blocks: LayerBlocks | None) -> MoeShape | None:
+    if family.experts is None or not _has_experts(read, family, family.experts, config, blocks):
+        return None
+    return _moe(read, family.experts)
+
+
+def _has_experts(read: _Reader, family: Family, experts: Experts, config: Config, blocks: LayerBlocks | None) -> bool:
     if blocks is not None:
         return bool(blocks.experts)
-    return family.experts is not None and (not family.experts.switch or family.is_on(family.experts.switch, config))
+    if experts.one_is_dense and read.aliased(*experts.count, alias=experts.count_alias) == 1:
+        return False
+    if experts.period is not None and not _layers_of_period(read, experts):
+        return False
+    return not experts.switch or family.is_on(experts.switch, config)
 
 
 def _recurrent(read: _Reader, family: Family, config: Config, layers: int) -> RecurrentShape | None:
@@ -146,7 +157,7 @@ def _recurrent(read: _Reader, family: Family, config: Config, layers: int) -> Re
         return None
     try:
         return recurrent_shape(family.recurrent, config, layers, read.size)
-    except LayerListError as error:
+    except (LayerListError, LayersError) as error:
         raise ModelConfigError(str(error), error.key) from error
 
 
@@ -227,6 +238,13 @@ class _Reader:
         """A list of layers, which may be left out."""
         found = self._config.get(name)
         return tuple(self._defaults.get(name, ()) if found is None else found)
+
+    def layers_of(self, period: LayerPeriod, num_layers: int) -> tuple[int, ...]:
+        """The layers that come once in a period."""
+        try:
+            return period.layers(self._config, num_layers)
+        except LayersError as error:
+            raise ModelConfigError(str(error), error.key) from error
 
     def words(self, name: str) -> tuple[str, ...]:
         """A list of kinds, which may be left out."""
@@ -309,14 +327,22 @@ def _moe(read: _Reader, experts: Experts) -> MoeShape:
     if experts.shared_width:
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
         shared_width *= max(shared, 1)
+    layers = _layers_of_period(read, experts)
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
         num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),
         shared_intermediate_size=shared_width,
-        first_moe_layer=_first_moe_layer(read, experts),
+        first_moe_layer=layers[0] if layers else _first_moe_layer(read, experts),
+        layers=layers,
     )
+
+
+def _layers_of_period(read: _Reader, experts: Experts) -> tuple[int, ...] | None:
+    if experts.period is None:
+        return None
+    return read.layers_of(experts.period, read.size("num_hidden_layers"))
 
 
 def _first_moe_layer(read: _Reader, experts: Experts) -> int:

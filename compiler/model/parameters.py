@@ -57,7 +57,7 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             for name in shape.norm_names if part == "norms" else (part,):
                 own_rows = rows.of(layers[1:]) if name == family.not_first else attending
                 own_rows.norm(name, h, norm)
-    before = [Parameter(f"{family.base}.{family.initial_state}", (h,), trained=False)] if family.initial_state else []
+    before = [Parameter(f"{family.base}.{family.initial_state}", (h,))] if family.initial_state else []
     before.append(Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v)))
     if family.positions:
         size = (shape.max_position_embeddings + family.first_position, h)
@@ -263,17 +263,18 @@ def _feed_forward(rows: Rows, shape: ModelShape, family: Family) -> None:
             _experts(rows, shape, family, shape.blocks.experts)
         return
     beside = family.experts is not None and family.experts.beside_mlp
-    first_moe, count = len(rows.layers), len(rows.layers)
-    if shape.moe is not None and not beside:
-        first_moe = shape.moe.first_moe_layer
-    dense = range(min(first_moe, count))
+    every: Layers = range(len(rows.layers))
+    routed = shape.moe.routed(len(every)) if shape.moe is not None and not beside else ()
+    first = routed[0] if routed else len(every)
+    # One stretch, where there is one: rows of a stage are found in it at once.
+    dense = range(first) if list(routed) == list(every[first:]) else tuple(one for one in every if one not in routed)
     if not shape.kinds and dense:
         _mlp(rows, shape, family, family.mlp, shape.intermediate_size, dense)
     for numbers, one in shape.by_kind if shape.kinds else ():
         if held := tuple(layer for layer in numbers if layer in dense):
             _mlp(rows, one, family, family.mlp, one.intermediate_size, held)
-    if shape.moe is not None and first_moe < count:
-        _experts(rows, shape, family, range(first_moe, count))
+    if routed:
+        _experts(rows, shape, family, routed)
 
 
 def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layers: Layers) -> None:

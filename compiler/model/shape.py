@@ -28,6 +28,12 @@ class MoeShape:
     """Hidden width of that MLP."""
     first_moe_layer: int = 0
     """Layers before this one keep the dense MLP."""
+    layers: tuple[int, ...] | None = None
+    """The layers with experts, where dense ones stand between them; None: all from the first on."""
+
+    def routed(self, num_layers: int) -> range | tuple[int, ...]:
+        """The layers with experts, of a model of so many layers."""
+        return range(min(self.first_moe_layer, num_layers), num_layers) if self.layers is None else self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,6 @@ class AltUp:
     num_streams: int
     laurel_rank: int
     """Of the learned residual beside each layer."""
-    sparse_layers: tuple[int, ...] = ()
-    """Those whose MLP keeps its largest activations only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ class ModelShape:
             return 0
         if self.blocks is not None:
             return _count(self.blocks.experts, layers)
+        if self.moe.layers is not None:
+            return _count(self.moe.layers, layers)
         return len(range(max(self.moe.first_moe_layer, layers.start), layers.stop))
 
     def dense(self, layers: range) -> int:

@@ -9,12 +9,7 @@ from .catalogue import ALIKE, TEXT_PARTS, model_types
 
 Config = Mapping[str, Any]
 
-_BESIDE = frozenset(
-    {
-        *("architectures", "model_type", "text_config", "torch_dtype", "dtype", "transformers_version"),
-        "tie_word_embeddings",  # read by text_part
-    }
-)
+_BESIDE = frozenset({"architectures", "model_type", "text_config", "torch_dtype", "dtype", "transformers_version"})
 
 
 def text_part(config: Config) -> Config:

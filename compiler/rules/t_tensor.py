@@ -8,6 +8,7 @@ from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
+from parcompile.model.recurrent import RecurrentKind
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -176,7 +177,7 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     "groups of heads that carry a state do not divide over tp",
     """A layer that carries a state has groups of heads (key heads with their value heads): each tensor-parallel rank
     computes whole groups, with their channels of the convolution and their states. A Mamba-2 layer of one group is cut
-    by heads, and each rank has what the group shares.""",
+    by heads, and each rank has what the group shares. A Mamba-1 layer is cut by channels.""",
     wrong={"model": {**HYBRID}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
 )
@@ -184,10 +185,13 @@ def groups_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the groups of a recurrent layer do not divide."""
     shape, tp = spec.shape.recurrent, spec.axis(Axis.TP)
     if shape is not None and shape.units % tp:
+        channels = shape.kind is RecurrentKind.MAMBA1
+        told = f"hidden_size x {shape.groups_key} =" if channels else shape.groups_key
+        units = "channels" if channels else "groups" if shape.groups > 1 else "heads"
         yield _indivisible(
             spec,
-            f"{shape.groups_key} {shape.units} on tp {tp}: {shape.units} / {tp} is not whole",
-            f"choose a tp that divides the {shape.units} {'groups' if shape.groups > 1 else 'heads'}",
+            f"{told} {shape.units} on tp {tp}: {shape.units} / {tp} is not whole",
+            f"choose a tp that divides the {shape.units} {units}",
             shape.groups_key,
         )
 

@@ -40,6 +40,7 @@ from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
+from .selective import is_inside
 from .shared_rows import mark, sum_repeated_gradient
 from .sparsity import share_cutoffs
 from .state_space import SpreadGatedNorm
@@ -148,7 +149,9 @@ class _Injection:
             owner, parent = self.model.get_submodule(owner_name), self.model.get_submodule(parent_name)
             if isinstance(owner, ColumnParallelLinear | RowParallelLinear):
                 continue  # the bias of a linear that its weight has replaced
-            if isinstance(owner, nn.Linear) or type(owner).__name__ == _CONV1D:
+            if is_inside(owner_name, whole):
+                setattr(owner, kind, _sliced(parameter, piece))
+            elif isinstance(owner, nn.Linear) or type(owner).__name__ == _CONV1D:
                 layer = self._parallel(owner, piece, region)
                 setattr(parent, child, layer)
                 # A linear of the layer itself, which stands in no block, takes its input in alone.
@@ -171,7 +174,7 @@ class _Injection:
                 localise_heads(parent, own.num_attention_heads // tp, kv_heads)
         if shape.recurrent is not None:
             for module in recurrent_modules(self.model, self.mesh):
-                localise_groups(module, shape.recurrent, tp, self.mesh.index("tp"))
+                localise_groups(module, shape.recurrent, self.mesh)
 
     def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
         transposed = not isinstance(linear, nn.Linear)

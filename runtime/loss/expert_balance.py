@@ -44,7 +44,7 @@ class BalancedLoss:
         self._received: Tensor | None = None
         moe = mesh.plan.spec.model.shape.moe
         routers = _routers(model)
-        if moe is None or (not routers and _has_experts(mesh, moe.first_moe_layer)):
+        if moe is None or (not routers and _has_experts(mesh)):
             raise RunError(
                 f"output_router_logits: {type(model).__name__} does not say which modules are routers: set it to false",
                 everywhere=True,
@@ -102,9 +102,10 @@ class BalancedLoss:
         return balance
 
 
-def _has_experts(mesh: Mesh, first: int) -> bool:
-    """Whether this rank's stages have layers with experts, which begin at `first`."""
-    return any(stage.layers.stop > first for stage in Holding(mesh.plan, mesh.index("pp")).stages if stage.layers)
+def _has_experts(mesh: Mesh) -> bool:
+    """Whether this rank's stages have layers with experts."""
+    shape = mesh.plan.spec.model.shape
+    return any(shape.routed(stage.layers) for stage in Holding(mesh.plan, mesh.index("pp")).stages)
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:

@@ -28,18 +28,8 @@ WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 """Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
 most this many beside what is left over when the real one is divided by it)."""
 
-_SAID_AGAIN = frozenset(
-    (
-        "hybrid_layer_pattern",
-        "moe_layer_freq",
-        "sliding_window_size",
-        "swa_num_attention_heads",
-        "swa_num_key_value_heads",
-    )
-)
-"""Keys of MiMo's published file that say what other keys say too."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
-_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _HIDDEN_OF_A_HEAD, _BLOCK = 32, 16, 16, 64, 16
+_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _BLOCK = 32, 16, 16, 16
 
 
 def borders(config: Any, sequence_length: int) -> list[int]:
@@ -82,7 +72,6 @@ def shrunk(plan: Plan) -> Plan:
     # What rope_scaling says stands in rope_parameters too.
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
     replaced |= {"per_layer_config"} if "use_dsa" in changes else set()
-    replaced |= _SAID_AGAIN
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
     model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
     axes = spec.parallelism
@@ -114,10 +103,10 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     unit = math.lcm(max(tp // kv_heads, 1), exchanging // math.gcd(of_rank, exchanging))
     if ratio % unit == 0:
         ratio = min(ratio, unit if unit > 1 else 2)
-    of_head = max(shape.hidden_size // heads, 1)
-    if shape.kinds and not family.hidden_is_heads:  # heads have widths of their own
-        of_head = min(of_head, _HIDDEN_OF_A_HEAD)
-    found: dict[str, Any] = {"num_attention_heads": fewer * ratio, "hidden_size": fewer * ratio * of_head}
+    found: dict[str, Any] = {
+        "num_attention_heads": fewer * ratio,
+        "hidden_size": fewer * ratio * max(shape.hidden_size // heads, 1),
+    }
     if shape.kinds or hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])
@@ -236,7 +225,7 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     lists = [value for _, value in _by_layer(config, shape.num_hidden_layers)]
     attending = set(shape.attention_layers)
     for layer in range(shape.num_hidden_layers):
-        dense = shape.moe is not None and layer < shape.moe.first_moe_layer
+        dense = shape.moe is not None and not shape.routed(range(layer, layer + 1))
         keys = shape.of_layer(layer).keys_and_values if shape.kinds else None
         kind = (dense, layer in attending, keys, *(value[layer] for value in lists))
         kinds.setdefault(kind, layer)
@@ -247,13 +236,26 @@ def _layers(plan: Plan, config: Any) -> list[int]:
         return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use
     # A layer that takes the choice of another's indexer stands behind it, in the same stage.
     least = 2 * stages if any(SHARED in value for value in lists) else 2
-    wanted = -(-max(len(kinds), least) // stages) * stages
+    # Layers that come once in a period stay where they are: up to the first of the last kind.
+    periodic = _has_periods(shape)
+    wanted = -(-max(max(kinds.values()) + 1 if periodic else len(kinds), least) // stages) * stages
     if wanted >= shape.num_hidden_layers:
         return list(range(shape.num_hidden_layers))
+    if periodic:
+        return list(range(wanted))
     chosen = list(kinds.values())
     chosen += [layer for layer in range(shape.num_hidden_layers) if layer not in chosen][: wanted - len(chosen)]
     assert len(PipelineSplit(split.pp, split.virtual).counts(wanted)) == stages
     return sorted(chosen)
+
+
+def _has_periods(shape: ModelShape) -> bool:
+    """Whether a period and an offset say which layers attend, or have experts."""
+    family = FAMILIES[shape.model_type]
+    states, experts = family.recurrent, family.experts
+    return (states is not None and states.attending_period is not None) or (
+        experts is not None and experts.period is not None
+    )
 
 
 def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: PipelineSplit) -> dict[str, Any]:

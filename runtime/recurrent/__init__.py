@@ -14,6 +14,7 @@ from .gated_delta import gated_delta_rule
 from .lightning import lightning_attention
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan
+from .selective import selective_scan
 from .state_space import state_space
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "gated_delta_rule",
     "lightning_attention",
     "scan",
+    "selective_scan",
     "state_space",
 ]

@@ -140,6 +140,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _experts(choose, family, config, names, layers)
     changes |= _layer_kinds(choose, family, config, names, layers)
     changes |= _state_space(choose, family)
+    changes |= _selective(choose, family)
     changes |= _linear_attention(choose, family, names)
     changes |= _rope(choose, family, config, changes)
     changes |= _layer_shapes(choose, family, names, changes)
@@ -218,10 +219,38 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
     }
 
 
+def _selective(choose: random.Random, family: str) -> dict[str, Any]:
+    states = FAMILIES[family].recurrent
+    if states is None or states.selective is None:
+        return {}
+    keys = states.selective
+    return {
+        keys.expand[0]: choose.choice([1, 2]),
+        keys.state[0]: choose.choice([3, 6]),
+        keys.kernel[0]: choose.choice([2, 3, 4]),
+        keys.step_rank: choose.choice([2, 5, "auto"]),
+        keys.convolution_bias[0]: choose.choice([True, False]),
+        keys.bias[0]: choose.choice([True, False]),
+    }
+
+
+def _periods(choose: random.Random, family: str, layers: int) -> dict[str, Any]:
+    """Which layers attend, a layer of each kind at least, and which have experts, of all if there is one expert."""
+    states, experts = FAMILIES[family].recurrent, FAMILIES[family].experts
+    found: dict[str, Any] = {}
+    for one, longest in ((states and states.attending_period, layers), (experts and experts.period, 3)):
+        if one:
+            period = choose.randint(2, min(longest, 3))
+            found |= {one.period[0]: period, one.offset[0]: choose.randrange(min(period, layers))}
+    if experts is not None and experts.one_is_dense and choose.random() < 0.2:
+        found |= {experts.count[0]: 1, experts.per_token[0]: 1}
+    return found
+
+
 def _linear_attention(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
     """Heads, widths and kernels of layers that carry a state."""
     states = FAMILIES[family].recurrent
-    if states is None or states.state_space is not None:
+    if states is None or states.state_space is not None or states.selective is not None:
         return {}
     sizes = {
         "linear_num_key_heads": 4,
@@ -256,6 +285,8 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         choose.shuffle(attends)
         if states.beside_attention:
             return {}
+        if states.attending_period is not None:
+            return _periods(choose, family, layers)
         if FAMILIES[family].layer_blocks is not None:
             others = ["mlp", "moe", "full_attention"]
             kinds = [states.word, choose.choice(others)] if layers == 2 else [states.word, *others]
@@ -333,8 +364,6 @@ def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, An
         # One set of parameters for each kind of layer; none for those without positions.
         found = {kind: value and _kind_of_rope(choose, value, width) for kind, value in rope.items()}
         return {"rope_parameters": found}
-    if family == "mistral4":  # angles for the features that it rotates, no others
-        rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     found = _kind_of_rope(choose, rope, width)
     if family != "phi3":
         return {"rope_parameters": found}

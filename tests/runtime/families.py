@@ -183,21 +183,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 6,
     },
     "axk2": {**_ROUTED, **_LATENT, **_INDEXED, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"]},
-    "mistral4": {
-        **_ROUTED,
-        **_LATENT,
-        "n_group": 2,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-            "llama_4_scaling_beta": 0.3,
-        },
-    },
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "use_bias": True},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
@@ -328,6 +313,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         **_GATED_DELTA,
     },
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 3,
+    },
     "falcon_h1": {
         **_MAMBA2,
         "mamba_d_ssm": 64,
@@ -522,6 +516,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 4},
     ),
+    "jamba, dense": (
+        "jamba",
+        {
+            "num_experts": 1,
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
     "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
     "glm_moe_dsa, shared choice": (
         "glm_moe_dsa",
@@ -546,8 +551,8 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
-    *("glm_moe_dsa", "axk2", "dots3_note_text", "mistral4"),
+    *("bamba", "falcon_h1", "jamba", "nemotron_h", "granitemoehybrid"),
+    *("glm_moe_dsa", "axk2", "dots3_note_text"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text", "gemma4_unified_text", "gemma3n_text", "mimo_v2_flash", "lfm3", "hrm_text"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "diffllama", "beam"),

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, state_space
+from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, selective_scan, state_space
 from parcompile.runtime.ring_attention import packing as packings
 from parcompile.runtime.ring_attention import split_sequence
 
@@ -40,6 +40,9 @@ def inputs(length: int = LENGTH) -> dict[str, Tensor]:
     found["x"] = torch.randn(2, length, 4, 5, generator=generator)
     found["dt"] = torch.randn(2, length, 4, generator=generator)
     found |= {name: torch.randn(2, length, 2, 6, generator=generator) for name in ("B", "C")}
+    # Of Mamba-1: channels come before tokens.
+    found |= {name: torch.randn(2, 5, length, generator=generator) for name in ("u", "steps")}
+    found |= {name: torch.randn(2, 3, length, generator=generator) for name in ("writes", "reads")}
     return found
 
 
@@ -49,6 +52,7 @@ def weight() -> Tensor:
 
 def compute(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> tuple[Tensor, ...]:
     from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
+    from transformers.models.jamba.modeling_jamba import mamba_selective_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
     options = {"g": given["g"], "beta": given["beta"], "use_qk_l2norm_in_kernel": True}
@@ -76,7 +80,18 @@ def compute(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> tu
         dt_softplus=True,
         dt_limit=(0.1, 2.0),
     )
-    return rule, convolve(convolution, pieces, chain, given["channels"], 4), mamba
+    selective = selective_scan(
+        mamba_selective_scan,
+        pieces,
+        chain,
+        *(given[name] for name in ("u", "steps")),
+        -torch.tensor([0.02, 0.3, 2.0]) * torch.tensor([1.0, 0.1, 0.5, 2.0, 0.3])[:, None],
+        *(given[name] for name in ("writes", "reads")),
+        D=torch.tensor([0.5, 1.0, 1.5, 2.0, 2.5]),
+        delta_bias=torch.tensor([-1.0, 0.0, 1.0, 2.0, -2.0]),
+        delta_softplus=True,
+    )
+    return rule, convolve(convolution, pieces, chain, given["channels"], 4), mamba, selective
 
 
 def with_gradients(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None) -> dict[str, Tensor]:
@@ -85,7 +100,7 @@ def with_gradients(given: dict[str, Tensor], pieces: Pieces, chain: Chain | None
     outs = compute(leaves, pieces, chain)
     sum(out.square().sum() for out in outs).backward()
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    names = ("rule", "convolution", "state space")
+    names = ("rule", "convolution", "state space", "selective")
     return {**{name: out.detach() for name, out in zip(names, outs, strict=True)}, **found}
 
 
@@ -96,8 +111,7 @@ def document_by_document(borders: list[list[int]] | None) -> dict[str, Tensor]:
         parts = []
         for start, stop in itertools.pairwise(borders[row] if borders else [0, LENGTH]):
             alone = {
-                name: one[row : row + 1, :, start:stop] if name == "channels" else one[row : row + 1, start:stop]
-                for name, one in inputs().items()
+                name: one[row : row + 1].narrow(along(name), start, stop - start) for name, one in inputs().items()
             }
             parts.append(with_gradients(alone, Pieces((), (Segment((0, 1), 0, stop - start, 0),)), None))
         rows.append({name: torch.cat([part[name] for part in parts], along(name)) for name in parts[0]})
@@ -105,7 +119,7 @@ def document_by_document(borders: list[list[int]] | None) -> dict[str, Tensor]:
 
 
 def along(name: str) -> int:
-    return 2 if name in ("channels", "convolution") else 1
+    return 2 if name in ("channels", "convolution", "u", "steps", "writes", "reads", "selective") else 1
 
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -160,7 +174,7 @@ def packed(rank: int) -> dict[str, float]:
 def test_states_and_halos_over_two_ranks_are_those_of_each_document_alone() -> None:
     for rank in run_ranks(RANKS, on_rank, timeout=120):
         for case, found in rank.items():
-            assert len(found) == 13, case
+            assert len(found) == 18, case
             assert max(found.values()) < TOLERANCE, (case, found)
 
 
@@ -205,7 +219,7 @@ def documents_of_model() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.ranks
 def test_packed_documents_reset_the_state_of_whole_models_which_recompute() -> None:
-    families = ("qwen3_5_text", "lfm2", "bamba", "minimax")
+    families = ("qwen3_5_text", "lfm2", "bamba", "jamba", "minimax")
     plans = [recomputing(family, RANKS) for family in families]
     ranks = run_ranks(RANKS, trained, plans, timeout=120)
     ids, _, labels = documents_of_model()
@@ -233,7 +247,7 @@ def recomputing(family: str, cp: int) -> Any:
     return replace(plan, spec=replace(plan.spec, training=training))
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "jamba", "nemotron_h"])
 def test_preflight_counts_the_messages_that_the_estimate_names(family: str) -> None:
     """Blocks side by side, one block for each layer, an MLP beside experts, and what one group of heads shares."""
     from parcompile.runtime.preflight import preflight

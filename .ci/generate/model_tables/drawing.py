@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from building import INERT, LAYERS, ModelType
@@ -15,8 +16,23 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 PRIMES = tuple(n for n in range(101, 1500) if all(n % d for d in range(2, 39)))
 SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
-FOLLOWING = {"gpt_neo": lambda layers: {"attention_types": [[["global"], layers]]}}
-"""Values that have to follow the number of layers, where a class takes no others."""
+
+
+def _periods(layers: int, pick: random.Random) -> dict[str, Any]:
+    """Layers of each kind: offsets below their periods, and periods below the number of layers."""
+    found: dict[str, Any] = {"mamba_dt_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
+    found["num_experts"] = pick.choice([1, 1, 4, 6, 8])
+    for kind in ("attn", "expert"):
+        period = pick.randint(2, max(2, layers))
+        found |= {f"{kind}_layer_period": period, f"{kind}_layer_offset": pick.randrange(period)}
+    return found
+
+
+FOLLOWING: Mapping[str, Callable[[int, random.Random], dict[str, Any]]] = {
+    "gpt_neo": lambda layers, _: {"attention_types": [[["global"], layers]]},
+    "jamba": _periods,
+}
+"""Values that have to follow the number of layers or each other, where a class takes no others."""
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
@@ -131,7 +147,7 @@ class Draws:
             one, other = pick.sample(sizes, 2)
             given[one] = given[other]
         if self.kind.name in FOLLOWING:
-            given |= FOLLOWING[self.kind.name](layers)
+            given |= FOLLOWING[self.kind.name](layers, pick)
         return {**self.required, **given}
 
     def _value(self, key: str, default: Any, layers: int, group: tuple[int, int], odd: bool) -> Any:

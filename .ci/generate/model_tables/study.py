@@ -348,9 +348,11 @@ class _Study:
         if all(one == other for one, other in zip(raw, full, strict=True)):
             return None
         given = [at for at, (one, other) in enumerate(zip(raw, full, strict=True)) if one is not None and one == other]
-        left = [at for at, one in enumerate(raw) if one is None]
+        left = [at for at, one in enumerate(raw) if one in (None, "auto")]
         if len(given) + len(left) == len(raw):
             text = self._value(key, left, full, keys)
+            if "auto" in raw:
+                return f"({text}) if {key} in [None, 'auto'] else {key}"
             return f"({text}) if {key} is None else {key}"
         return self._value(key, list(range(len(raw))), full, keys)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_blocks import STATE, nemotron_kinds
-from parcompile.model.recurrent import Recurrent, RecurrentKind, StateSpaceKeys
+from parcompile.model.layer_period import LayerPeriod
+from parcompile.model.recurrent import Recurrent, RecurrentKind, SelectiveKeys, StateSpaceKeys
 
 from .traits import defaults_of
 
@@ -18,6 +20,18 @@ _MAMBA2 = Recurrent(
     every_key=None,
     state_space=StateSpaceKeys(),
 )
+
+
+_NO_WINDOW = Refusal(
+    "sliding_window",
+    lambda config: config.get("sliding_window") is not None,
+    "transformers' layers have no window: remove it",
+)
+
+
+def _states(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has a key, with or without a value."""
+    return key in config
 
 
 def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
@@ -116,13 +130,56 @@ STATE_SPACE: Mapping[str, Family] = {
                 lambda config: config.get("moe_latent_size") is not None and "moe" in nemotron_kinds(config),
                 "experts of a projection of the hidden states are not described: it has to be null",
             ),
-            Refusal(
-                "sliding_window",
-                lambda config: config.get("sliding_window") is not None,
-                "transformers' layers have no window: remove it",
-            ),
+            _NO_WINDOW,
         ),
         defaults=defaults_of(8, 128),
+    ),
+    "jamba": Family(
+        final_norm="final_layernorm",
+        mlp="feed_forward",
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        qkv_bias=False,
+        output_bias=False,
+        recurrent=Recurrent(
+            RecurrentKind.MAMBA1,
+            module="mamba",
+            layers_key="",
+            attending_period=LayerPeriod(("attn_layer_period", 8), ("attn_layer_offset", 4)),
+            selective=SelectiveKeys(),
+        ),
+        experts=Experts(
+            block="feed_forward",
+            router="router",
+            count=("num_experts", 16),
+            count_alias="num_local_experts",
+            per_token=("num_experts_per_tok", 2),
+            width=("intermediate_size", 14336),
+            dense_width=("intermediate_size", 14336),
+            period=LayerPeriod(("expert_layer_period", 2), ("expert_layer_offset", 1)),
+            one_is_dense=True,
+        ),
+        refusals=(
+            *(
+                Refusal(key, functools.partial(_states, key), f"transformers computes it from {told}: remove it")
+                for key, told in (
+                    ("layer_types", "attn_layer_period and attn_layer_offset"),
+                    ("layers_block_type", "attn_layer_period and attn_layer_offset"),
+                    ("layers_num_experts", "num_experts, expert_layer_period and expert_layer_offset"),
+                )
+            ),
+            Refusal(
+                "mamba_inner_layernorms",
+                lambda config: config.get("mamba_inner_layernorms") is False,
+                "transformers builds the norms of step sizes, B and C whatever it says: remove it",
+            ),
+            Refusal(
+                "use_mambapy",
+                lambda config: bool(config.get("use_mambapy")),
+                "the scan of mamba.py has not been compared: it has to be false",
+            ),
+            _NO_WINDOW,
+        ),
+        defaults=defaults_of(8),
     ),
     "granitemoehybrid": Family(
         order=("norms", "mlp", "attention"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from .kind import RecurrentKind
 from .problems import LayerListError
+from .selective import selective_shape
 from .shape import RecurrentShape
 from .state_space import state_space_shape
 from .traits import Recurrent
@@ -24,6 +25,7 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
 
     Raises:
         LayerListError: the list of layers does not fit their number, or has a kind that nobody knows.
+        LayersError: the period of layers that attend does not fit its offset.
     """
     layers = _layers(traits, config, num_layers, size)
     if not layers:
@@ -43,6 +45,8 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
         return RecurrentShape(
             traits.kind, layers, hidden, hidden, 0, 1, kernel, projection_bias=bias, convolution_bias=bias
         )
+    if traits.selective is not None:
+        return selective_shape(traits.selective, layers, config, size)
     if traits.state_space is not None:
         found = state_space_shape(traits.state_space, layers, config, size)
         return replace(found, beside_attention=traits.beside_attention)
@@ -110,6 +114,9 @@ def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentS
 def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size: Size) -> tuple[int, ...]:
     kinds = next((found for key in traits.layers_keys if (found := config.get(key)) is not None), None)
     if kinds is None:
+        if traits.attending_period is not None:
+            periodic = traits.attending_period.layers(config, num_layers)
+            return tuple(layer for layer in range(num_layers) if layer not in periodic)
         if traits.by_default is not None:
             return traits.by_default(config, num_layers)
         attending = config.get(traits.attending_key)

@@ -6,6 +6,7 @@ from parcompile.model.rows import Rows
 from parcompile.model.table import Part, Split, column, row
 
 from .kind import RecurrentKind
+from .selective_rows import mamba1_rows
 from .shape import RecurrentShape
 from .state_space_rows import mamba2_rows
 from .traits import Recurrent
@@ -15,6 +16,9 @@ def recurrent_rows(rows: Rows, hidden: int, shape: RecurrentShape, traits: Recur
     """Adds the rows of a layer's module in the order in which Hugging Face registers them."""
     if shape.kind is RecurrentKind.MAMBA2:
         mamba2_rows(rows.of(shape.layers), traits.module, hidden, shape)
+        return
+    if shape.kind is RecurrentKind.MAMBA1:
+        mamba1_rows(rows.of(shape.layers), traits.module, hidden, shape)
         return
     kinds = {RecurrentKind.SHORT_CONVOLUTION: _short_convolution}
     kinds.get(shape.kind, _heads)(rows.of(shape.layers), hidden, shape, traits)

@@ -36,11 +36,19 @@ class RecurrentShape:
     """A norm of what all heads give, times a gate, in front of the output projection."""
     chunk: int = 64
     """Tokens that the recurrence computes at once."""
+    step_rank: int = 0
+    """Features that the step sizes of a Mamba-1 layer are projected from."""
 
     @property
     def units(self) -> int:
-        """What tensor parallelism deals to its ranks: groups; of one group of a Mamba-2 layer its heads."""
-        return self.heads if self.kind is RecurrentKind.MAMBA2 and self.groups == 1 else self.groups
+        """What tensor parallelism deals to its ranks: groups; of one group of a state-space layer its heads."""
+        of_heads = self.kind in (RecurrentKind.MAMBA1, RecurrentKind.MAMBA2) and self.groups == 1
+        return self.heads if of_heads else self.groups
+
+    @property
+    def selected(self) -> int:
+        """Features of the projection that gives what step sizes are projected from, B and C of a Mamba-1 layer."""
+        return self.step_rank + 2 * self.key_dim
 
     def groups_of_rank(self, tp: int) -> int:
         """Groups that a tensor-parallel rank has heads of."""
@@ -48,6 +56,8 @@ class RecurrentShape:
 
     def channels_of_rank(self, tp: int) -> int:
         """Channels of the convolution on a tensor-parallel rank: ranks that share a group have its keys each."""
+        if self.kind is RecurrentKind.MAMBA1:
+            return self.values // tp
         return self.values // tp + 2 * self.groups_of_rank(tp) * self.key_dim
 
     @property
@@ -62,7 +72,9 @@ class RecurrentShape:
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values; where there is a convolution, its channels."""
+        """Queries, keys and values; where there is a convolution, its channels: of a Mamba-1 layer the values alone."""
+        if self.kind is RecurrentKind.MAMBA1:
+            return self.values
         return 2 * self.keys + self.values
 
     @property
@@ -71,8 +83,10 @@ class RecurrentShape:
 
         A short convolution has values and two gates; lightning attention decays by no number of the input; Kimi delta
         attention has a decay for each channel, and may project both gates by way of a few features; a Mamba-2 layer has
-        one number of each head.
+        one number of each head; a Mamba-1 layer has values and their gate.
         """
+        if self.kind is RecurrentKind.MAMBA1:
+            return 2 * self.values
         if self.kind is RecurrentKind.SHORT_CONVOLUTION:
             return 3 * self.values
         if self.kind is RecurrentKind.LIGHTNING_ATTENTION:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parcompile.model.layer_period import LayerPeriod
+
 from .kind import RecurrentKind
+from .selective import SelectiveKeys
 from .state_space import StateSpaceKeys
 
 
@@ -44,7 +47,11 @@ class Recurrent:
     beside_attention: bool = False
     """Every layer has the module beside its attention: both take the same hidden states, their results are added."""
     state_space: StateSpaceKeys | None = None
-    """The keys of the sizes of state-space layers."""
+    """The keys of the sizes of Mamba-2 layers."""
+    selective: SelectiveKeys | None = None
+    """The keys of the sizes of Mamba-1 layers."""
+    attending_period: LayerPeriod | None = None
+    """Where there is no list: which layers attend."""
 
     @property
     def layers_keys(self) -> tuple[str, ...]:
