@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
@@ -68,6 +69,18 @@ _here = _Here()
 def current() -> MicroBatch:
     """What is worked on now; empty outside of a forward pass."""
     return _here.current
+
+
+def padding_mask(device: torch.device) -> Tensor | None:
+    """[B, S] of 0 where prompts of generation are padded on the left, for the tokens of this call; None without any."""
+    borders, length = _here.current.documents, _here.current.sequence_length
+    # A single token goes on behind a prompt: it is no padding.
+    if not _here.current.alone or borders is None or length is None or length == 1:
+        return None
+    first = torch.tensor([one[-1] - length for one in borders], device=device)
+    text = torch.tensor([one[1] if len(one) > 2 else 0 for one in borders], device=device)
+    places = first[:, None] + torch.arange(length, device=device)
+    return (places >= text[:, None]).to(torch.int64)
 
 
 def is_recomputing() -> bool:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from parcompile.model.catalogue import model_types
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -95,6 +97,16 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
 def test_the_readme_says_first_what_has_not_run() -> None:
     # Who reads only the top of the page has to know it too.
     assert "No GPU has run the runtime yet." in README.partition("## ")[0]
+
+
+def test_the_readme_counts_the_models_that_work() -> None:
+    types = model_types().values()
+    for count, words in (
+        (sum(one.works and one.causal for one in types), r"injects\s+more than (\d+)\s+types"),
+        (sum(one.text_works for one in types), r"text parts of\s+more than (\d+)\s+multimodal types"),
+    ):
+        (said,) = map(int, re.findall(words, README))
+        assert said < count <= said + 20
 
 
 def test_every_command_of_make_that_is_shown_exists() -> None:

@@ -17,7 +17,8 @@ from parcompile.backends.deepspeed.fillers import NAMES as FILLERS
 from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
 from parcompile.backends.following import named_files
-from parcompile.backends.kinds import CHECKED, UNKNOWN, Certainty
+from parcompile.backends.importers import kinds
+from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN, Certainty
 from parcompile.diagnostics import Diagnostic, Severity, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
 from parcompile.diagnostics.reporters.style import writable
@@ -131,7 +132,10 @@ def _asked(version: str | None, used_with: str | None) -> Asked:
 def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
     """What there is to say beside the findings: files that were not read, not recognised, or not changed."""
     yield from (f"Error: {message}" for message in run.unreadable)
-    if run.skipped:
+    if alone and len(run.skipped) == 1:
+        file, kind = next(iter(run.skipped.items()))
+        yield f"Error: {_why_skipped(file, kind, run.why_unread.get(file))}"
+    elif run.skipped:
         kinds = Counter("not recognised" if kind == UNKNOWN else f"of {kind}" for kind in run.skipped.values())
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         first = next(iter(run.skipped))
@@ -141,6 +145,19 @@ def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
         yield from (f"{file} cannot be read: {why}" for file, why in run.why_unread.items())
     for file, kind in run.untouched.items():
         yield f"{file} is probably of kind {kind}, but that is not certain: not changed; --kind {kind} says so"
+
+
+def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
+    """Why the only file was not checked."""
+    if why_unread is not None:
+        return f"{file} cannot be read: {why_unread}"
+    if kind == UNKNOWN:
+        return f"{file} is not recognised as a spec, nor as a configuration of another tool; --kind says what it is"
+    if kind == MODEL:
+        return f"{file} is the configuration of a model, not a spec: `parcompile init {file}` writes a spec for it"
+    if kind in kinds():
+        return f"{file} is of kind {kind}, which `check` does not take: `parcompile import {file}` makes a spec of it"
+    return f"{file} is of kind {kind}, which is neither a spec nor a configuration that parcompile reads"
 
 
 @dataclass(frozen=True, slots=True)

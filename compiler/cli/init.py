@@ -29,8 +29,8 @@ class Chosen:
 
 
 @click.command("init")
-@click.argument("name", required=False, metavar="[PRESET]")
-@click.option("--model", help="The same as PRESET: a preset, by its short or Hugging Face name.")
+@click.argument("name", required=False, metavar="[MODEL]")
+@click.option("--model", help="The same as MODEL.")
 @click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
@@ -52,20 +52,19 @@ def command(
 ) -> None:
     """Write a first spec for a model and a cluster.
 
-    PRESET is a model, as in `parcompile init llama-3-70b`; `parcompile init` in a terminal lists them. The path of a
-    config.json, or of its folder, is taken as --hf-config. The command chooses the smallest pp, then the smallest tp,
-    whose estimated peak of memory fits with 90 % and which every rule allows, with full recomputation where that is
-    faster, and says why. If none fits, it says what would. In a terminal, without a model, it asks for the values.
+    MODEL is a preset, as in `parcompile init llama-3-70b`, or the path of a Hugging Face config.json or of its folder.
+    The command chooses the smallest pp, then the smallest tp, whose estimated peak of memory fits with 90 % and which
+    every rule allows, with full recomputation where that is faster, and says why. If none fits, it says what would.
+    In a terminal, without a model, it lists the presets and asks for the values.
     """
     if name is not None:
         if model is not None or hf_config is not None:
             raise click.UsageError(f"{name} and {'--model' if model else '--hf-config'} both name a model: give one")
-        is_path = find_preset(name) is None and Path(name).exists()
-        model, hf_config = (None, Path(name)) if is_path else (name, None)
+        model = name
     if model is None and hf_config is None:
         if not sys.stdin.isatty():
             raise click.UsageError("name the model, as in parcompile init llama-3-8b, or with --hf-config PATH")
-        model, hf_config = _asked_model()
+        model = _asked_model()
         nodes = click.prompt("Machines", default=nodes, type=click.IntRange(1, 65536), err=True)
         gpus_per_node = click.prompt("Ranks on each", default=gpus_per_node, type=click.IntRange(1, 256), err=True)
         accelerator = click.prompt("Accelerator", default=accelerator, err=True)
@@ -89,15 +88,16 @@ def command(
     click.echo(f"{reason}\nwrote {output}; compile it with: parcompile {output} -o plan")
 
 
-def _asked_model() -> tuple[str | None, Path | None]:
+def _asked_model() -> str:
     """The model that a user names: a preset, or a path."""
     click.echo(hanging("Presets: ", ", ".join(presets()), Style.of(sys.stderr).width), err=True)
-    answer = click.prompt("Model (a preset, or the path of a Hugging Face config.json)", err=True)
-    return (None, Path(answer)) if Path(answer).exists() and find_preset(answer) is None else (answer, None)
+    return str(click.prompt("Model (a preset, or the path of a Hugging Face config.json)", err=True))
 
 
 def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Chosen:
     """The model that the options name; a path is written relative to `folder`, where the spec will be.
+
+    `model` is a preset, or the path of a file or folder that exists.
 
     Raises:
         UsageError: both or none is given, or there is no such preset.
@@ -108,12 +108,14 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
     if hf_config is None:
         assert model is not None
         preset = find_preset(model)
+        if preset is None and Path(model).exists():
+            return chosen_model(None, Path(model), folder)
         if preset is None:
             near = closest(model, list(presets()))
             hint = f"did you mean {near}?" if near else "`parcompile init` in a terminal lists them."
             raise click.UsageError(
-                f"there is no preset {model!r}; {hint} For another model, download its config.json and name it with "
-                "--hf-config PATH"
+                f"there is no preset and no file {model!r}; {hint} For another model, download its config.json and "
+                "name that file"
             )
         return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
     file = hf_config / "config.json" if hf_config.is_dir() else hf_config

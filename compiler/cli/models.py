@@ -13,7 +13,7 @@ import click
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
-from parcompile.model.describing import axes_of, kinds_of, presets_of, summary_of
+from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
 
@@ -38,11 +38,12 @@ def command(name: str | None, only: str | None, file: Path | None, form: str) ->
     that leaves everything to its class, or of the file that --config names; also of types that are refused.
     """
     config = None if file is None else _config(file, name)
-    name = name if config is None else str(config["model_type"])
+    if config is not None:
+        name = str(config["model_type"])
+    elif name is not None:
+        name = _named(name)
     if name is not None:
         one = model_type(name)
-        if name not in model_types() and one.nearest is None:
-            raise click.UsageError(f"there is no model type {name!r}; `parcompile models` lists all")
         shown = json.dumps(_tree(one, config), indent=2) if form == "json" else "\n".join(_details(one, config))
     else:
         chosen = [one for one in model_types().values() if only is None or one.works is (only == "works")]
@@ -61,6 +62,23 @@ def _row(one: ModelType) -> tuple[str, str, str]:
     if one.text_works:
         return one.name, "text part", f"its {one.text} is trained alone"
     return one.name, "refused", one.reason.title
+
+
+def _named(name: str) -> str:
+    """The model type that a user names.
+
+    Raises:
+        click.UsageError: there is none of this name.
+    """
+    found = type_named(name)
+    if found is None:
+        near = ", ".join(near_types(name))
+        raise click.UsageError(
+            f"there is no model type {name!r}; "
+            + (f"types whose names begin so: {near}. " if near else "`parcompile models` lists all. ")
+            + "The type of a model is the model_type in its config.json, a file that --config takes"
+        )
+    return found
 
 
 def _config(file: Path, name: str | None) -> Mapping[str, Any]:
@@ -98,18 +116,25 @@ def _parameters(one: ModelType, config: Mapping[str, Any] | None) -> str | None:
 
 def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[str]:
     if one.works:
-        lines = [f"{one.name} works: {axes_of(one)}", *(f"  {kind}" for kind in kinds_of(one))]
+        lines = [f"{one.name} works: {', '.join(axes_of(one))}", *(f"  {kind}" for kind in kinds_of(one))]
+    elif one.text_works:
+        assert one.text is not None
+        text = model_type(one.text)
+        lines = [
+            f"{one.name} is multimodal. Its text part {text.name} works: {', '.join(axes_of(text))}",
+            *(f"  {kind}" for kind in kinds_of(text)),
+            "the text part is trained alone; the towers of other media are left as they are",
+        ]
     elif one.note:
         return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]), config)]
     else:
         assert one.reason is not None
         lines = [f"{one.name} is refused: {one.reason.why}"]
         if one.text is not None:
-            state = "works and is trained alone; the rest is left as it is" if one.text_works else "is refused"
-            lines.append(f"text part: {one.text}, which {state}")
+            lines.append(f"text part: {one.text}, which {_state_alone(one)}")
         if one.reason.instead and not one.text:
             lines.append(f"what runs: {one.reason.instead}")
-        if one.nearest and not one.text_works:
+        if one.nearest:
             lines.append(f"nearest type that works: {one.nearest}")
     if (counted := _parameters(one, config)) is not None:
         lines.append(counted)
@@ -119,12 +144,22 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
     return lines
 
 
+def _state_alone(one: ModelType) -> str:
+    """Why a multimodal type is not trained as its text part."""
+    assert one.text is not None
+    if model_type(one.text).works:
+        return f"works, but with text alone {one.name} does not compute what {one.text} does"
+    return "is refused"
+
+
 def _tree(one: ModelType, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     counts = counts_of(config or {"model_type": one.name})
     return {
         "model_type": one.name,
         "works": one.works,
-        "axes": ["tp", "cp", "pp", "dp", "sequence_parallel"] if one.works else [],
+        "axes": [axis.replace("sequence parallelism", "sequence_parallel") for axis in axes_of(one)]
+        if one.works
+        else [],
         "planned": one.planned,
         "parameters": None if counts is None else counts.total,
         "reason": None if one.reason is None else one.reason.title,

@@ -43,7 +43,7 @@ _SMALL = {
 
 @click.command("new")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--model", help="A preset, by its short or Hugging Face name. Default: a tiny model for a laptop.")
+@click.option("--model", help="A preset, or the path of a config.json. Default: a tiny model for a laptop.")
 @click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
@@ -70,14 +70,13 @@ def command(
     if model is None and hf_config is None:
         spec = json.dumps(_SMALL, indent=2) + "\n"
     else:
-        file = None if hf_config is None else hf_config / "config.json" if hf_config.is_dir() else hf_config
         chosen = chosen_model(model, hf_config, Path())
         length = sequence_length or sequence_length_of(chosen.config)
         cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
         spec, reason = made_spec(chosen, cluster, length, Path())
-        if file is not None:
-            extra["config.json"] = file.read_text(encoding="utf-8")
-            spec = spec.replace(json.dumps(chosen.section["hf_config"]), '"config.json"')
+        if (file := chosen.section.get("hf_config")) is not None:
+            extra["config.json"] = Path(file).read_text(encoding="utf-8")
+            spec = spec.replace(json.dumps(file), '"config.json"')
     files = project_files(directory.resolve().name, spec) | extra
     try:
         _write(directory, files)

@@ -57,6 +57,10 @@ LOSS_NUMBERS = 3
 """fp32 numbers of a token that the loss exchanges: the largest logit, the sum of exponentials, the label's logit."""
 
 
+_BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"))
+"""Norms of what the MLP of a layer gives."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """Messages of one kind in a step, and the bytes that one rank puts on the wire with them."""
@@ -92,10 +96,12 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
 
     if work.tp > 1:
         _tensor(work, stage, send)
-    passes = work.shape.attending(stage.layers) * work.micro_batches
-    for one in context_exchanges(work):
-        kind = "all-to-all" if one.operation.startswith("all-to-all") else "send"
-        found[one.group, kind] = Sent(passes * one.messages, passes * one.wire_bytes)
+    untrained = 0 if work.shape.runs is None else work.shape.runs.untrained * work.micro_batches
+    passes = work.shape.attending(stage.layers) * work.micro_batches - untrained
+    for both, forward in zip(context_exchanges(work), context_exchanges(work, trained=False), strict=True):
+        kind = "all-to-all" if both.operation.startswith("all-to-all") else "send"
+        messages = passes * both.messages + untrained * forward.messages
+        found[both.group, kind] = Sent(messages, passes * both.wire_bytes + untrained * forward.wire_bytes)
     messages, size = key_bytes(work, stage)
     if messages:
         found[Axis.CP, "all-gather"] = Sent(messages, size)
@@ -147,15 +153,18 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     beside = routed_layers(work.shape, stage) if experts is not None and experts.beside else 0
     blocks = work.shape.blocks_per_layer * layers + beside
     forward = blocks + stage.has_embedding
-    again = blocks if work.recomputes_layers else 0
-    backward = blocks + stage.has_head
-    # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it.
-    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers else 0
+    # What gradients do not pass is neither computed again nor left backward.
+    passed = blocks - (0 if work.shape.runs is None else work.shape.blocks_per_layer * work.shape.runs.untrained)
+    again = passed if work.recomputes_layers else 0
+    backward = passed + stage.has_head
+    # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is.
+    normed = experts is not None and (experts.norm_after or _BEHIND_MLP.intersection(work.shape.norm_names))
+    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers and not normed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
-        entries, exits = blocks + stage.has_head, forward
-        send(Axis.TP, "all-gather", (entries + exits + again) * times, activation, tp)
-        send(Axis.TP, "reduce-scatter", (entries + exits + again - unrepeated) * times, activation, tp)
+        both = 2 * passed + (blocks - passed) + stage.has_head + stage.has_embedding + again
+        send(Axis.TP, "all-gather", both * times, activation, tp)
+        send(Axis.TP, "reduce-scatter", (both - unrepeated) * times, activation, tp)
         # The head does not keep its gathered input, but gathers it again in backward.
         send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
     else:
@@ -194,7 +203,16 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
+    if work.shape.altup is not None:
+        # The mean of the features, and that of their squares, from which an MLP takes what it keeps.
+        sparse = len(set(work.shape.altup.sparse_layers) & set(stage.layers)) * times
+        sums = 2 * sparse * (3 if work.recomputes_layers else 2)
+        send(Axis.TP, "all-reduce", sums, work.element_bytes * work.local_tokens, tp)
     states = work.shape.recurrent
+    if states is not None and states.kind is RecurrentKind.LIGHTNING_ATTENTION:
+        # Its norm is one over all heads.
+        sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
+        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
     if states is not None and states.kind is RecurrentKind.MAMBA2 and states.gated_norm and states.groups < tp:
         sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -78,12 +79,13 @@ class ContextExchange:
 
 
 def exchanges(
-    sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool, recomputed: bool = False
+    sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool, recomputed: bool = False, trained: bool = True
 ) -> tuple[ContextExchange, ...]:
     """All messages of one implementation, the inner level first; nothing for one rank.
 
     Keys travel in forward and in backward, there with their gradients in fp32. `recomputed`: activations are
-    recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more.
+    recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more. What is not
+    `trained` runs forward only.
     """
     found: list[ContextExchange] = []
     swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
@@ -91,13 +93,13 @@ def exchanges(
     inner_group, outer_group = CP_LEVELS if context.sizes else (Axis.CP, Axis.CP)
     if swapped > 1:
         one_way = (sizes.q_bytes + sizes.kv_bytes(kv_heads)) * (swapped - 1) / swapped
-        rounds = 3 if recomputed else 2
+        rounds = (3 if recomputed else 2) if trained else 1
         name = "all-to-all of heads for tokens"
         found.append(ContextExchange(inner_group, name, swapped, 1, 4 * rounds, rounds * one_way, neighbours=False))
     if places == 1:
         return tuple(found)
-    bytes_per_hop = sizes.kv_bytes(kv_heads) * (2 + SUM_BYTES / sizes.element_bytes)
-    messages_per_hop = 3 * passes_of(sizes, context, on_gpu=on_gpu)
+    bytes_per_hop = sizes.kv_bytes(kv_heads) * (2 + SUM_BYTES / sizes.element_bytes if trained else 1)
+    messages_per_hop = (3 if trained else 1) * passes_of(sizes, context, on_gpu=on_gpu)
 
     def travel(group: str, operation: str, ranks: int, stride: int, hops: int) -> ContextExchange:
         messages, around = hops * messages_per_hop, context.implementation is not CpImplementation.ALL_GATHER
@@ -124,13 +126,16 @@ def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) 
     return kv_heads // at_once
 
 
-def context_exchanges(work: Workload) -> tuple[ContextExchange, ...]:
+def context_exchanges(work: Workload, *, trained: bool = True) -> tuple[ContextExchange, ...]:
     """The messages of one layer and micro-batch of a layout; of layers of different shapes the mean."""
-    recomputed = work.recomputes_layers
-    kinds = [
-        (len(layers), exchanges(_sizes(one, work), work.context, on_gpu=runs_on_gpu(work), recomputed=recomputed))
-        for layers, one in work.shape.by_kind
-    ]
+    of_kind = functools.partial(
+        exchanges,
+        context=work.context,
+        on_gpu=runs_on_gpu(work),
+        recomputed=work.recomputes_layers,
+        trained=trained,
+    )
+    kinds = [(len(layers), of_kind(_sizes(one, work))) for layers, one in work.shape.by_kind]
     if len(kinds) == 1:
         return kinds[0][1]
     counts = [count for count, _ in kinds]

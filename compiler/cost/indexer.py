@@ -10,6 +10,9 @@ from .workload import Workload
 INDEX_BYTES = 4
 """A chosen key is an int32."""
 
+FP32_KEYS = 4
+"""Bytes of an element of dots3-note's keys: it rotates them by sines and cosines in fp32."""
+
 SCORES_AT_ONCE = 2**24
 """Scores of an indexer that the runtime has in memory at a time."""
 
@@ -33,7 +36,8 @@ def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
     if indexer is None or work.cp == 1:
         return 0, 0
     messages = len(set(indexer.layers) & set(stage.layers)) * work.micro_batches
-    local = int(work.local_tokens) * indexer.head_dim * work.element_bytes
+    width = FP32_KEYS if work.shape.model_type == "dots3_note_text" else work.element_bytes
+    local = int(work.local_tokens) * indexer.head_dim * width
     return messages, messages * local * (work.cp - 1)
 
 

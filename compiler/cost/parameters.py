@@ -6,6 +6,8 @@ import functools
 
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import tensor_layout
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, ParameterTable
@@ -32,7 +34,7 @@ def stage_numel(
 
     total = 0
     if stage.has_embedding:
-        total += sum(local(parameter) for parameter in table.before)
+        total += sum(local(parameter) for parameter in table.before if parameter.trained)
     for parameter in table.layer:
         assert parameter.layers is not None
         if not parameter.trained:
@@ -70,8 +72,10 @@ def rank_parameters(
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
+    family = FAMILIES.get(shape.model_type, Family())
+    unlike = shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices
     mixed = shape.moe is not None and shape.moe.layers is not None
-    if mixed or shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices:
+    if unlike or mixed or family.not_first or family.last_bias:
         return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))

@@ -80,6 +80,7 @@ WEIGHTED_IN_TYPE = frozenset(
         "jamba",
         "laguna",
         "mellum",
+        "mistral4",
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",
@@ -187,7 +188,6 @@ _NEAREST = {
     "zamba": "bamba",
     "zamba2": "bamba",
     "recurrent_gemma": "gemma2",
-    "mistral4": "deepseek_v3",
 }
 ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}
 """Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
-from .catalogue import ModelType
+from .catalogue import ALIKE, ModelType, model_types
 from .family import QkNorm
-from .presets import presets
+from .presets import find_preset, presets
 
 AXES = "tp, cp, pp, dp, sequence parallelism"
 """What the runtime runs every type that works with; mixtures of experts run with ep too."""
 
 
-def axes_of(one: ModelType) -> str:
+def axes_of(one: ModelType) -> list[str]:
     """What the runtime runs a type with."""
     family = one.family
     if family is None:
-        return AXES
+        return AXES.split(", ")
     axes = [*AXES.split(", "), *(["ep"] if family.experts else [])]
-    return ", ".join(axis for axis in axes if axis not in family.refused_axes)
+    return [axis for axis in axes if axis not in family.refused_axes]
 
 
 def kinds_of(one: ModelType) -> list[str]:
@@ -75,3 +76,32 @@ def summary_of(types: Iterable[ModelType]) -> str:
 def presets_of(name: str) -> tuple[str, ...]:
     """The presets of a type."""
     return tuple(preset.name for preset in presets().values() if preset.config["model_type"] == name)
+
+
+def type_named(name: str) -> str | None:
+    """The model type that a person means: its name with any case and separators, or the name of a preset."""
+    names = {*model_types(), *ALIKE}
+    if name in names:
+        return name
+    preset = find_preset(name)
+    if preset is not None:
+        return str(preset.config["model_type"])
+    found = [one for one in names if _bare(one) == _bare(name)]
+    return found[0] if len(found) == 1 else None
+
+
+def near_types(name: str) -> list[str]:
+    """The types that work, alone or as a text part, and begin with the letters that `name` begins with.
+
+    A name of the Hugging Face Hub is read without its owner. Less than 3 letters give none.
+    """
+    letters = "".join(itertools.takewhile(str.isalpha, _bare(name.rpartition("/")[2])))
+    if len(letters) < 3:
+        return []
+    return [
+        one.name for one in model_types().values() if (one.works or one.text_works) and one.name.startswith(letters)
+    ]
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

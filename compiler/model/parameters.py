@@ -57,7 +57,7 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             for name in shape.norm_names if part == "norms" else (part,):
                 own_rows = rows.of(layers[1:]) if name == family.not_first else attending
                 own_rows.norm(name, h, norm)
-    before = [Parameter(f"{family.base}.{family.initial_state}", (h,))] if family.initial_state else []
+    before = [Parameter(f"{family.base}.{family.initial_state}", (h,), trained=False)] if family.initial_state else []
     before.append(Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v)))
     if family.positions:
         size = (shape.max_position_embeddings + family.first_position, h)

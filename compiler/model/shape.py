@@ -52,6 +52,8 @@ class AltUp:
     num_streams: int
     laurel_rank: int
     """Of the learned residual beside each layer."""
+    sparse_layers: tuple[int, ...] = ()
+    """Those whose MLP keeps its largest activations only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,12 @@ from .catalogue import ALIKE, TEXT_PARTS, model_types
 
 Config = Mapping[str, Any]
 
-_BESIDE = frozenset({"architectures", "model_type", "text_config", "torch_dtype", "dtype", "transformers_version"})
+_BESIDE = frozenset(
+    {
+        *("architectures", "model_type", "text_config", "torch_dtype", "dtype", "transformers_version"),
+        "tie_word_embeddings",  # read by text_part
+    }
+)
 
 
 def text_part(config: Config) -> Config:

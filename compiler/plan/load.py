@@ -20,6 +20,8 @@ def load_plan(path: str | Path) -> Plan:
     file = Path(path)
     if file.is_dir():
         file = locate(file, "plan.json")
+        if not file.exists():
+            raise PlanError(f"{path} is a folder without a plan.json: name a file, or the folder of a compiled plan")
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,7 +18,9 @@ from .plan import Plan
 def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
     """What the plan does and costs, for a terminal of `width` columns; without `estimate`, what is exact of it."""
     spec, work = plan.spec, workload_of(plan.spec)
-    memory = static_memory(work)
+    held = [static_memory(work, stage) for stage in work.stages]
+    fullest = max(range(len(held)), key=lambda stage: held[stage].total_bytes)
+    memory = held[fullest]
     axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.PP, Axis.DP))
     training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel
@@ -31,8 +33,9 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         "reduce bucket": memory.bucket_bytes,
     }
     parts = [f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in sizes.items()]
+    of_stage = f" of stage {fullest}, which holds most" if len(held) > 1 else ""
     rows = {
-        "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank",
+        "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank{of_stage}",
         "world": f"{plan.world_size} ranks on {nodes}: {axes}, order {order}",
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
@@ -40,7 +43,7 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         ),
         **_context(plan),
         **(_peak(work) if estimate else {}),
-        "static": f"{format_bytes(memory.total_bytes)} on each rank, without activations: {', '.join(parts)}",
+        "static": f"{format_bytes(memory.total_bytes)} on each rank{of_stage}, without activations: {', '.join(parts)}",
         "runtime": "executes this plan"
         if not plan.refusals
         else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),

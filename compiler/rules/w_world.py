@@ -34,7 +34,7 @@ def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
     sizes = {axis: spec.axis(axis) for axis in fixed}
     product = math.prod(sizes.values())
     equation = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
-    machines = f"{cluster.nodes} nodes · {cluster.gpus_per_node} GPUs = {world}"
+    machines = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} · {cluster.gpus_per_node} GPUs = {world}"
     given = [axis for axis in fixed if spec.given(*axis_path(axis)) and sizes[axis] > 1]
     path = axis_path(given[0]) if given else ("cluster", "gpus_per_node")
     related = also(spec, ("cluster", "nodes"), ("cluster", "gpus_per_node"))

@@ -43,6 +43,10 @@ def read_file(path: str | os.PathLike[str]) -> Result:
     name = os.fspath(path)
     if name == "-":
         return parse_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
+    if FilePath(name).suffix.lower() == ".toml":
+        raise SourceError(
+            f"{name}: parcompile reads JSON and YAML, no TOML; torchtitan's is written: --target torchtitan"
+        )
     try:
         # A pipe or a device may block, or never end: its kind is asked for before it is opened.
         if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):  # noqa: PTH112, PTH116 -- see below

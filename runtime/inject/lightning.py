@@ -43,10 +43,13 @@ def _forward(
     hidden_states: Tensor,
     *_: Any,
     past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
     **__: Any,
 ) -> tuple[Tensor, Tensor | None]:
     rows, length = hidden_states.shape[:2]
     projected = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * module.head_dim))
+    if attention_mask is not None:  # padding in front of a prompt
+        projected = projected * attention_mask[:, :, None, None].to(projected.dtype)
     query, key, value = projected.split(module.head_dim, -1)
     state = None
     if place.is_alone:

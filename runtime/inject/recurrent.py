@@ -20,15 +20,17 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.micro_batch import current
+from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.recurrent import convolve, gated_delta_rule
 
 from .lightning import put_lightning
+from .regions import MASKS_PADDING, SHARES_ENTRY
 from .selective import localise_selective, mamba_scan
 from .state_place import StatePlace
 from .state_space import fused_layer, localise_state_space, prepare_state_space, state_space_scan
 
 _MARK = "parcompile_seam"
+_MASKING = "apply_mask_to_padding_states"
 _CACHES = ("cache_params", "past_key_values")
 
 
@@ -36,6 +38,8 @@ class _Here(threading.local):
     """Of the calling thread: autograd recomputes in threads of its own."""
 
     place: StatePlace | None = None
+    masked: bool = False
+    """The hidden states of the module have been masked as they entered the tensor-parallel region."""
 
 
 _here = _Here()
@@ -69,6 +73,7 @@ def use_pieces(model: nn.Module, mesh: Mesh) -> None:
             put_lightning(module, place, mesh)
         else:
             _put_in_front(type(module))
+            setattr(module, MASKS_PADDING, True)
         prepare_state_space(module)
         module.register_forward_pre_hook(functools.partial(_enter, place), with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
@@ -78,7 +83,10 @@ def _enter(
     place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if current().alone:
-        return args, kwargs
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        mask = padding_mask(hidden.device)
+        _here.masked = mask is not None and getattr(module, SHARES_ENTRY, False)
+        return args, kwargs if mask is None else {**kwargs, "attention_mask": mask}
     if kwargs.get("attention_mask") is not None:
         raise RunError(
             f"{type(module).__name__} is given a mask of padding, which nobody cuts for the ranks: prepare batches "
@@ -91,12 +99,15 @@ def _enter(
 
 
 def _leave(*_: Any) -> None:
-    _here.place = None
+    _here.place, _here.masked = None, False
 
 
 def _put_in_front(cls: type[nn.Module]) -> None:
     """Puts our functions in front of those that a module's file calls."""
     file = sys.modules[cls.__module__]
+    masking = getattr(file, _MASKING, None)
+    if masking is not None and not hasattr(masking, _MARK):
+        setattr(file, _MASKING, _once_masked(masking))
     found = False
     for name, seam in _SEAMS.items():
         original = getattr(file, name, None)
@@ -114,6 +125,20 @@ def _in_front(original: Callable[..., Any], seam: Callable[..., Any]) -> Callabl
     def called(*args: Any, **kwargs: Any) -> Any:
         place = _here.place
         return original(*args, **kwargs) if place is None else seam(original, place, *args, **kwargs)
+
+    setattr(called, _MARK, True)
+    return called
+
+
+def _once_masked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function that masks padding; hidden states that are masked already stay the tensor that they are."""
+
+    @functools.wraps(original)
+    def called(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if _here.masked:
+            _here.masked = False
+            return hidden_states
+        return original(hidden_states, attention_mask)
 
     setattr(called, _MARK, True)
     return called

@@ -20,7 +20,7 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.micro_batch import current
+from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
 
@@ -29,6 +29,11 @@ SEQUENCE_DIM = 1
 
 BLOCK_TAKES_INPUT = "parcompile_takes_input"
 """The attribute of a block that uses its hidden states beside its column layers."""
+
+MASKS_PADDING = "parcompile_masks_padding"
+"""The attribute of a block whose hidden states are zero where a prompt is padded."""
+SHARES_ENTRY = "parcompile_shares_entry"
+"""The attribute of a block whose column layers have been computed when it is called."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -96,6 +101,7 @@ class Region:
             self.enter_block(block)
             return
         entry = _Entry(self, layers)
+        setattr(block, SHARES_ENTRY, True)
         block.register_forward_pre_hook(entry.enter, with_kwargs=True)
 
 
@@ -113,13 +119,16 @@ class _Entry:
         for layer in self.layers:
             layer.shared_forward = self.take
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         hidden, put_back = _hidden_states(args, kwargs)
         if torch.compiler.is_compiling():
             # Nothing can be handed on between hooks there: the block gets its input whole, and each layer multiplies.
             return put_back(self.region.enter(hidden))
         length = current().sequence_length if self.region.sequence_parallel else None
         outs = column_parallel(hidden, self.layers, length)
+        mask = padding_mask(hidden.device) if getattr(block, MASKS_PADDING, False) else None
+        if mask is not None:
+            outs = tuple(_of_zeros(out, mask, layer.bias) for out, layer in zip(outs, self.layers, strict=True))
         self.results = {id(layer): out for layer, out in zip(self.layers, outs, strict=True)}
         self.token = hidden
         if self.region.sequence_parallel:
@@ -140,6 +149,11 @@ class _Entry:
         if not self.results:
             self.token = None  # nothing is kept alive beyond the last call
         return out
+
+
+def _of_zeros(out: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+    """What a linear layer gives [B, S, O] where its input is zero for padding, by a mask [B, S]."""
+    return torch.where(mask[..., None] > 0, out, 0.0 if bias is None else bias)
 
 
 def _is_whole(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 
 from .configuration import planned_config
+from .model_class import causal_model
 
 
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
@@ -51,11 +52,9 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
             everywhere=True,
         )
     config = planned_config(plan)
-    from transformers import AutoModelForCausalLM
-
     # A cache of keys and values serves generation; in training it would only hold memory.
     config.use_cache = False
-    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: nn.Module = causal_model(config, dtype=dtype)
     return model
 
 

@@ -24,6 +24,8 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 
+from .model_class import model_class
+
 FILE = "config.json"
 
 _NO_EFFECT = frozenset(
@@ -61,12 +63,9 @@ def planned_config(plan: Plan) -> Any:
 
 def unused_tensors(plan: Plan) -> tuple[str, ...]:
     """Patterns of the names of stored tensors that transformers' class of the plan's model does not load."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if plan.spec.model.shape.user_module is not None:
         return ()
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(planned_config(plan))]
-    return tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return tuple(getattr(model_class(planned_config(plan)), "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
@@ -76,9 +75,7 @@ def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         RunError: as for `planned_config`.
     """
     config = planned_config(plan)
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.architectures = [model_class(config).__name__]
     config.dtype = dtype
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if not key.startswith("_")}
@@ -213,10 +210,10 @@ def _values(config: Any) -> dict[str, Any]:
 @functools.cache
 def read_keys(config_class: type[Any]) -> frozenset[str]:
     """The keys that change numbers: those that the class declares, and those that the model's code names."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+    from transformers import PretrainedConfig
 
     declared = set(getattr(config_class, "__dataclass_fields__", ()))
-    code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__module__])
+    code = inspect.getsource(sys.modules[model_class(config_class).__module__])
     named = {one for found in re.findall(r'config\.(\w+)|config,\s*"(\w+)"', code) for one in found if one}
     mapped = {getattr(config_class, "attribute_map", {}).get(key, key) for key in declared | named}
     common = set(PretrainedConfig().to_dict())

@@ -28,8 +28,18 @@ WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 """Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
 most this many beside what is left over when the real one is divided by it)."""
 
+_SAID_AGAIN = frozenset(
+    (
+        "hybrid_layer_pattern",
+        "moe_layer_freq",
+        "sliding_window_size",
+        "swa_num_attention_heads",
+        "swa_num_key_value_heads",
+    )
+)
+"""Keys of MiMo's published file that say what other keys say too."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
-_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _BLOCK = 32, 16, 16, 16
+_WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _HIDDEN_OF_A_HEAD, _BLOCK = 32, 16, 16, 64, 16
 
 
 def borders(config: Any, sequence_length: int) -> list[int]:
@@ -72,6 +82,7 @@ def shrunk(plan: Plan) -> Plan:
     # What rope_scaling says stands in rope_parameters too.
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
     replaced |= {"per_layer_config"} if "use_dsa" in changes else set()
+    replaced |= _SAID_AGAIN
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
     model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
     axes = spec.parallelism
@@ -103,10 +114,10 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     unit = math.lcm(max(tp // kv_heads, 1), exchanging // math.gcd(of_rank, exchanging))
     if ratio % unit == 0:
         ratio = min(ratio, unit if unit > 1 else 2)
-    found: dict[str, Any] = {
-        "num_attention_heads": fewer * ratio,
-        "hidden_size": fewer * ratio * max(shape.hidden_size // heads, 1),
-    }
+    of_head = max(shape.hidden_size // heads, 1)
+    if shape.kinds and not family.hidden_is_heads:  # heads have widths of their own
+        of_head = min(of_head, _HIDDEN_OF_A_HEAD)
+    found: dict[str, Any] = {"num_attention_heads": fewer * ratio, "hidden_size": fewer * ratio * of_head}
     if shape.kinds or hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])

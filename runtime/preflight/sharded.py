@@ -47,6 +47,9 @@ def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = No
     dtype = TORCH_DTYPES[plan.spec.training.precision]
     with META:
         model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
+        model = model.to(META)  # some classes draw parameters on the CPU,
+        for parameter in model.parameters():  # or write them in fp32, whatever they are told
+            parameter.data = parameter.data.to(dtype)
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         tracker.keep_copies = True
         inject(model, mesh)

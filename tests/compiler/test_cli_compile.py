@@ -93,6 +93,8 @@ def test_a_hugging_face_config_beside_the_spec_is_read(run: Any, tmp_path: Path)
         (changed("training", "sequence_length", value=18), "C001", "nearest: 16, 20"),
         (changed("model", value={"preset": "lama-3-8b"}), "S003", "did you mean llama-3-8b"),
         (changed("model", value={"hf_config": "none.json"}), "S003", "none.json cannot be read"),
+        (changed("model", value={"hf_config": "none.json"}), "S003", "starts in the folder of the spec"),
+        (changed("model", value={"hf_config": "/"}), "S003", "help: name a file"),
         (changed("zero", value={"stage": 4}), "K004", "4 is not allowed"),
         (changed("training", "precision", value="fp8"), "K004", '"fp8" is not allowed'),
         (changed("training", "global_batch_size", value=0), "K005", "global_batch_size"),

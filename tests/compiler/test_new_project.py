@@ -40,6 +40,7 @@ def test_init_takes_a_configuration_by_its_file_or_folder(run: Run, named: str) 
     Path("models/config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     Path("specs").mkdir()
     done = run("init", "--hf-config", named, "-o", "specs/spec.json")
+    assert run("init", "--model", named).stdout == run("init", named).stdout == run("init", "--hf-config", named).stdout
     assert done.exit_code == 0, done.output
     assert "tp 1 and pp 1: the peak of a rank is estimated as" in done.output
     spec = json.loads(Path("specs/spec.json").read_text(encoding="utf-8"))
@@ -74,7 +75,7 @@ def test_init_asks_for_a_model_only_in_a_terminal(run: Run, monkeypatch: pytest.
     ("arguments", "message"),
     [
         (("--model", "lama-3-8b"), "did you mean llama-3-8b?"),
-        (("--model", "someone/their-model"), "download its config.json and name it with --hf-config PATH"),
+        (("--model", "someone/their-model"), "download its config.json and name that file"),
         (("--model", "llama-3-8b", "--hf-config", "x.json"), "give one of --model and --hf-config"),
         (("--hf-config", "x.json"), "x.json cannot be read"),
         (("--model", "llama-3.1-405b"), "no tp and pp fit llama-3.1-405b"),

@@ -81,6 +81,9 @@ def test_the_static_part_is_the_same_everywhere(plan: Plan) -> None:
     assert plan.estimate().memory.static_bytes == static.total_bytes
     text = format_bytes(static.total_bytes)
     assert f"static {text} on each rank" in said(summary(plan))
+    held = [static_memory(workload_of(plan.spec), stage).total_bytes for stage in workload_of(plan.spec).stages]
+    which = f" of stage {held.index(max(held))}, which holds most" if len(held) > 1 else ""
+    assert f"static {text} on each rank{which}, without activations" in said(summary(plan))
     stored = plan_tree(plan)["static_memory"]
     assert sum(value for name, value in stored.items() if name.endswith("_bytes")) == static.total_bytes
     assert f"<dt>Static memory, exact</dt><dd><b>{text}</b>" in page(Subject.of(plan), None, None)

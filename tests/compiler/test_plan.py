@@ -165,6 +165,9 @@ def test_what_is_not_a_plan_is_refused_by_name(tmp_path) -> None:
             load_plan(file)
     with pytest.raises(PlanError, match="cannot be read: No such file"):
         load_plan(tmp_path / "missing" / "plan.json")
+    file.unlink()
+    with pytest.raises(PlanError, match=r"without a plan\.json: name a file, or the folder of a compiled plan"):
+        load_plan(tmp_path)
 
 
 def test_the_ring_of_the_plan_is_the_ring_that_the_runtime_executes(plan) -> None:

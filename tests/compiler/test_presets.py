@@ -66,6 +66,21 @@ LAYOUTS = {
     "kimi-k2": (128, 8, 1, 1, 32),
     "gpt-oss-20b": (2, 4, 1, 1, 4),
     "gpt-oss-120b": (8, 8, 1, 1, 8),
+    "qwen3-coder-480b-a35b": (32, 8, 1, 2, 8),
+    "qwen3-next-80b-a3b": (8, 4, 1, 1, 8),
+    "qwen3.5-27b": (2, 8, 1, 1, 1),
+    "qwen3.5-35b-a3b": (4, 4, 1, 1, 8),
+    "qwen3.5-122b-a10b": (8, 8, 1, 1, 8),
+    "qwen3.5-397b-a17b": (32, 8, 1, 2, 8),
+    "deepseek-v3.2": (64, 8, 1, 1, 32),
+    "glm-5": (64, 8, 1, 2, 32),
+    "glm-5.2": (64, 8, 1, 1, 32),
+    "gemma-4-26b-a4b": (2, 2, 1, 1, 8),
+    "nemotron-h-56b": (8, 8, 1, 2, 1),
+    "nemotron-3-nano-30b-a3b": (4, 4, 1, 1, 8),
+    "llama-4-scout": (16, 8, 1, 2, 1),
+    "mimo-v2-flash": (32, 8, 1, 2, 8),
+    "minimax-m2.5": (16, 8, 1, 1, 16),
 }
 
 
@@ -96,7 +111,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 51
+    assert len(LAYOUTS) == 66
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -105,8 +105,30 @@ def test_a_file_alone_that_is_not_recognised_is_no_success(run: Any) -> None:
     write("package.json", {"name": "x", "scripts": {}})
     code, _, err = run("check", "package.json")
     assert code == 2
-    assert err.startswith("Error: skipped package.json")
+    assert err.startswith("Error: package.json is of kind package, which is neither a spec nor a configuration that ")
     assert run("check", "package.json", "--skip-unrecognised")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "file.json cannot be read: line 1, column 1: the file is empty"),
+        ("{}".encode("utf-16"), "file.json cannot be read: line 1, column 1: the file is UTF-16, not UTF-8"),
+        (
+            json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}).encode(),
+            "file.json is the configuration of a model, not a spec: `parcompile init file.json`",
+        ),
+        (
+            json.dumps(TRAINER).encode(),
+            "file.json is of kind trainer, which `check` does not take: `parcompile import file.json`",
+        ),
+    ],
+)
+def test_a_file_alone_that_is_not_checked_is_told_why(run: Any, text: bytes, why: str) -> None:
+    Path("file.json").write_bytes(text)
+    code, _, err = run("check", "file.json")
+    assert code == 2
+    assert err.startswith(f"Error: {why}")
 
 
 def test_the_kind_can_be_said(run: Any) -> None:

@@ -60,6 +60,12 @@ def test_files_that_cannot_be_read_raise_with_a_clear_message(tmp_path: Path):
         read_file("a\0b")
 
 
+def test_a_toml_file_is_told_that_it_is_not_read(tmp_path: Path):
+    (tmp_path / "llama3.toml").write_text('[model]\nname = "llama3"\n')
+    with pytest.raises(SourceError, match=r"llama3\.toml: parcompile reads JSON and YAML, no TOML"):
+        read_file(tmp_path / "llama3.toml")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_permission_raises(tmp_path: Path):
     file = tmp_path / "spec.json"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,31 @@ class TestLaunch:
             *self.ARGUMENTS,
         ]
         assert self.called(stage)["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] is None
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_a_signal_to_the_script_reaches_every_process_of_the_launcher(self, stage, number) -> None:
+        # As DeepSpeed's runner on one node, which ends at a signal and leaves what it started to itself.
+        rank = (
+            "import pathlib, signal, sys, time\n"
+            "def save(*_):\n    time.sleep(0.5)\n    pathlib.Path('saved').touch()\n    sys.exit()\n"
+            f"signal.signal({int(number)}, save)\npathlib.Path('started').touch()\ntime.sleep(60)\n"
+        )
+        runner = (
+            f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {rank!r}]).wait()\n"
+        )
+        (stage / "bin" / "deepspeed").write_text(runner)
+        plan = compile_tree(spec_tree(1, 4, parallelism={"tp": 2}, cluster={"accelerator": "cpu"}), stage)
+        write(render(plan), stage / "out")
+        environment = {"PATH": f"{stage / 'bin'}:{os.environ['PATH']}"}
+        script = [str(stage / "out" / "launch" / "deepspeed.sh"), "train.py"]
+        with subprocess.Popen(script, cwd=stage, env=environment, stderr=subprocess.DEVNULL) as running:
+            for _ in range(600):
+                if (stage / "started").exists():
+                    break
+                time.sleep(0.05)
+            running.send_signal(number)
+            assert running.wait(timeout=60) == 128 + number
+        assert (stage / "saved").exists()
 
     def test_deepspeed_on_several_nodes_hands_on_its_hostfile_and_environment(self, stage, plan) -> None:
         write(render(plan), stage / "out")

@@ -364,6 +364,8 @@ def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, An
         # One set of parameters for each kind of layer; none for those without positions.
         found = {kind: value and _kind_of_rope(choose, value, width) for kind, value in rope.items()}
         return {"rope_parameters": found}
+    if family == "mistral4":  # angles for the features that it rotates, no others
+        rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     found = _kind_of_rope(choose, rope, width)
     if family != "phi3":
         return {"rope_parameters": found}

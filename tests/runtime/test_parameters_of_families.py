@@ -12,6 +12,7 @@ from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
+from parcompile.runtime.model.model_class import causal_model
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
@@ -22,11 +23,11 @@ REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_laye
 
 def registered(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
     """Names and shapes of the model's parameters, and its configuration."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**values))
+        model = causal_model(CONFIG_MAPPING[config["model_type"]](**values))
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()], model.config
 
 
@@ -180,12 +181,14 @@ def published() -> list[Preset]:
 @pytest.mark.parametrize("preset", published(), ids=lambda preset: preset.name)
 def test_a_table_lists_what_a_published_model_registers(preset: Preset) -> None:
     config = dict(preset.config)
-    config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"] = 3
+    layers = config.get("num_hidden_layers")
+    # What says each layer's kind begins with all kinds within ten layers.
+    of_layers = [key for key, value in config.items() if isinstance(value, list | str) and len(value) == layers]
+    fewer = 10 if of_layers else 3
+    config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"] = fewer
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:3]
-    check(config)
+    check({**config, **{key: config[key][:fewer] for key in of_layers}})
 
 
 WITHOUT_PRESETS: dict[str, dict[str, Any]] = {
@@ -252,8 +255,46 @@ WITHOUT_PRESETS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "pad_token_id": 50283,
     },
+    # Mistral Small 4 119B, as its class has it.
+    "mistral4": {
+        "model_type": "mistral4",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 128,
+        "qk_head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
 }
 """Dimensions as they are published, of types without a preset; the layers are as many."""
+
+
+_MISTRAL4_ROPE = WITHOUT_PRESETS["mistral4"]["rope_parameters"]
 
 
 @pytest.mark.parametrize("name", WITHOUT_PRESETS)
@@ -272,6 +313,9 @@ def test_a_table_lists_what_a_model_registers_that_is_published_and_no_preset(na
         ("modernbert-decoder", {"local_attention": 1}, "local_attention"),
         ("diffllama", {"num_key_value_heads": 1}, "num_key_value_heads"),
         ("diffllama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("mistral4", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ("mistral4", {"rope_parameters": {**_MISTRAL4_ROPE, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ("mistral4", {"rope_parameters": {**_MISTRAL4_ROPE, "rope_type": "default"}}, "rope_parameters"),
     ],
 )
 def test_what_a_family_cannot_be_told_from_names_its_key(family: str, changes: dict[str, Any], key: str) -> None:
@@ -285,7 +329,8 @@ LEFT_OUT = {
     "mistral": ("head_dim",),
     "qwen2": ("layer_types",),
     "qwen3": ("layer_types",),
-    "qwen3_moe": (),
+    # Qwen3 Coder leaves two out, which have the values of the class.
+    "qwen3_moe": ("attention_bias", "bos_token_id"),
     "gemma": ("use_bidirectional_attention",),
     "gemma2": ("layer_types", "use_bidirectional_attention"),
     "mixtral": ("head_dim", "router_jitter_noise"),
@@ -304,6 +349,39 @@ LEFT_OUT = {
     "phi3": (),
     "glm4_moe": ("num_nextn_predict_layers", "output_router_logits", "bos_token_id"),
     "gpt_oss": ("swiglu_alpha", "bos_token_id"),
+    "qwen3_next": ("attention_bias", "layer_types"),
+    "qwen3_5_text": ("bos_token_id",),
+    "qwen3_5_moe_text": ("bos_token_id", "output_router_logits"),
+    "deepseek_v32": (
+        *("head_dim", "qk_head_dim", "layer_types", "mlp_layer_types", "mlp_bias", "output_router_logits"),
+        "num_nextn_predict_layers",
+    ),
+    "glm_moe_dsa": (
+        *("layer_types", "mlp_layer_types", "indexer_types", "mlp_bias", "output_router_logits", "bos_token_id"),
+        "num_nextn_predict_layers",
+    ),
+    "gemma4_text": ("per_layer_config",),
+    "nemotron_h": (
+        *("layers_block_type", "mtp_layers_block_type", "num_nextn_predict_layers", "time_step_limit"),
+        *("mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep", "output_router_logits"),
+        # Of experts, which Nemotron-H 56B has not; its width of a head has another name, and the value of the class.
+        *("moe_latent_size", "moe_shared_expert_overlap", "moe_intermediate_size", "norm_topk_prob"),
+        *("moe_shared_expert_intermediate_size", "n_group", "topk_group", "routed_scaling_factor"),
+        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "head_dim"),
+    ),
+    "llama4_text": (
+        *("layer_types", "moe_layers", "no_rope_layers", "no_rope_layer_interval", "router_jitter_noise"),
+        *("attn_scale", "attn_temperature_tuning", "floor_scale", "initializer_range"),
+        *("bos_token_id", "eos_token_id"),
+    ),
+    "mimo_v2_flash": (
+        *("layer_types", "mlp_layer_types", "rms_norm_eps", "initializer_range", "output_router_logits"),
+        *("bos_token_id", "eos_token_id"),
+    ),
+    "minimax_m2": (
+        *("attention_dropout", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
+        *("router_jitter_noise", "bos_token_id", "eos_token_id"),
+    ),
 }
 """What published configurations leave to the class: derived keys, later keys whose default is the published behaviour,
 and keys that no causal model reads."""
@@ -324,15 +402,20 @@ def test_a_preset_states_every_key_that_its_class_reads(name: str) -> None:
     assert preset.source.startswith(f"https://huggingface.co/{preset.hf_name}/")
 
 
-@pytest.mark.parametrize("family", sorted({preset.config["model_type"] for preset in presets().values()} - {"gpt2"}))
+NOT_ROTARY = {"gpt2", "nemotron_h"}
+
+
+@pytest.mark.parametrize("family", sorted({preset.config["model_type"] for preset in presets().values()} - NOT_ROTARY))
 def test_presets_of_rotary_models_state_the_base_and_the_scaling(family: str) -> None:
     """Without scaling the published file says null, or its release is older than the key."""
     of_family = [preset.config for preset in presets().values() if preset.config["model_type"] == family]
-    assert all(config.get("rope_theta", config.get("rotary_emb_base")) for config in of_family)
+    bases = ("rope_theta", "rotary_emb_base", "rope_parameters")
+    assert all(any(config.get(key) for key in bases) for config in of_family)
     kinds = {preset.name: (preset.config.get("rope_scaling") or {}) for preset in presets().values()}
     assert {name for name, scaling in kinds.items() if scaling} == {
         *("llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"),
         *("llama-3.1-8b", "llama-3.1-70b", "llama-3.3-70b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "kimi-k2"),
+        *("deepseek-v3.2", "llama-4-scout"),
     }
 
 
@@ -532,6 +615,8 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
         ("axk1", {"mlp_layer_types": None, "first_k_dense_replace": 0}),
         ("minimax_m3_vl_text", {"mlp_layer_types": None}),
         ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
+        ("mistral4", {"q_lora_rank": None, "rope_parameters": None}),
+        ("mistral4", {"first_k_dense_replace": 0, "attention_bias": True, "tie_word_embeddings": True}),
         ("kimi_linear", {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 9, "q_lora_rank": 12}),
         ("kimi_linear", {"linear_attn_config": {"num_heads": 4, "head_dim": 10, "short_conv_kernel_size": 3}}),
         (

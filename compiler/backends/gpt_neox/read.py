@@ -80,7 +80,7 @@ def read(source: Source, draft: Draft) -> None:
     try:
         model.read(source, draft)
     except InexpressibleError as error:
-        raise RefusedError(f"no spec can express this model: {error}") from None
+        raise RefusedError(f"this model cannot be carried into a spec: {error}") from None
     except UndecidedError as error:
         draft.leave_open(source, error, ("model",))
     for name, path in _PLAIN.items():

@@ -36,7 +36,7 @@ def deepspeed_script(plan: Plan) -> dict[str, str]:
     options = f'--num_gpus {cluster.gpus_per_node} --master_port "$master_port" --no_local_rank'
     found: dict[str, str] = {}
     if cluster.nodes == 1:
-        lines += [_PORT, f'exec deepspeed {options} "$@"']
+        lines += [_PORT, *_signalled(f'deepspeed {options} "$@"')]
     else:
         # The launcher hands no other variables to remote nodes than those of this file.
         found["launch/deepspeed_env"] = "".join(f"{one.name}={one.value}\n" for one in variables(plan))
@@ -52,6 +52,26 @@ def deepspeed_script(plan: Plan) -> dict[str, str]:
             f'exec deepspeed --hostfile "$hostfile" --num_nodes {cluster.nodes} {options} "$@"',
         ]
     return {**hostfile(plan), **found, "launch/deepspeed.sh": "\n".join(lines) + "\n"}
+
+
+def _signalled(command: str) -> list[str]:
+    """A command whose processes all get the signals that the script gets, and have ten minutes to end before it.
+
+    On one node DeepSpeed's runner handles no signal: SIGTERM ends it alone, and its launcher and ranks go on.
+    """
+    return [
+        "# signals go to every process of the launcher, which DeepSpeed's runner would leave running",
+        "set -m",
+        f"{command} &",
+        "job=$! signalled=",
+        *(f"trap 'signalled=1; kill -s {one} -- \"-$job\"' {one}" for one in ("HUP", "INT", "TERM")),
+        "code=0",
+        'wait "$job" || code=$?',
+        "for ((waited = 0; waited < 3000; waited++)); do",
+        '  [ -n "$signalled" ] && kill -0 -- "-$job" 2>/dev/null && sleep 0.2 || break',
+        "done",
+        'exit "$code"',
+    ]
 
 
 def torchrun_script(plan: Plan) -> dict[str, str]:

@@ -37,11 +37,15 @@ OPTIONS = (
     *_OTHERS,
 )
 
+_HYBRID = (
+    "layers of several kinds (Mamba, attention) follow each other: a spec takes such a model from the config.json of "
+    "its Hugging Face form (nemotron_h, say), not from these options"
+)
 OTHER_MODELS = {
-    "hybrid_layer_pattern": "layers of several kinds (Mamba, attention) follow each other",
-    "hybrid_override_pattern": "layers of several kinds (Mamba, attention) follow each other",
-    "is_hybrid_model": "layers of several kinds (Mamba, attention) follow each other",
-    "hybrid_attention_ratio": "layers of several kinds (Mamba, attention) follow each other",
+    "hybrid_layer_pattern": _HYBRID,
+    "hybrid_override_pattern": _HYBRID,
+    "is_hybrid_model": _HYBRID,
+    "hybrid_attention_ratio": _HYBRID,
     "spec": "the layers come from a module of its own",
     "decoder_num_layers": "it has an encoder and a decoder",
     "decoder_seq_length": "it has an encoder and a decoder",

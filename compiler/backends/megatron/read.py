@@ -62,7 +62,7 @@ def read(source: Source, draft: Draft) -> None:
     try:
         table.read(ROWS, source, draft)
     except InexpressibleError as error:
-        raise RefusedError(f"no spec can express this model: {error}") from None
+        raise RefusedError(f"this model cannot be carried into a spec: {error}") from None
     _samples(source, draft)
 
 

@@ -68,14 +68,15 @@ def printable(text: str) -> str:
 
 
 def hanging(label: str, text: str, width: int) -> str:
-    """`text` behind `label`, wrapped between words to `width` columns; further lines start below the first word.
+    """`text` behind `label`, wrapped to `width` columns; further lines start below the first word."""
+    return label + f"\n{' ' * len(label)}".join(wrapped(text, max(width - len(label), 24)))
 
-    A number stays with its unit.
-    """
-    room = max(width - len(label), 24)
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of `text`, at least one, wrapped between words to `width` columns. A number stays with its unit."""
     kept = re.sub(r"(?<=\d) (?=(?:[KMG]iB|B|ms|us|s|%)\b|%)", "\u00a0", text)
-    lines = textwrap.wrap(kept, room, break_long_words=False, break_on_hyphens=False) or [""]
-    return (label + f"\n{' ' * len(label)}".join(lines)).replace("\u00a0", " ")
+    lines = textwrap.wrap(kept, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [line.replace("\u00a0", " ") for line in lines]
 
 
 def writable(stream: TextIO, text: str) -> str:

@@ -11,7 +11,6 @@ error[K001]: unknown key "trainning"
 from __future__ import annotations
 
 import re
-import textwrap
 import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
@@ -19,7 +18,7 @@ from typing import TextIO
 from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
 
 from .dispatch import Context
-from .style import Style, printable, writable
+from .style import Style, printable, wrapped, writable
 
 _TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s"'{}\[\],:]+|.""")
 _TAB = "    "
@@ -70,7 +69,7 @@ def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
     severity = diagnostic.severity
     head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(": ")
     indent = len(severity.value) + len(diagnostic.code) + 4
-    lines = textwrap.wrap(printable(diagnostic.message), style.width - indent, break_long_words=False) or [""]
+    lines = wrapped(printable(diagnostic.message), style.width - indent)
     block = [head + style.strong(lines[0]), *(" " * 2 + style.strong(line) for line in lines[1:])]
     margin = 3
     position = diagnostic.position
@@ -127,7 +126,7 @@ def _place(
 
 def _note(word: str, text: str, style: Style, margin: int) -> list[str]:
     lead = " " * (margin - 1)
-    lines = textwrap.wrap(text, style.width - margin - len(word) - 2, break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(text, style.width - margin - len(word) - 2)
     rest = " " * (margin + len(word) + 1)
     return [f"{lead}{style.strong(word + ':')} {line}" if not i else rest + line for i, line in enumerate(lines)]
 

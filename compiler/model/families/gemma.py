@@ -186,7 +186,11 @@ def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[Laye
 
 
 def _streams(config: Config) -> AltUp:
-    return AltUp(config.get("altup_num_inputs", 4), config.get("laurel_rank", 64))
+    layers, sparsity = config.get("num_hidden_layers", 35), config.get("activation_sparsity_pattern")
+    if sparsity is None:
+        sparsity = [0.95] * 10 if layers > 10 else []
+    sparse = tuple(layer for layer, share in enumerate(sparsity) if share > 0)
+    return AltUp(config.get("altup_num_inputs", 4), config.get("laurel_rank", 64), sparse)
 
 
 GEMMA: Mapping[str, Family] = {

@@ -57,7 +57,7 @@ class ModelValues(ParallelismValues):
         try:
             config = portable(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
-            raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config") from None
+            raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
         except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
         if not isinstance(config, dict):
@@ -106,6 +106,13 @@ class ModelValues(ParallelismValues):
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
 """Numbers of layers, as families name them."""
+
+
+def _instead_of(path: FilePath) -> str:
+    """What to write instead of a path whose file cannot be read."""
+    if path.is_dir():
+        return "name the config.json in that folder" if (path / "config.json").is_file() else "name a file"
+    return "a path that is not absolute starts in the folder of the spec" if not path.exists() else ""
 
 
 def _most(key: str) -> int | None:

@@ -12,4 +12,16 @@ export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 master_port="${MASTER_PORT:-29500}"
-exec deepspeed --num_gpus 16 --master_port "$master_port" --no_local_rank "$@"
+# signals go to every process of the launcher, which DeepSpeed's runner would leave running
+set -m
+deepspeed --num_gpus 16 --master_port "$master_port" --no_local_rank "$@" &
+job=$! signalled=
+trap 'signalled=1; kill -s HUP -- "-$job"' HUP
+trap 'signalled=1; kill -s INT -- "-$job"' INT
+trap 'signalled=1; kill -s TERM -- "-$job"' TERM
+code=0
+wait "$job" || code=$?
+for ((waited = 0; waited < 3000; waited++)); do
+  [ -n "$signalled" ] && kill -0 -- "-$job" 2>/dev/null && sleep 0.2 || break
+done
+exit "$code"
