@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-import glob
 import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 
 from parcompile.backends.deepspeed.fillers import NAMES as FILLERS
 from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
-from parcompile.backends.following import named_files
-from parcompile.backends.importers import kinds
-from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN, Certainty
-from parcompile.diagnostics import Diagnostic, Severity, has_errors
+from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
+from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
 from parcompile.diagnostics.reporters.style import writable
-from parcompile.pipeline import Checked, check_any, check_read
-from parcompile.plan import PlanError
 from parcompile.rules import rule_targets
-from parcompile.text import SourceError, SourceText, parse
 
+from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
 from .resolved import table_of, values_of
+from .selection import Selection, codes_of
 from .targets import chosen_targets, no_estimate_option, target_option
-
-_ROUNDS = 100
-
-
-@dataclass
-class _Run:
-    """What the files of one call gave."""
-
-    files: list[str] = field(default_factory=list)
-    checked: list[Checked] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-    fixed: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Files of kinds that have no checker."""
-    why_unread: dict[str, str] = field(default_factory=dict)
-    """Those of them whose text makes no sense: where, and why."""
-    untouched: dict[str, str] = field(default_factory=dict)
-    """Files that --fix leaves alone, because it is not certain what they are."""
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        return {one.text.file: one.kind for one in self.checked}
-
-    @property
-    def texts(self) -> list[SourceText]:
-        return [one.text for one in self.checked]
 
 
 @click.command("check")
@@ -104,11 +72,11 @@ def command(
     """
     if show_values and format_ not in ("text", "json"):
         raise click.UsageError("--show-values needs --format text or json")
-    chosen = _Selection(_codes(select), _codes(ignore), warnings_as_errors)
-    mending = _Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
+    chosen = Selection(codes_of(select), codes_of(ignore), warnings_as_errors)
+    mending = Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
     asked = _asked(deepspeed_version, used_with)
     wanted = rule_targets(chosen_targets(targets), estimate=not no_estimate)
-    run = _checked(_expanded(specs), wanted, kind, mending, asked)
+    run = checked_files(expanded(specs), wanted, kind, mending, asked)
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values, folded=not verbose)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
@@ -129,7 +97,7 @@ def _asked(version: str | None, used_with: str | None) -> Asked:
     return Asked(version, used_with)
 
 
-def _remarks(run: _Run, *, alone: bool) -> Iterator[str]:
+def _remarks(run: Run, *, alone: bool) -> Iterator[str]:
     """What there is to say beside the findings: files that were not read, not recognised, or not changed."""
     yield from (f"Error: {message}" for message in run.unreadable)
     if alone and len(run.skipped) == 1:
@@ -155,137 +123,14 @@ def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
         return f"{file} is not recognised as a spec, nor as a configuration of another tool; --kind says what it is"
     if kind == MODEL:
         return f"{file} is the configuration of a model, not a spec: `parcompile init {file}` writes a spec for it"
+    from parcompile.backends.importers import kinds
+
     if kind in kinds():
         return f"{file} is of kind {kind}, which `check` does not take: `parcompile import {file}` makes a spec of it"
     return f"{file} is of kind {kind}, which is neither a spec nor a configuration that parcompile reads"
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """Which findings count, and how much."""
-
-    select: tuple[str, ...]
-    ignore: tuple[str, ...]
-    warnings_as_errors: bool
-
-    def of(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-        kept = [
-            one
-            for one in diagnostics
-            if (not self.select or _is_among(one.code, self.select)) and not _is_among(one.code, self.ignore)
-        ]
-        if not self.warnings_as_errors:
-            return kept
-        return [replace(one, severity=Severity.ERROR) if one.severity is Severity.WARNING else one for one in kept]
-
-
-def _is_among(code: str, given: Iterable[str]) -> bool:
-    """Whether a code is given, or its beginning: letters stand for all of their codes, and for no longer letters."""
-    return any(code.startswith(one) and (one[-1].isdigit() or code[len(one) : len(one) + 1].isdigit()) for one in given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mending:
-    """Which findings are mended: those that are selected, by safe fixes or by any."""
-
-    chosen: _Selection
-    unsafe: bool
-
-
-def _codes(given: tuple[str, ...]) -> tuple[str, ...]:
-    """The codes or beginnings of codes, separated by commas or given several times."""
-    codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
-    if codes:
-        from parcompile.diagnostics.suggest import closest
-        from parcompile.rules.pages import pages
-
-        for code in codes:
-            if not any(_is_among(known, (code,)) for known in pages()):
-                near = closest(code, list(pages()))
-                raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
-    return codes
-
-
-def _expanded(specs: Sequence[str]) -> list[str]:
-    """Files in the order given, patterns replaced by what they match, each file once."""
-    files: dict[str, None] = {}
-    for spec in specs:
-        if spec == "-" or not glob.has_magic(spec) or Path(spec).exists():
-            files[spec] = None
-            continue
-        matches = sorted(match for match in glob.glob(spec, recursive=True) if Path(match).is_file())  # noqa: PTH207
-        if not matches:
-            raise click.UsageError(f"no file matches {spec}")
-        files.update(dict.fromkeys(matches))
-    return list(files)
-
-
-def _checked(
-    files: list[str], targets: tuple[str, ...], kind: str | None, mending: _Mending | None, asked: Asked
-) -> _Run:
-    run, waiting = _Run(), list(files)
-    for file in waiting:
-        checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, asked)
-        if checked is not None and checked.document is not None and file != "-" and not Path(file).is_dir():
-            followed = named_files(checked.kind, checked.document.tree, Path(file))
-            waiting += [name for name in followed if name not in waiting]
-    return run
-
-
-def _check_one(
-    run: _Run, file: str, targets: tuple[str, ...], kind: str | None, mending: _Mending | None, asked: Asked
-) -> Checked | None:
-    try:
-        checked = check_any(file, targets, kind=kind, asked=asked)
-        if checked.is_skipped:
-            run.skipped[file] = checked.kind
-            if checked.why_unread:
-                run.why_unread[file] = checked.why_unread
-            return checked
-        if mending and checked.certainty is not Certainty.CERTAIN:
-            run.untouched[file] = checked.kind
-        elif mending:
-            checked, count = _fixed(checked, targets, mending, asked)
-            run.fixed += count
-    except (PlanError, SourceError) as error:
-        run.unreadable.append(str(error))
-    except OSError as error:
-        run.unreadable.append(f"{file} cannot be written: {error.strerror}")
-    else:
-        run.files.append(checked.text.file)
-        run.checked.append(checked)
-        return checked
-    return None
-
-
-def _fixed(checked: Checked, targets: tuple[str, ...], mending: _Mending, asked: Asked) -> tuple[Checked, int]:
-    """The file after its fixes, one at a time, each tried on what the one before has left."""
-    from parcompile.text.fixes import apply_fixes, chosen_fix, save
-
-    count, unsafe = 0, mending.unsafe
-    for _ in range(_ROUNDS):
-        document = checked.document
-        if document is None:
-            break
-        done = None
-        for one in mending.chosen.of(checked.diagnostics):
-            if chosen_fix(one, unsafe=unsafe):
-                done = apply_fixes(document, [one], unsafe=unsafe)
-                if done.applied:
-                    break
-        if done is None or not done.applied:
-            break
-        count += 1
-        # Read again as a whole: what is wrong with the text itself is still wrong.
-        again = done.document
-        read = parse(again.text, again.file, again.format, bom=again.source.bom)
-        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind, asked=asked)
-    if count and checked.document:
-        save(checked.document)
-    return checked, count
-
-
-def _print(run: _Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool) -> None:
+def _print(run: Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool) -> None:
     titles = {}
     if format_ == "sarif" and found:
         from parcompile.rules.pages import titles as all_titles

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import arithmetic
 from .state import State
-from .syntax import Expansion, Simple, Word
+from .syntax import AndOr, Block, Expansion, Simple, Word
 from .values import Piece, Value, known
 
 _NUMBERS = {
@@ -179,3 +179,21 @@ def assumed(state: State, verdict: Verdict, *, holds: bool) -> None:
     """Lets a variable have the value that a condition says, where it is taken to hold."""
     if holds and verdict.name:
         state.set(verdict.name, (Piece(verdict.value, None),) if verdict.value else ())
+
+
+def judged(condition: Block, state: State) -> Verdict | None:
+    """What a condition comes to; None when it is no test."""
+    if len(condition) != 1:
+        return None
+    node = condition[0]
+    if isinstance(node, Simple):
+        return test(node, state)
+    if isinstance(node, AndOr):
+        left, right = judged((node.left,), state), judged((node.right,), state)
+        if left is None or right is None:
+            return None
+        decisive = node.operator == "||"
+        if decisive in (left.holds, right.holds):
+            return Verdict(decisive)
+        return UNKNOWN if None in (left.holds, right.holds) else Verdict(not decisive)
+    return None

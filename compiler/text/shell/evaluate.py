@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 
 from . import slurm
 from .assignment import assign, declare, forget, let
-from .conditions import UNKNOWN, Verdict, assumed, matches, test
+from .braces import MAX_ITERATIONS, braces
+from .conditions import UNKNOWN, assumed, judged, matches, test
 from .inner_commands import flattened, inner_script
 from .parse import parse
+from .places import placeless, without_places
 from .state import State, distinct
 from .syntax import AndOr, Block, Case, For, Function, Group, If, Node, Simple, While
-from .values import Array, Hole, Piece, Value, known, shown
+from .values import Array, Piece, Value, known, shown
 
 MAX_STATES = 24
 """Ways through a script that are kept apart."""
 MAX_INVOCATIONS = 64
-MAX_ITERATIONS = 16
 MAX_STEPS = 20_000
 MAX_CALLS = 8
 
@@ -114,7 +115,7 @@ class _Follower:
         """`test && command`: the command runs where the test holds, or may hold."""
         after = []
         for state in states:
-            verdict = self._verdict((node.left,), state)
+            verdict = judged((node.left,), state)
             if verdict is None:
                 after += (
                     self.node(node.right, self.node(node.left, [state]))
@@ -134,30 +135,13 @@ class _Follower:
                 after.append(state)
         return after
 
-    def _verdict(self, condition: Block, state: State) -> Verdict | None:
-        """What a condition comes to; None when it is no test."""
-        if len(condition) != 1:
-            return None
-        node = condition[0]
-        if isinstance(node, Simple):
-            return test(node, state)
-        if isinstance(node, AndOr):
-            left, right = self._verdict((node.left,), state), self._verdict((node.right,), state)
-            if left is None or right is None:
-                return None
-            decisive = node.operator == "||"
-            if decisive in (left.holds, right.holds):
-                return Verdict(decisive)
-            return UNKNOWN if None in (left.holds, right.holds) else Verdict(not decisive)
-        return None
-
     def _if(self, node: If, states: list[State]) -> list[State]:
         after: list[State] = []
         waiting = states
         for branch in node.branches:
             undecided: list[State] = []
             for state in waiting:
-                verdict = self._verdict(branch.condition, state)
+                verdict = judged(branch.condition, state)
                 if verdict is None:
                     self.block(branch.condition, [state.copy()])
                     verdict = UNKNOWN
@@ -206,7 +190,7 @@ class _Follower:
             return self.block(node.body, states)
         after = []
         for state in states:
-            values = [one for word in node.words for one in _braces(tuple(state.expand(word)))]
+            values = [one for word in node.words for one in braces(tuple(state.expand(word)))]
             current = [state]
             for value in values[:MAX_ITERATIONS]:
                 for one in current:
@@ -300,45 +284,9 @@ class _Follower:
         inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
         after = inner.block(parse(text), [state])
         for one in after:
-            _without_places(one)
+            without_places(one)
         self.found += [
-            Invocation(tuple(map(_placeless, one.words)), 0, one.assumptions)
+            Invocation(tuple(map(placeless, one.words)), 0, one.assumptions)
             for one in inner.found[: MAX_INVOCATIONS - len(self.found)]
         ]
         return after
-
-
-def _braces(values: tuple[Value, ...]) -> Iterable[Value]:
-    """`{1..4}` and `{a,b}` as a whole word."""
-    for value in values:
-        text = known(value) or ""
-        numbers = re.fullmatch(r"\{(-?\d+)\.\.(-?\d+)\}", text)
-        listed = re.fullmatch(r"\{([^{}\s]+,[^{}\s]*)\}", text)
-        start = value[0].start if value else None
-        if numbers:
-            first, last = int(numbers[1]), int(numbers[2])
-            step = 1 if last >= first else -1
-            last = min(last, first + MAX_ITERATIONS) if step == 1 else max(last, first - MAX_ITERATIONS)
-            yield from ((Piece(str(one), start),) for one in range(first, last + step, step))
-        elif listed:
-            yield from ((Piece(one, start),) for one in listed[1].split(","))
-        else:
-            yield value
-
-
-def _placeless(value: Value) -> Value:
-    return tuple(
-        Hole(one.text, one.names, None, None, one.can_be_words)
-        if isinstance(one, Hole)
-        else Piece(one.text, None, one.splits, one.is_quoted)
-        for one in value
-    )
-
-
-def _without_places(state: State) -> None:
-    """Takes away the places of what stands in another file. What the script itself has said is kept by its text."""
-    for name, value in state.variables.items():
-        if name in state.arrays:
-            state.variables[name] = tuple(_placeless(one) for one in value)  # type: ignore[arg-type]
-        else:
-            state.variables[name] = _placeless(value)  # type: ignore[arg-type]
