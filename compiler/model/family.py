@@ -258,6 +258,8 @@ class Family:
     window_only_in: Literal["", "mask", "attention"] = ""
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
+    null_is_off: tuple[str, ...] = ()
+    """Switches that transformers takes for off where they are null; it refuses the null of others."""
     refusals: tuple[Refusal, ...] = ()
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axes of the mesh that the runtime does not run the family over, and why."""
@@ -271,6 +273,21 @@ class Family:
         key, value, names = self.more_norms
         return self.norms + (names if self.is_on(key, config) is value else ())
 
+    @property
+    def switches(self) -> frozenset[str]:
+        """The keys of a configuration that are true or false."""
+        states = None if self.recurrent is None else self.recurrent.state_space
+        of_states = () if states is None else (states.input_bias, states.convolution_bias, states.output_bias)
+        found: list[Switch | None] = [
+            *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias, self.head_block_bias),
+            *(self.norm_bias, self.gate_key, self.qk_norm_key, self.more_norms[0] if self.more_norms else None),
+            *(one[0] for one in of_states),
+            states.norm[0] if states is not None and states.norm is not None else None,
+            "tie_word_embeddings",
+        ]
+        keys = (one for switch in found for one in (switch if isinstance(switch, tuple) else (switch,)))
+        return frozenset(key for key in keys if isinstance(key, str) and key)
+
     def holds(self, *, bias: bool) -> Norm:
         """What a norm of the residual stream holds, in a configuration whose norms have a `bias` or not."""
         return Norm.WEIGHT_AND_BIAS if bias else self.norm
@@ -280,7 +297,6 @@ class Family:
         if isinstance(switch, bool):
             return switch
         for key in (switch,) if isinstance(switch, str) else switch:
-            value = config.get(key)
-            if value is not None or key in self.defaults:
-                return bool(self.defaults.get(key) if value is None else value)
+            if key in config or key in self.defaults:
+                return bool(config[key] if key in config else self.defaults[key])
         return False

@@ -67,6 +67,10 @@ def shape_from_config(config: Config) -> ModelShape:
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
+    for key in sorted(family.switches):
+        if key in config and config[key] is None and key not in family.null_is_off:
+            message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
+            raise ModelConfigError(message, key)
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
     norms = family.norms_of(config)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -321,6 +322,26 @@ def test_a_table_lists_what_a_model_registers_that_is_published_and_no_preset(na
 def test_what_a_family_cannot_be_told_from_names_its_key(family: str, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelConfigError, match=f"^{key}: ") as caught:
         shape_from_config(tiny_config(family, **changes))
+    assert caught.value.key == key
+
+
+NULLS = [(name, key) for name, family in FAMILIES.items() for key in family.null_is_off]
+
+
+@pytest.mark.parametrize(("family", "key"), NULLS)
+def test_a_switch_whose_null_transformers_takes_is_off(family: str, key: str) -> None:
+    check({**tiny_config(family), key: None})
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("llama", "attention_bias"), ("qwen3_next", "tie_word_embeddings"), ("nemotron_h", "use_bias")]
+)
+def test_a_null_that_transformers_refuses_is_refused_by_its_key(family: str, key: str) -> None:
+    config = {**tiny_config(family), key: None}
+    with pytest.raises(StrictDataclassFieldValidationError, match=key):
+        registered(config)
+    with pytest.raises(ModelConfigError, match=f"^{key} is null, which transformers refuses") as caught:
+        shape_from_config(config)
     assert caught.value.key == key
 
 

@@ -25,6 +25,7 @@ def _falcon_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 ALIBI: Mapping[str, Family] = {
     "falcon": Family(
+        null_is_off=("alibi", "bias"),
         base="transformer",
         keys={"intermediate_size": "ffn_hidden_size"},
         layers="h",

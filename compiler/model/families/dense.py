@@ -128,7 +128,11 @@ DENSE: Mapping[str, Family] = {
     "olmo2": Family(qk_norm=QkNorm.WHOLE, norms=POST_NORMS),
     "olmo3": Family(qk_norm=QkNorm.WHOLE, norms=POST_NORMS, defaults=defaults_of(sliding_window=4096)),
     "cohere": Family(
-        qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm", norms=("input_layernorm",), defaults=defaults_of(**TIED)
+        qk_norm=QkNorm.HEADS,
+        qk_norm_key="use_qk_norm",
+        null_is_off=("use_qk_norm",),
+        norms=("input_layernorm",),
+        defaults=defaults_of(**TIED),
     ),
     "cohere_compass_text": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
     "bitnet": Family(sub_norms=("attn_sub_norm", "ffn_sub_norm"), hidden_is_heads=True),
@@ -154,7 +158,13 @@ DENSE: Mapping[str, Family] = {
         output_bias=False,
         defaults=defaults_of(sliding_window=4096),
     ),
-    "ernie4_5": Family(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", defaults=defaults_of(**TIED)),
+    "ernie4_5": Family(
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        null_is_off=("use_bias",),
+        defaults=defaults_of(**TIED),
+    ),
     "arcee": Family(up=UP_ONLY, gated=False, mlp_bias="mlp_bias"),
     "apertus": Family(
         qk_norm=QkNorm.HEAD,

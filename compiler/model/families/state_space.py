@@ -40,6 +40,7 @@ def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
 
 STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
+        null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
         final_norm="final_layernorm",
         order=("mlp", "norms", "attention"),
         mlp="feed_forward",
@@ -62,6 +63,7 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
     ),
     "falcon_h1": Family(
+        null_is_off=("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "projectors_bias"),
         final_norm="final_layernorm",
         order=("mlp", "recurrent", "attention", "norms"),
         mlp="feed_forward",
@@ -182,6 +184,7 @@ STATE_SPACE: Mapping[str, Family] = {
         defaults=defaults_of(8),
     ),
     "granitemoehybrid": Family(
+        null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
         order=("norms", "mlp", "attention"),
         mlp="shared_mlp",
         up=("input_linear",),

@@ -91,5 +91,4 @@ def state_space_shape(
 
 
 def _is_on(switch: tuple[str, bool], config: Mapping[str, Any]) -> bool:
-    value = config.get(switch[0])
-    return switch[1] if value is None else bool(value)
+    return bool(config.get(*switch))
