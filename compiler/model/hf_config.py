@@ -13,6 +13,7 @@ from .catalogue import refusal
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
+from .key_types import mistyped
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .layer_period import LayerPeriod
@@ -61,6 +62,9 @@ def shape_from_config(config: Config) -> ModelShape:
     if not isinstance(name, str) or name not in FAMILIES:
         sentence, instead = refusal(name, config)
         raise ModelConfigError(sentence, "model_type", instead)
+    if (wrong := mistyped(name, config)) is not None:
+        key, why, instead = wrong
+        raise ModelConfigError(why, key, instead)
     family = FAMILIES[name]
     read = _Reader(config, family, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")

@@ -1,0 +1,76 @@
+"""Which values of a configuration the classes of transformers refuse: the compiler refuses them too, by key."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from transformers import CONFIG_MAPPING
+
+from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.key_types import mistyped
+from parcompile.model.presets import presets
+from parcompile.model.text_part import text_part
+
+ROOT = Path(__file__).parents[2]
+
+
+def generator():
+    found = importlib.util.spec_from_file_location("key_types", ROOT / ".ci" / "generate" / "key_types.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_file_says_what_the_classes_declare() -> None:
+    made = generator()
+    assert made.FILE.read_text(encoding="utf-8") == made.text(), "python .ci/generate/key_types.py"
+    assert set(made.key_types()) >= set(RUNTIME_FAMILIES)
+
+
+@pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
+def test_null_and_text_are_refused_by_the_class_and_here(name: str) -> None:
+    stored = json.loads((ROOT / "compiler" / "model" / "key_types.json").read_text(encoding="utf-8"))["types"][name]
+    for kind, keys in stored.items():
+        # Null is tried for every key where the file is made. The classes check all fields alike.
+        with pytest.raises(Exception, match=f"Validation error for field '{keys[0]}'"):
+            CONFIG_MAPPING[name](**{keys[0]: "much"})
+        for key in keys:
+            for value in (None, "much"):
+                found = mistyped(name, {key: value})
+                assert found is not None and found[0] == key, (kind, key)
+
+
+@pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
+def test_the_defaults_of_every_class_are_taken(name: str) -> None:
+    assert mistyped(name, CONFIG_MAPPING[name]().to_dict()) is None
+
+
+def test_published_configurations_are_taken() -> None:
+    for preset in presets().values():
+        config = text_part(preset.config)
+        assert mistyped(str(config["model_type"]), config) is None, preset.name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value", "message"),
+    [
+        ("gpt_oss", "num_local_experts", None, r"num_local_experts is null, which gpt_oss does not take"),
+        ("glm_moe_dsa", "index_head_dim", None, r"index_head_dim is null"),
+        ("llama", "hidden_size", "4096", r'hidden_size is "4096": it has to be a whole number'),
+        ("llama", "attention_bias", [], r"attention_bias is \[\]: it has to be true or false"),
+        ("llama", "num_hidden_layers", 2.5, r"num_hidden_layers is 2\.5: it has to be a whole number"),
+    ],
+)
+def test_the_message_names_the_key(model_type: str, key: str, value: object, message: str) -> None:
+    config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, key: value}
+    with pytest.raises(ModelConfigError, match=message) as caught:
+        shape_from_config(config)
+    assert caught.value.key == key
