@@ -63,8 +63,7 @@ def shape_from_config(config: Config) -> ModelShape:
         sentence, instead = refusal(name, config)
         raise ModelConfigError(sentence, "model_type", instead)
     if (wrong := mistyped(name, config)) is not None:
-        key, why, instead = wrong
-        raise ModelConfigError(why, key, instead)
+        raise ModelConfigError(wrong[1], wrong[0])
     family = FAMILIES[name]
     read = _Reader(config, family, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")

@@ -22,8 +22,8 @@ def _stored() -> Mapping[str, Any]:
     return found
 
 
-def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first key whose value its class refuses, with what is wrong and what to write; None where there is none.
+def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first key whose value its class refuses, with what is wrong; None where there is none.
 
     A type of which nothing is known, such as a plug-in's, has none.
     """
@@ -32,10 +32,8 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str, str]
             if key not in config or _is_taken(config[key], kind):
                 continue
             if config[key] is None:
-                version = _stored()["transformers"]
-                why = f"{key} is null, which {model_type} does not take (transformers {version})"
-                return key, why, f"leave {key} out, or write {_MEANT[kind]}"
-            return key, f"{key} is {json.dumps(config[key])[:60]}: it has to be {_MEANT[kind]}", f"write {_MEANT[kind]}"
+                return key, f"{key} is null, which transformers refuses: write {_MEANT[kind]}, or leave the key out"
+            return key, f"{key} is {json.dumps(config[key])[:60]}: it has to be {_MEANT[kind]}"
     return None
 
 
