@@ -6,8 +6,6 @@ import functools
 
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import tensor_layout
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, ParameterTable
@@ -72,16 +70,24 @@ def rank_parameters(
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    family = FAMILIES.get(shape.model_type, Family())
     unlike = shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices
     mixed = shape.moe is not None and shape.moe.layers is not None
-    if unlike or mixed or family.not_first or family.last_bias:
+    if unlike or mixed or _uneven(shape):
         return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
     start = first_moe - dense
     alike = Stage(range(start, start + len(stage.layers)), stage.has_embedding, stage.has_head)
     return _rank_parameters(shape, alike, tp, (ep, expert_tp), vocab_divisible_by)
+
+
+@functools.lru_cache(maxsize=1024)
+def _uneven(shape: ModelShape) -> bool:
+    """Whether a parameter stands in other layers than all, all dense ones, or all with experts."""
+    every = range(shape.num_hidden_layers)
+    first = min(shape.moe.first_moe_layer, len(every)) if shape.moe is not None else len(every)
+    stretches = [list(one) for one in (every, every[:first], every[first:])]
+    return any(list(one.layers) not in stretches for one in parameter_table(shape).layer if one.layers is not None)
 
 
 @functools.lru_cache(maxsize=8192)

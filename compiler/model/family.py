@@ -52,13 +52,6 @@ class Experts:
     block: str = "mlp"
     router: str = "gate"
     router_first: bool = True
-    router_bias: bool = False
-    correction: str = ""
-    """A frozen score of each expert that is added for its choice, where it is a parameter and no buffer."""
-    correction_first: bool = False
-    correction_dims: int = 1
-    bias: bool = False
-    """Each expert's two projections have a bias."""
     gated: bool = True
     """The first projection gives a gate too."""
     transposed: bool = False
@@ -66,7 +59,6 @@ class Experts:
     interleaved: bool = False
     """The columns of gate and up alternate, in place of all gates first."""
     shared: str = ""
-    shared_first: bool = False
     shared_is_optional: bool = False
     """transformers builds none for a count of 0."""
     beside: str = ""
@@ -128,8 +120,6 @@ class Family:
     embedding: str = "embed_tokens"
     positions: str = ""
     """A learned table of positions, added to the embedding."""
-    first_position: int = 0
-    """Its row of position 0; the rows before it are nobody's."""
     fixed_positions: str = ""
     """A table of positions that is not learned."""
     embedding_norm: str = ""
@@ -137,13 +127,7 @@ class Family:
     """Scores fall linearly with the distance of a key, by a slope of each head (arXiv 2108.12409)."""
     final_norm: str = "norm"
     """Empty: the last layer ends with one."""
-    final_norm_first: bool = False
-    """It is registered before the layers."""
     head: str = "lm_head"
-    head_block: str = ""
-    """A linear `dense` over the features and a `norm` between the last norm and the head."""
-    head_block_bias: Switch = False
-    """Of that linear."""
     order: tuple[str, ...] = ("attention", "mlp", "norms")
     """The parts of a layer in the order in which they are registered; any other word is the name of one norm.
 
@@ -165,23 +149,15 @@ class Family:
     """A fused projection holds this many blocks of heads one after the other, each with its own parts."""
     paired_heads: bool = False
     """Each head of the first half works with its place in the second half: both halves are cut alike."""
-    head_vectors: tuple[str, ...] = ()
-    """Vectors as wide as a head that all heads use, in the attention itself."""
     sinks: str = ""
     """A learned score of each head beside those of its keys, which takes a share of the softmax and gives nothing."""
     output: str = "o_proj"
-    output_first: bool = False
-    last_bias: str = ""
-    """A bias of what the attention gives, in the attention itself, which the last layer alone has."""
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    qk_norm_holds: Norm = Norm.WEIGHT
     qk_norms_behind: Literal["all", "queries", "own"] = "all"
     """The projections behind which these norms are registered: all, that of queries, or each behind those it serves."""
-    sub_norms: tuple[str, str] | None = None
-    """Norms of what the attention and the MLP give, over all their features, before their last projections."""
     gate: str = ""
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
@@ -190,8 +166,6 @@ class Family:
     """Whether there is one."""
     gate_as_queries: bool = False
     """The projection has a bias where that of queries has one."""
-    gate_bias: str = ""
-    """A bias of that gate for each head, in the attention itself."""
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate. With latent attention `gate` is
     the name of that projection, which takes the compressed queries with and without their norm."""
@@ -225,15 +199,9 @@ class Family:
     gated: bool = True
     """Two column-parallel projections; fused when `up` has one name."""
     down: str = "down_proj"
-    activation: tuple[str, ...] = ()
-    """Learned scalars of the activation function."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norms_by: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     """Those of a configuration, where they vary."""
-    more_norms: tuple[str, bool, tuple[str, ...]] | None = None
-    """A key, its value for which there are further norms behind those, and their names."""
-    not_first: str = ""
-    """The norm that the first layer lacks."""
     norm: Norm = Norm.WEIGHT
     norm_bias: Switch = False
     """Norms of weights have a bias too."""
@@ -266,12 +234,7 @@ class Family:
 
     def norms_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The norms of a layer."""
-        if self.norms_by is not None:
-            return self.norms_by(config)
-        if self.more_norms is None:
-            return self.norms
-        key, value, names = self.more_norms
-        return self.norms + (names if self.is_on(key, config) is value else ())
+        return self.norms if self.norms_by is None else self.norms_by(config)
 
     @property
     def switches(self) -> frozenset[str]:
@@ -279,8 +242,8 @@ class Family:
         states = None if self.recurrent is None else self.recurrent.state_space
         of_states = () if states is None else (states.input_bias, states.convolution_bias, states.output_bias)
         found: list[Switch | None] = [
-            *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias, self.head_block_bias),
-            *(self.norm_bias, self.gate_key, self.qk_norm_key, self.more_norms[0] if self.more_norms else None),
+            *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias),
+            *(self.norm_bias, self.gate_key, self.qk_norm_key),
             *(one[0] for one in of_states),
             states.norm[0] if states is not None and states.norm is not None else None,
             "tie_word_embeddings",

@@ -5,11 +5,12 @@ Defaults are those of the family; a key that a family cannot do without is an er
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .catalogue import refusal
+from .derived_rows import by_hand, norm_names
 from .families import FAMILIES
 from .family import Experts, Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
@@ -21,7 +22,7 @@ from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape, MoeShape
-from .tables import class_default
+from .tables import Table, TableError, class_default, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
@@ -70,6 +71,7 @@ def shape_from_config(config: Config) -> ModelShape:
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
+    table = None if by_hand(name) else table_of(name)
     for key in sorted(family.switches):
         if key in config and config[key] is None and key not in family.null_is_off:
             message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
@@ -99,7 +101,6 @@ def shape_from_config(config: Config) -> ModelShape:
         attention_output_bias=family.is_on(family.output_bias, config),
         mlp_bias=family.is_on(family.mlp_bias, config),
         head_bias=family.is_on(family.head_bias, config),
-        head_block_bias=family.is_on(family.head_block_bias, config),
         paired_heads=family.paired_heads,
         qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
         attention_gate=_gate(read, family, config, hidden, heads, mla),
@@ -116,8 +117,20 @@ def shape_from_config(config: Config) -> ModelShape:
         blocks=blocks,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
+        stated=() if table is None else _stated(table, config),
     )
+    if table is not None:
+        norms = norm_names(shape)
+        shape = replace(shape, norms_per_layer=len(norms), norm_names=norms)
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
+
+
+def _stated(table: Table, config: Config) -> tuple[tuple[str, Hashable], ...]:
+    """What the rows of a derived table follow from."""
+    try:
+        return stated(table, config)
+    except TableError as error:
+        raise ModelConfigError(str(error), error.key) from error
 
 
 def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .altup import projections_of_altup, rows_of_altup
+from .derived_rows import by_hand, derived_rows
 from .families import FAMILIES
 from .family import Family, Norm, QkNorm
 from .indexer import IndexerShape
@@ -21,6 +22,8 @@ def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
     if shape.user_module is not None:
         return user_module_table(shape, shape.user_module)
+    if not by_hand(shape.model_type):
+        return derived_rows(shape)
     return _decoder(shape, FAMILIES[shape.model_type])
 
 
@@ -55,12 +58,11 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             own = family.recurrent is not None and family.recurrent.norms
             attending = rows.of(shape.attention_layers) if own and part == "norms" else rows
             for name in shape.norm_names if part == "norms" else (part,):
-                own_rows = rows.of(layers[1:]) if name == family.not_first else attending
-                own_rows.norm(name, h, norm)
+                attending.norm(name, h, norm)
     before = [Parameter(f"{family.base}.{family.initial_state}", (h,), trained=False)] if family.initial_state else []
     before.append(Parameter(f"{family.base}.{family.embedding}.weight", (v, h), vocabulary(v)))
     if family.positions:
-        size = (shape.max_position_embeddings + family.first_position, h)
+        size = (shape.max_position_embeddings, h)
         before.append(Parameter(f"{family.base}.{family.positions}.weight", size, sequence_parallel=True))
     if family.embedding_norm:
         before += [
@@ -75,13 +77,6 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     if shape.altup is not None:
         late += projections_of_altup(family.base, "altup_projections", shape.altup, h)
     norms = len(after)
-    first = norms if family.final_norm_first else 0
-    if family.head_block:
-        block = Rows(f"{family.head_block}.", layers)
-        block.linear("dense", h, h, None, bias=shape.head_block_bias)
-        block.norm("norm", h, norm)
-        # Each rank's tokens pass it whole.
-        after += [replace(row, layers=None, sequence_parallel=True) for row in block.rows]
     if shape.altup is not None:
         after += projections_of_altup(family.base, "altup_unembed_projections", shape.altup, h)
     if not shape.tie_word_embeddings:
@@ -89,7 +84,7 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
     if shape.head_bias:
         after.append(Parameter(f"{family.head}.bias", (v,), vocabulary(v)))
     return ParameterTable(
-        (*before, *late), tuple(rows.rows), tuple(after), len(layers), first, len(late), norms if late else 0
+        (*before, *late), tuple(rows.rows), tuple(after), len(layers), 0, len(late), norms if late else 0
     )
 
 
@@ -133,17 +128,8 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
             if kind in projected and kind in wanted:
                 _qk_norm(rows, f"{name}.{norm}", count, width, family)
 
-    if family.gate_bias:
-        rows.add(f"{name}.{family.gate_bias}", (heads,), column(heads))
-    if family.last_bias:
-        last = rows.layers[-1:]
-        rows.add(f"{name}.{family.last_bias}", (h,), layers=last, sequence_parallel=True)
-    for vector in family.head_vectors:
-        rows.add(f"{name}.{vector}", (width,), partial=True)
     if family.sinks and shape.sinks:
         rows.add(f"{name}.{family.sinks}", (heads,), column(heads))
-    if family.output_first:
-        output()
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     widths = {"q": width, "k": width, "v": values}
     parts = [Part(counts[kind] * widths[kind], counts[kind]) for kind in family.qkv_parts]
@@ -167,10 +153,7 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
                 norms("qk" if family.qk_norms_behind == "queries" else "q")
             if kind == "v" and family.qk_norms_behind == "own":
                 norms("k")
-    if not family.output_first:
-        output()
-    if family.sub_norms:
-        rows.add(f"{name}.{family.sub_norms[0]}.weight", (heads * width,), column(heads * width, heads))
+    output()
     if shape.qk_norm and family.qk_norms_behind == "all":
         norms("qk")
     if shape.attention_gate and family.gate:
@@ -180,14 +163,13 @@ def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:
 
 
 def _qk_norm(rows: Rows, name: str, heads: int, width: int, family: Family) -> None:
-    for kind in kinds(family.qk_norm_holds):
-        if family.qk_norm is QkNorm.HEAD:
-            # One norm for all heads, used on each rank's own heads: a sum over tp whether or not sequences are split.
-            rows.add(f"{name}.{kind}", (width,), partial=True)
-        elif family.qk_norm is QkNorm.HEADS:
-            rows.add(f"{name}.{kind}", (heads, width), Split(0, (Part(heads, heads),)))
-        else:
-            rows.add(f"{name}.{kind}", (heads * width,), column(heads * width, heads))
+    if family.qk_norm is QkNorm.HEAD:
+        # One norm for all heads, used on each rank's own heads: a sum over tp whether or not sequences are split.
+        rows.add(f"{name}.weight", (width,), partial=True)
+    elif family.qk_norm is QkNorm.HEADS:
+        rows.add(f"{name}.weight", (heads, width), Split(0, (Part(heads, heads),)))
+    else:
+        rows.add(f"{name}.weight", (heads * width,), column(heads * width, heads))
 
 
 def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
@@ -290,10 +272,6 @@ def _mlp(rows: Rows, shape: ModelShape, family: Family, name: str, f: int, layer
         for projection in family.up:
             rows.linear(f"{prefix}{projection}", f, h, column(f), bias=bias, layers=layers, inside=inside)
     rows.linear(f"{prefix}{family.down}", h, f, row(f), bias=bias, layers=layers, inside=inside)
-    if family.sub_norms:
-        rows.add(f"{prefix}{family.sub_norms[1]}.weight", (f,), column(f), layers=layers)
-    for scalar in family.activation:
-        rows.add(f"{name}.{scalar}", (1,), layers=layers, partial=True)
 
 
 def _experts_of_layer(rows: Rows, shape: ModelShape, family: Family) -> None:
@@ -323,15 +301,8 @@ def _experts(rows: Rows, shape: ModelShape, family: Family, layers: Layers) -> N
         # experts: the gradient is a part.
         rows.add(f"{names.block}.{name}", size, layers=layers, partial=True)
 
-    def correction() -> None:
-        replicated(names.correction, (1,) * (names.correction_dims - 1) + (experts,))
-
     def router() -> None:
         replicated(f"{names.router}.weight", (experts, h))
-        if names.router_bias:
-            replicated(f"{names.router}.bias", (experts,))
-        if names.correction and not names.correction_first:
-            correction()
 
     def shared() -> None:
         if moe.shared_intermediate_size and names.shared:
@@ -341,12 +312,8 @@ def _experts(rows: Rows, shape: ModelShape, family: Family, layers: Layers) -> N
         name = f"{names.block}.experts.{name}"
         rows.add(name, size, split, expert_dim=0, layers=layers, partial=partial)
 
-    if names.correction_first:
-        correction()
     if names.router_first:
         router()
-    if names.shared_first:
-        shared()
     # Pairs of a gate and an up column stay together where they alternate.
     up = (Part(2 * f, f),) if names.interleaved else (Part(f, f), Part(f, f))
     across, along = (2, 1) if names.transposed else (1, 2)
@@ -354,16 +321,10 @@ def _experts(rows: Rows, shape: ModelShape, family: Family, layers: Layers) -> N
         expert("gate_up_proj", (experts, h, 2 * f) if names.transposed else (experts, 2 * f, h), Split(across, up))
     else:
         expert("up_proj", (experts, f, h), Split(1, (Part(f, f),)))
-    if names.bias:
-        expert("gate_up_proj_bias", (experts, 2 * f), Split(1, up))
     expert("down_proj", (experts, f, h) if names.transposed else (experts, h, f), Split(along, (Part(f, f),)))
-    if names.bias:
-        # Whole on every rank, and added by the first: the gradient of the others is zero.
-        expert("down_proj_bias", (experts, h), None, partial=True)
     if not names.router_first:
         router()
-    if not names.shared_first:
-        shared()
+    shared()
     if names.shared_gate:
         replicated(f"{names.shared_gate}.weight", (1, h))
     if names.norm_after:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, fields, replace
 
 from .indexer import IndexerShape
 from .layer_blocks import LayerBlocks
@@ -81,7 +81,6 @@ class ModelShape:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    head_block_bias: bool = False
     paired_heads: bool = False
     """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
@@ -114,6 +113,8 @@ class ModelShape:
     """Layers that carry a state in the place of attention."""
     runs: LayerRuns | None = None
     """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
+    stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False)
+    """Values of the configuration that the derived table of the type reads; empty where its rows are hand-written."""
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 

@@ -16,13 +16,6 @@ def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
     return 1 if config.get("multi_query", True) else heads
 
 
-def _falcon_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
-    if not config.get("parallel_attn", True):
-        return "post_attention_layernorm", "input_layernorm"
-    count = config.get("num_ln_in_parallel_attn") or (2 if config.get("new_decoder_architecture") else 1)
-    return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
-
-
 ALIBI: Mapping[str, Family] = {
     "falcon": Family(
         null_is_off=("alibi", "bias"),
@@ -41,7 +34,6 @@ ALIBI: Mapping[str, Family] = {
         gated=False,
         down="dense_4h_to_h",
         mlp_ratio=4,
-        norms_by=_falcon_norms,
         norm=Norm.WEIGHT_AND_BIAS,
         qkv_bias="bias",
         output_bias="bias",
@@ -68,7 +60,6 @@ ALIBI: Mapping[str, Family] = {
         embedding_norm="word_embeddings_layernorm",
         alibi=True,
         final_norm="ln_f",
-        order=("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
         attention="self_attention",
         qkv=("query_key_value",),
         kv_heads=all_heads,
@@ -105,7 +96,6 @@ ALIBI: Mapping[str, Family] = {
         embedding="wte",
         alibi=True,
         final_norm="norm_f",
-        order=("norm_1", "attention", "norm_2", "mlp"),
         attention="attn",
         qkv=("Wqkv",),
         kv_heads=all_heads,
@@ -115,7 +105,6 @@ ALIBI: Mapping[str, Family] = {
         gated=False,
         down="down_proj",
         mlp_ratio=4,
-        norms=("norm_1", "norm_2"),
         qkv_bias=False,
         output_bias=False,
         own_head_dim=False,

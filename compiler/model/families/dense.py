@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model.family import Family, Norm, QkNorm, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
-from .traits import FOUR_NORMS, FUSED_UP, POST_NORMS, TIED, UP_ONLY, all_heads, defaults_of
+from .traits import FUSED_UP, TIED, UP_ONLY, all_heads, defaults_of
 
 _INTERNLM3_BIAS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
 
@@ -43,13 +43,11 @@ DENSE: Mapping[str, Family] = {
     "iquestcoder": Family(mlp_bias="mlp_bias"),
     "ministral3": Family(qkv_bias=False, output_bias=False),
     "vaultgemma": Family(
-        norms=("input_layernorm", "pre_feedforward_layernorm"),
         defaults=defaults_of(sliding_window=4096, **TIED),
     ),
-    "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD, qk_norm_names=("query_layernorm", "key_layernorm")),
+    "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD),
     "diffllama": Family(
         paired_heads=True,
-        head_vectors=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
         refusals=(
             Refusal(
                 "num_key_value_heads",
@@ -114,33 +112,30 @@ DENSE: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096),
     ),
     "gemma": Family(defaults=defaults_of(**TIED)),
-    "gemma2": Family(norms=FOUR_NORMS, defaults=defaults_of(sliding_window=4096, **TIED)),
+    "gemma2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
     "gemma3_text": Family(
-        norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
         # The published configurations of multimodal models leave out more than others do.
         defaults=defaults_of(
             sliding_window=4096, num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072, **TIED
         ),
     ),
-    "phi3": Family(qkv=("qkv_proj",), output_first=True, up=FUSED_UP, qkv_bias=False, output_bias=False),
+    "phi3": Family(qkv=("qkv_proj",), up=FUSED_UP, qkv_bias=False, output_bias=False),
     "olmo": Family(norm=Norm.NOTHING),
-    "olmo2": Family(qk_norm=QkNorm.WHOLE, norms=POST_NORMS),
-    "olmo3": Family(qk_norm=QkNorm.WHOLE, norms=POST_NORMS, defaults=defaults_of(sliding_window=4096)),
+    "olmo2": Family(qk_norm=QkNorm.WHOLE),
+    "olmo3": Family(qk_norm=QkNorm.WHOLE, defaults=defaults_of(sliding_window=4096)),
     "cohere": Family(
         qk_norm=QkNorm.HEADS,
         qk_norm_key="use_qk_norm",
         null_is_off=("use_qk_norm",),
-        norms=("input_layernorm",),
         defaults=defaults_of(**TIED),
     ),
-    "cohere_compass_text": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
-    "bitnet": Family(sub_norms=("attn_sub_norm", "ffn_sub_norm"), hidden_is_heads=True),
-    "cohere2": Family(norms=("input_layernorm",), defaults=defaults_of(sliding_window=4096, **TIED)),
+    "cohere_compass_text": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
+    "bitnet": Family(hidden_is_heads=True),
+    "cohere2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
     "glm": Family(up=FUSED_UP, output_bias=False, defaults=defaults_of(attention_bias=True)),
     "glm4": Family(
         up=FUSED_UP,
-        norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
         output_bias=False,
         defaults=defaults_of(attention_bias=True),
     ),
@@ -153,7 +148,6 @@ DENSE: Mapping[str, Family] = {
     ),
     "exaone4": Family(
         qk_norm=QkNorm.HEAD,
-        norms=POST_NORMS,
         qkv_bias=False,
         output_bias=False,
         defaults=defaults_of(sliding_window=4096),
@@ -170,8 +164,6 @@ DENSE: Mapping[str, Family] = {
         qk_norm=QkNorm.HEAD,
         up=UP_ONLY,
         gated=False,
-        activation=("act_fn.alpha_p", "act_fn.alpha_n"),
-        norms=("attention_layernorm", "feedforward_layernorm"),
         refusals=(
             Refusal(
                 "hidden_act",
@@ -183,7 +175,6 @@ DENSE: Mapping[str, Family] = {
     "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING),
     "hyperclovax": Family(
         mlp_bias="mlp_bias",
-        more_norms=("use_post_norm", True, ("post_norm1", "post_norm2")),
         defaults={"use_post_norm": True},
     ),
     "granite_swa": Family(

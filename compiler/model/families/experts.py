@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parcompile.model.family import Experts, Family, Norm, QkNorm
 
-from .traits import FOUR_NORMS, POST_NORMS, defaults_of
+from .traits import defaults_of
 
 EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts")),
@@ -14,7 +14,6 @@ EXPERTS: Mapping[str, Family] = {
         qk_norm=QkNorm.HEAD,
         window_key="use_sliding_window",
         experts=Experts(
-            router_first=False,
             count=("num_experts", 128),
             count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
@@ -23,12 +22,9 @@ EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096),
     ),
     "beam": Family(
-        norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
         gate="gate_proj",
-        gate_bias="gate_bias",
         experts=Experts(
-            router_first=False,
             count=("num_experts", 256),
             count_alias=None,
             per_token=("num_experts_per_tok", 8),
@@ -52,12 +48,9 @@ EXPERTS: Mapping[str, Family] = {
         window_only_in="mask",
         experts=Experts(router="router", count=("num_local_experts", 16)),
     ),
-    "granitemoe": Family(
-        order=("attention", "norms", "mlp"), experts=Experts(block="block_sparse_moe", router="router")
-    ),
+    "granitemoe": Family(experts=Experts(block="block_sparse_moe", router="router")),
     "flex_olmo": Family(
         qk_norm=QkNorm.WHOLE,
-        norms=POST_NORMS,
         experts=Experts(
             count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5)
         ),
@@ -73,7 +66,6 @@ EXPERTS: Mapping[str, Family] = {
     "mellum": Family(
         qk_norm=QkNorm.HEAD,
         experts=Experts(
-            router_first=False,
             count=("num_local_experts", 64),
             count_alias="num_experts",
             by_layer="mlp_layer_types",
@@ -86,8 +78,6 @@ EXPERTS: Mapping[str, Family] = {
         sinks="sinks",
         experts=Experts(
             router="router",
-            router_bias=True,
-            bias=True,
             transposed=True,
             interleaved=True,
             count=("num_local_experts", 128),

@@ -22,7 +22,6 @@ LLAMA4: Mapping[str, Family] = {
         experts=Experts(
             block="feed_forward",
             router="router",
-            router_first=False,
             transposed=True,
             shared="shared_expert",
             count=("num_local_experts", 16),

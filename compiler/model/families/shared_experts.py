@@ -24,7 +24,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         window_only_in="mask",
         experts=Experts(
             shared="shared_expert",
-            shared_gate="shared_expert_gate",
             count=("num_experts", 60),
             per_token=("num_experts_per_tok", 4),
             width=("moe_intermediate_size", 1408),
@@ -69,8 +68,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_experts",
             shared_is_optional=True,
-            correction="gate.moe_statics.e_score_correction_bias",
-            correction_dims=2,
             count=("moe_num_experts", 64),
             count_alias="num_experts",
             per_token=("moe_k", 6),
@@ -95,7 +92,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "hunyuan_v1_moe": Family(
         qk_norm=QkNorm.HEAD,
-        qk_norm_names=("query_layernorm", "key_layernorm"),
         experts=Experts(
             router="gate.wg",
             shared="shared_mlp",
@@ -117,11 +113,9 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_key="num_shared_experts",
             by_layer="mlp_layer_types",
             dense_by_default=1,
-            router_first=True,
         ),
     ),
     "cohere2_moe": Family(
-        norms=("input_layernorm",),
         experts=Experts(
             shared="shared_experts",
             shared_is_optional=True,
@@ -135,26 +129,19 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096, **TIED),
     ),
     "granitemoeshared": Family(
-        order=("attention", "norms", "mlp"),
         experts=_GRANITE,
     ),
     "granitemoe_swa": Family(
         sinks="sinks",
-        order=("attention", "norms", "mlp"),
         experts=_GRANITE,
         defaults=defaults_of(sliding_window=128),
     ),
     "afmoe": Family(
         qk_norm=QkNorm.HEAD,
         gate="gate_proj",
-        order=("attention", "norms", "mlp"),
-        norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
         experts=Experts(
             router="router.gate",
             shared="shared_experts",
-            shared_first=True,
-            correction="expert_bias",
-            correction_first=True,
             count=("num_experts", 64),
             per_token=("num_experts_per_tok", 6),
             width=("moe_intermediate_size", 1408),
@@ -168,9 +155,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         gate="g_proj",
         gate_of_heads=lambda config: config.get("gating", True) in (True, "per-head"),
         experts=Experts(
-            router_first=False,
             shared="shared_experts",
-            correction="gate.e_score_correction_bias",
             count=("num_experts", 256),
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 512),
@@ -194,7 +179,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         sinks="sinks",
         qk_norm=QkNorm.HEAD,
         experts=Experts(
-            router_first=False,
             shared="shared_expert",
             count=("num_experts", 256),
             per_token=("num_experts_per_tok", 6),
@@ -207,9 +191,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         qk_norm=QkNorm.HEAD,
         qkv_bias=False,
         output_bias=False,
-        norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
         experts=Experts(
-            router_first=False,
             shared="shared_experts",
             count=("num_local_experts", 384),
             count_alias="num_experts",

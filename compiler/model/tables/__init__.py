@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from .completing import TableError, complete
+from .completing import TableError, complete, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
+from .repeating import Repeated, repeated
 
 __all__ = [
     "VERSION",
     "Counts",
     "Derived",
+    "Repeated",
     "Row",
     "Table",
     "TableError",
@@ -20,5 +22,7 @@ __all__ = [
     "covered",
     "left_out",
     "parameters",
+    "repeated",
+    "stated",
     "table_of",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from .expression import ExpressionError, evaluate
+from .expression import ExpressionError, evaluate, names
 from .reading import Table
 
 
@@ -27,6 +28,15 @@ def complete(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TableError: a key has a value for which the table was not derived, or one that follows cannot be computed.
     """
+    return follow(table, given(table, config))
+
+
+def given(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration says, and the defaults of its class; no value that follows from others.
+
+    Raises:
+        TableError: a key has a value for which the table was not derived.
+    """
     if config.get("per_layer_config"):
         raise TableError("per_layer_config: layers that differ one by one are not derived", "per_layer_config")
     for key, value in config.items():
@@ -39,6 +49,50 @@ def complete(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
     for key, default in table.fixed.items():
         if found.get(key) != default:
             raise TableError(f"{key} is {found[key]!r}: parameters are derived for {default!r} only", key)
+    return found
+
+
+def stated(table: Table, config: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    """The values of `given` that the rows of the table follow from; lists as tuples.
+
+    Raises:
+        TableError: the table does not tell the parameters of this configuration.
+    """
+    values = given(table, config)
+    return tuple((key, _frozen(values[key])) for key in keys_read(table) if key in values)
+
+
+def _frozen(value: Any) -> Hashable:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def thawed(values: Iterable[tuple[str, Hashable]]) -> dict[str, Any]:
+    """What `stated` gave, as values of a configuration."""
+    return {key: _thawed(value) for key, value in values}
+
+
+def _thawed(value: Any) -> Any:
+    return list(map(_thawed, value)) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _keys_read(texts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({key for text in texts for key in names(text)}))
+
+
+def keys_read(table: Table) -> tuple[str, ...]:
+    """The keys that expressions of a table read, in alphabetical order."""
+    rows = (text for row in table.rows for text in (row.when, *row.shape))
+    return _keys_read(tuple(dict.fromkeys((*table.stacks.values(), *table.derived.values(), *table.derived, *rows))))
+
+
+def follow(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the values that follow from others.
+
+    Raises:
+        TableError: one cannot be computed.
+    """
+    found = dict(values)
     for key, text in table.derived.items():
         found[key] = _following(key, text, found)
     return found

@@ -43,32 +43,33 @@ def parameters(table: Table, config: Mapping[str, Any]) -> list[Derived]:
             parts = row.name.split(".")
             for end in range(1, len(parts) + 1):
                 first.setdefault(tuple(parts[:end]), number)
-            for numbers in _numbers(table, parts, scope, 0):
+            for numbers in numbers_of(table, parts, scope, 0):
                 here = {**scope, **numbers}
                 if not evaluate(row.when, here):
                     continue
                 place = [(first[tuple(parts[: end + 1])], numbers.get(part[1:-1], 0)) for end, part in enumerate(parts)]
-                shape = tuple(_size(text, here) for text in row.shape)
+                shape = tuple(size_of(text, here) for text in row.shape)
                 found.append((place, Derived(row.name.format(**numbers), shape, row)))
     except ExpressionError as error:
         raise TableError(str(error)) from None
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _size(text: str, scope: Mapping[str, Any]) -> int:
+def size_of(text: str, scope: Mapping[str, Any]) -> int:
+    """A dim, or how often a module is repeated."""
     value = evaluate(text, scope)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ExpressionError(f"{text} is {value!r}: it has to be a whole number of 0 or more")
     return value
 
 
-def _numbers(table: Table, parts: list[str], scope: Mapping[str, Any], start: int) -> Iterator[dict[str, int]]:
+def numbers_of(table: Table, parts: list[str], scope: Mapping[str, Any], start: int) -> Iterator[dict[str, int]]:
     """The numbers of every instance of a row: of its layer, and of what is repeated within."""
     for end in range(start, len(parts)):
         if parts[end].startswith("{"):
             name = parts[end][1:-1]
-            for number in range(_size(table.stacks[".".join(parts[: end + 1])], scope)):
-                for inner in _numbers(table, parts, {**scope, name: number}, end + 1):
+            for number in range(size_of(table.stacks[".".join(parts[: end + 1])], scope)):
+                for inner in numbers_of(table, parts, {**scope, name: number}, end + 1):
                     yield {name: number, **inner}
             return
     yield {}

@@ -47,9 +47,11 @@ class Table:
     rows: tuple[Row, ...]
 
 
+@functools.cache
 def table_of(model_type: str) -> Table | None:
     """The table of a model type; None where it has none."""
-    return _tables().get(model_type)
+    entry = _stored()["types"].get(model_type)
+    return None if entry is None else table_from(model_type, entry)
 
 
 def class_default(model_type: str, key: str) -> Any:
@@ -60,7 +62,7 @@ def class_default(model_type: str, key: str) -> Any:
 
 def covered() -> tuple[str, ...]:
     """The model types that have a table, in alphabetical order."""
-    return tuple(_tables())
+    return tuple(sorted(_stored()["types"]))
 
 
 def left_out() -> Mapping[str, str]:
@@ -89,8 +91,3 @@ def _stored() -> Mapping[str, Any]:
     file = importlib.resources.files("parcompile.model.tables") / f"transformers-{VERSION}.json"
     found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
-
-
-@functools.cache
-def _tables() -> Mapping[str, Table]:
-    return {name: table_from(name, entry) for name, entry in sorted(_stored()["types"].items())}

@@ -1,0 +1,1 @@
+"""How tensor parallelism cuts the parameters that a derived table names."""

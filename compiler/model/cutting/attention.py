@@ -1,0 +1,60 @@
+"""How the attention of a layer is cut: by heads."""
+
+from __future__ import annotations
+
+from parcompile.model.family import Family
+from parcompile.model.shape import ModelShape
+from parcompile.model.table import Part, Split
+from parcompile.model.tables import Repeated
+
+from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
+from .keys import leading_key, own_key
+
+
+def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
+    """The cut of `module` (`q_proj.weight`) in layers of this shape."""
+    if module.startswith("indexer."):
+        return FROZEN  # all ranks have to choose the same keys
+    name, _, kind = module.rpartition(".")
+    bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads
+    if kind in ("weight", "bias") and name == family.output:
+        size = heads * shape.value_dim
+        pairs = heads // 2 if shape.paired_heads else heads
+        return STREAM if bias else rows(Part(size, pairs), transposed=family.transposed)
+    if kind in ("weight", "bias") and name in family.qkv:
+        parts = _projected(family, shape)
+        whole = parts if len(family.qkv) == 1 else (parts[family.qkv.index(name)],)
+        if shape.paired_heads:
+            whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
+        return columns(whole, dims, transposed=family.transposed)
+    gates = family.gate and name == family.gate
+    units = heads if gates else _heads_of(one.row.shape[0], shape, family)
+    if units is not None:
+        return Cut(Split(0, (Part(one.shape[0], units),)))
+    # One for all heads, used on each rank's own: a sum over tp whether or not sequences are split.
+    return STREAM if one.row.shape == (own_key(family, "hidden_size"),) else PARTIAL
+
+
+def _projected(family: Family, shape: ModelShape) -> tuple[Part, ...]:
+    """Queries, keys and values in the order of their projections, or of their parts in the one projection."""
+    heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    if family.heads_interleaved and kv_heads > 1:
+        # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
+        return (Part((heads + 2 * kv_heads) * width, kv_heads),)
+    if family.fused_blocks:
+        return (Part((heads + 2 * kv_heads) * width, family.fused_blocks),)
+    sizes = {"q": width, "k": width, "v": shape.value_dim}
+    if family.query_gate or shape.mla:
+        sizes["q"] = 2 * width if shape.mla is None else shape.mla.qk_head_dim
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in family.qkv_parts)
+
+
+def _heads_of(text: str, shape: ModelShape, family: Family) -> int | None:
+    """How many heads a dim is made of, as its expression says; None where it is not made of heads."""
+    key = leading_key(text)
+    if key == own_key(family, "num_attention_heads"):
+        return shape.num_attention_heads
+    if family.hidden_is_heads and key == own_key(family, "hidden_size"):
+        return shape.num_attention_heads
+    return shape.num_key_value_heads if key == own_key(family, "num_key_value_heads") else None

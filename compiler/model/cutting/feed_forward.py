@@ -1,0 +1,67 @@
+"""How the MLP of a layer and its experts are cut: by the features between their projections."""
+
+from __future__ import annotations
+
+from parcompile.model.family import Experts, Family
+from parcompile.model.table import Part, Split
+from parcompile.model.tables import Repeated
+
+from .cut import PARTIAL, STREAM, Cut, columns, rows
+from .keys import own_key
+
+_STACKED = 3
+"""Dims of the weights of all experts together."""
+
+
+def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False) -> Cut:
+    """The cut of `module` (`gate_proj.weight`); `inside` a block of experts its sum is the block's."""
+    name, _, kind = module.rpartition(".")
+    found, dims = one.shape, len(one.shape)
+    if name == family.down:
+        width = found[0 if family.transposed else -1]
+        if kind == "bias":
+            return PARTIAL if inside else STREAM
+        return rows(Part(width, width), transposed=family.transposed)
+    if name in family.up:
+        size = found[-1 if family.transposed else 0]
+        count = 2 if family.gated and len(family.up) == 1 else 1
+        return columns((Part(size // count, size // count),) * count, dims, transposed=family.transposed)
+    if one.row.shape == (own_key(family, "intermediate_size"),):
+        return columns((Part(*found, *found),), dims, transposed=False)  # a norm before the last projection
+    return PARTIAL
+
+
+def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut:
+    """The cut of `module` of a block of experts."""
+    first, _, rest = module.partition(".")
+    if first == "experts":
+        return _expert_cut(rest, one.shape, names)
+    if names.shared and first == names.shared:
+        return mlp_cut(rest, one, family, inside=True)
+    if one.row.shape == (own_key(family, "hidden_size"),):
+        return STREAM  # a norm of what the block gives
+    # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
+    # experts: the gradient is a part.
+    return PARTIAL
+
+
+def beside_cut(module: str, found: tuple[int, ...]) -> Cut:
+    """The cut of an MLP beside that block, with a fused `input_linear` and an `output_linear`."""
+    if module == "input_linear.weight":
+        return columns((Part(found[0] // 2, found[0] // 2),) * 2, len(found), transposed=False)
+    return rows(Part(found[1], found[1]), transposed=False)
+
+
+def _expert_cut(name: str, found: tuple[int, ...], names: Experts) -> Cut:
+    if name == "down_proj_bias":
+        # Whole on every rank, and added by the first: the gradient of the others is zero.
+        return Cut(None, 0, partial=True)
+    if name == "down_proj":
+        dim = 1 if names.transposed else 2
+        return Cut(Split(dim, (Part(found[dim], found[dim]),)), 0)
+    dim = 2 if names.transposed and len(found) == _STACKED else 1
+    size = found[dim]
+    # Pairs of a gate and an up column stay together where they alternate.
+    half = Part(size // 2, size // 2)
+    parts = (half, half) if names.gated else (Part(size, size),)
+    return Cut(Split(dim, (Part(size, size // 2),) if names.interleaved else parts), 0)
