@@ -15,7 +15,7 @@ from .indexer import choice_bytes, frozen_bytes, scoring_bytes
 from .kinds import mean_over_layers
 from .layer_inputs import NORM_BYTES, parts_bytes, projection_bytes, table_gradient_bytes
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
-from .recurrent import exchanged_bytes, kept_bytes
+from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -89,7 +89,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         kept["attention"] += states * kept_bytes(work) * held
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
-        in_flight = _in_flight_bytes(work, routed=moe_layers > 0)
+        in_flight = max(_in_flight_bytes(work, routed=moe_layers > 0), backward_bytes(work) if states else 0.0)
         found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
         behind_mlp = _behind_mlp_bytes(work)
         largest = max(

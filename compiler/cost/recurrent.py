@@ -137,6 +137,21 @@ def kept_bytes(work: Workload) -> float:
     return tokens * of_token / work.tp
 
 
+def backward_bytes(work: Workload) -> float:
+    """What the backward pass of such a layer makes, and lets go of at its end.
+
+    Of a Mamba-1 layer, whose scan in transformers goes token by token: the gradients of all discrete A and of what is
+    written to the states, in fp32, and those of one token among zeros; for one piece at a time. Of other layers nothing
+    is counted.
+    """
+    one = work.shape.recurrent
+    if one is None or one.kind is not RecurrentKind.MAMBA1:
+        return 0.0
+    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    tokens = work.micro_batch * -(-work.sequence_length // work.cp // pieces)
+    return 3.0 * STATE_BYTES * tokens * one.state_numel / work.tp
+
+
 def _kept_by_mamba1(work: Workload, one: RecurrentShape, tokens: int) -> float:
     """Counted the same way.
 

@@ -15,10 +15,13 @@ from family_runs import config_plan, drawn_model, family_plan
 from ranks import run_ranks
 from torch import Tensor
 
+from parcompile.cost.recurrent import kept_bytes
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, selective_scan, state_space
 from parcompile.runtime.ring_attention import packing as packings
 from parcompile.runtime.ring_attention import split_sequence
+from parcompile.spec.values import Precision
+from parcompile.spec.workload import workload_of
 
 RANKS, LENGTH = 2, 24
 TOLERANCE = 1e-5
@@ -255,6 +258,36 @@ def test_preflight_counts_the_messages_that_the_estimate_names(family: str) -> N
     report = preflight(family_plan(family, 2, {"tp": 2, "sequence_parallel": True}), [0])
     assert any(one.subject == "sent over tp" for one in report.findings)
     assert [one for one in report.differing if one.subject.startswith("sent")] == []
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Precision.FP32, torch.float32), (Precision.BF16, torch.bfloat16)])
+def test_the_estimate_counts_what_transformers_keeps_of_a_mamba_1_layer(
+    precision: Precision, dtype: torch.dtype
+) -> None:
+    """Storages that autograd saves, each once, without weights and the layer's input."""
+    from dataclasses import replace
+
+    from transformers import JambaConfig
+    from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+    plan = family_plan("jamba", 1, {})
+    training = replace(plan.spec.training, precision=precision, micro_batch_size=1, sequence_length=128)
+    spec = replace(plan.spec, training=training)
+    config = {key: value for key, value in tiny_config("jamba").items() if key != "model_type"}
+    mixer = JambaMambaMixer(JambaConfig(**config), 0).to(dtype)
+    hidden = torch.randn(1, 128, 32, dtype=dtype, requires_grad=True)
+    storages: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer(hidden)
+    others = {one.untyped_storage().data_ptr() for one in (hidden, *mixer.parameters())}
+    kept = sum(one.untyped_storage().nbytes() for place, one in storages.items() if place not in others)
+    # What does not grow with the tokens is not counted.
+    assert kept_bytes(workload_of(spec)) == pytest.approx(kept, rel=0.02)
 
 
 def test_a_piece_begins_with_the_state_of_its_document_only() -> None:
