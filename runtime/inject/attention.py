@@ -208,7 +208,12 @@ def _attention(
     if chunk is not None and chunk >= length:
         chunk = None
     if chunk is not None and current().alone:
-        raise RunError(f"generate() beyond attention_chunk_size {chunk} tokens is not injected", everywhere=True)
+        raise RunError(
+            f"generate() beyond attention_chunk_size {chunk} tokens is not injected: give shorter prompts and fewer "
+            "new tokens, or write the model with `parcompile checkpoint export DIR --hf OUT` and generate with "
+            "AutoModelForCausalLM.from_pretrained(OUT)",
+            everywhere=True,
+        )
     query = tempered(module, query, place.layout, place.group)
     chosen = {} if indices is None else {"bias": place.hiding(indices, key, query.dtype)}
     out = place.attend(

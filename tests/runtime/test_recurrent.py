@@ -322,3 +322,17 @@ def test_transformers_own_models_in_the_same_process_stay_as_they_are() -> None:
     _put_in_front(file.Qwen3_5GatedDeltaNet)
     assert file.torch_chunk_gated_delta_rule is again
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_parameters_are_cast_and_buffers_kept_as_deepspeed_does_for_modules_that_transformers_keeps_in_fp32() -> None:
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
+    from parcompile.runtime import build_model
+    from parcompile.runtime.engine.initialization import _place
+
+    model = build_model(family_plan("bailing_hybrid", 1, {}))
+    assert {"A_log", "dt_bias", "conv1d"} <= set(model._keep_in_fp32_modules_strict)
+    _place(model, torch.device("cpu"), torch.bfloat16)
+    kept = buffers_to_keep_in_fp32(model, keep_in_fp32_pattern(model, None, torch.bfloat16))
+    assert kept and all(buffer.dtype is torch.float32 for buffer in kept)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
