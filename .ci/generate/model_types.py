@@ -4,7 +4,7 @@
 
 Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
 `compiler/model/families/`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
-part. A reason is read from the code of the model where a word of it decides (an indexer, a scan, a convolution), and
+part. A reason is read from the code of the model where a word of it decides (a scan), and
 written below where none does.
 """
 
@@ -32,30 +32,31 @@ FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
 
 WRITTEN = {
     "blt": "byte_patches",
-    "cpmant": "learned_bias",
+    "cpmant": "whole_context",
     "doge": "own_mask",
-    "dbrx": "nested_configuration",
+    "dbrx": "rows_of_experts",
+    "deepseek_v4": "compressed_keys",
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",
+    "hy_v4": "residual_streams",
     "jetmoe": "attention_of_experts",
     "longcat_flash": "two_blocks",
-    "recurrent_gemma": "recurrence",
+    "mllama": "cross_attention",
+    "qwen4_exp_text": "hashed_ngrams",
+    "recurrent_gemma": "gated_units",
     "inkling2_text": "learned_bias",
     "inkling_text": "learned_bias",
     "reformer": "hashed_keys",
-    "rwkv": "recurrence",
-    "xlstm": "recurrence",
+    "rwkv": "weighted_means",
+    "xlstm": "matrix_memory",
     "trocr": "encoder_decoder",
     "zamba": "shared_blocks",
     "zamba2": "shared_blocks",
     "zaya": "mixed_tokens",
 }
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
-WORDS = (
-    ("indexer", r"Indexer\b"),
-    ("state_space", r"selective_scan|mamba_chunk_scan|mamba_ssm"),
-)
+WORDS = (("state_space", r"selective_scan|mamba_chunk_scan|mamba_ssm"),)
 
 
 def code(model: str) -> str:

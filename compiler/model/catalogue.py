@@ -16,20 +16,25 @@ from typing import Any
 
 from .families import BUILT_IN, FAMILIES
 from .family import Family
+from .reasons import REASONS, Reason
 from .tables import counts_of, table_of
 
 TEXT_PARTS = frozenset(
     {
-        *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "got_ocr2"),
-        *("gemma3n", "gemma4", "gemma4_unified"),
+        *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "exaone4_5", "fast_vlm", "fuyu"),
+        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
-        "llama4",
+        *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
-        *("ovis2", "pp_chart2table"),
+        *("ovis2", "perception_lm", "pp_chart2table", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "shieldgemma2"),
         *("qwen3_5", "qwen3_5_moe", "qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
     }
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
+
+TEXT_ALIKE: Mapping[str, str] = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Multimodal types whose text part rotates each feature by one of three positions, and the type that computes the same
+of text alone: the three positions of a token of text are one."""
 
 RUNTIME_FAMILIES = tuple(BUILT_IN)
 """Model types that the runtime injects."""
@@ -89,102 +94,18 @@ WEIGHTED_IN_TYPE = frozenset(
 """Model types whose routers weight experts in the type of the weights; others do in fp32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a type is refused."""
-
-    title: str
-    why: str
-    """After "NAME is refused: "."""
-    instead: str = ""
-    """What would run."""
-
-
-_STATE = (
-    "its layers pass a state from token to token: tensor parallelism here cuts no such layer, and context parallelism "
-    "passes no state from rank to rank"
-)
-
-REASONS: Mapping[str, Reason] = {
-    "multimodal": Reason(
-        "multimodal models",
-        "it is more than a causal language model (a vision or audio tower beside one)",
-        "the text part alone, where its type works",
-    ),
-    "state_space": Reason(
-        "state-space layers without attention",
-        "none of its layers attends: the compiler describes state-space layers in models that have attention too, and "
-        "asks every configuration for the heads of its attention",
-        "a type with state-space layers and attention: bamba, falcon_h1, granitemoehybrid, jamba or nemotron_h",
-    ),
-    "recurrence": Reason("recurrent layers", f"it has recurrent layers: {_STATE}"),
-    "indexer": Reason(
-        "sparse attention with an indexer",
-        "an indexer chooses the keys that each query sees: the ring masks by position, window and document only",
-    ),
-    "encoder_decoder": Reason(
-        "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
-    ),
-    "encoder": Reason(
-        "encoders",
-        "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
-    ),
-    "own_mask": Reason(
-        "masks that a model learns",
-        "it learns a score of each key from its value, adds it to those of the attention, and beyond keep_window_size "
-        "lets queries see the highest only: the ring masks by position, window and document",
-    ),
-    "learned_bias": Reason(
-        "learned biases of distances",
-        "it learns a bias of each distance between a query and a key: the ring adds none to the scores but ALiBi's, "
-        "which a product of two vectors gives",
-    ),
-    "hashed_keys": Reason(
-        "keys chosen by hashes",
-        "queries see the keys of their hash bucket, and layers are reversible: the ring masks by position only",
-    ),
-    "mixed_tokens": Reason(
-        "projections of neighbouring tokens",
-        "convolutions along the sequence make its queries and keys, half of each value is that of the token before, "
-        "and a router takes what the router of the layer before computed: ranks exchange none of these",
-    ),
-    "attention_of_experts": Reason(
-        "attention heads chosen by a router",
-        "a router chooses for each token which projections of queries and outputs an attention uses: the compiler "
-        "describes one projection for all tokens, and no experts inside of attention",
-    ),
-    "two_blocks": Reason(
-        "two blocks in a layer",
-        "a layer has two attentions and two MLPs: the compiler describes layers with one of each",
-    ),
-    "shared_blocks": Reason(
-        "blocks that several layers share",
-        "its hybrid layers use the same transformer blocks in turn (shared_transformer, shared_transf), whose weights "
-        "are tied over layers. A block takes the hidden states and the embeddings of the tokens side by side, 2 x "
-        "hidden_size features; in zamba2 it has LoRA adapters of its own for each layer. What it gives goes through a "
-        "projection of the layer into the layer's Mamba block. The compiler describes blocks with parameters of one "
-        "layer, that take hidden_size features and give a part of the layer's sum",
-        "layers of attention with weights of their own between Mamba-2 layers, as bamba and granitemoehybrid have",
-    ),
-    "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
-    "nested_configuration": Reason(
-        "nested configurations",
-        "its dimensions stand in nested configurations, which the compiler does not read, and its experts are stored "
-        "as rows of one matrix, [experts x width, hidden], where experts of others are a dimension of their own",
-    ),
-    "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
-    "no_table": Reason("no rules for its layers", "nobody has told the runtime yet how its layers are cut"),
-    "unknown": Reason("unknown to transformers", "transformers does not know it as a causal language model"),
-}
-
 _NEAREST = {
-    "qwen4_exp_text": "qwen3_moe",
-    "deepseek_v4": "deepseek_v3",
+    "qwen4_exp_text": "qwen3_5_moe_text",
+    "dbrx": "mixtral",
+    "deepseek_v4": "deepseek_v32",
+    "emu3": "llama",
+    "longcat_flash": "deepseek_v3",
+    "phi4_multimodal": "phi3",
     "kimi_k2": "deepseek_v3",
     "falcon_mamba": "jamba",
     "mamba": "jamba",
     "mamba2": "bamba",
-    "hy_v4": "hy_v3",
+    "hy_v4": "deepseek_v32",
     "zamba": "bamba",
     "zamba2": "bamba",
     "recurrent_gemma": "gemma2",
@@ -256,6 +177,7 @@ def model_type(name: str) -> ModelType:
 def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
     nearest = _NEAREST.get(name)
     text = entry.get("text")
+    text = TEXT_ALIKE.get(name, text)
     if nearest is None and text is not None:
         nearest = text if text in RUNTIME_FAMILIES else _NEAREST.get(text)
     if nearest is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .catalogue import ALIKE, TEXT_PARTS, model_types
+from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, model_types
 
 Config = Mapping[str, Any]
 
@@ -15,6 +15,34 @@ _BESIDE = frozenset(
         "tie_word_embeddings",  # read by text_part
     }
 )
+_FLAT = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Types whose published files have the keys of the text part beside those of the whole."""
+_OF_THE_WHOLE = frozenset(
+    {
+        *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    }
+)
+"""Keys of these files that are not the text part's."""
+
+_QWEN2_VL: Config = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "max_window_layers": 80,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "vocab_size": 152064,
+}
+_DEFAULTS: Mapping[str, Config] = {
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
+}
+"""What the class of a text part has for a key that is left out, where the class that it is read as has another value.
+Source: the configuration classes of transformers 5.23."""
 
 
 def text_part(config: Config) -> Config:
@@ -25,19 +53,44 @@ def text_part(config: Config) -> Config:
     What the text part leaves out keeps the default of its own class, except for `tie_word_embeddings`, which
     transformers reads from the whole model whatever its text part says.
     """
-    inner, name = config.get("text_config"), config.get("model_type")
+    name = config.get("model_type")
+    inner = config.get("text_config", _flat_part(config))
     if name in ALIKE:
         return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": ALIKE[str(name)]}
     if name not in TEXT_PARTS or not isinstance(inner, Mapping):
         return config
     known = model_types()[str(name)]
+    if name in TEXT_ALIKE:
+        inner = _of_one_position(str(name), inner)
     kind = inner.get("model_type") or known.text
     kind = ALIKE.get(str(kind), kind)
     if not (kind in model_types() and model_types()[str(kind)].works):
         return config  # refused, with the reasons of both
-    return {**inner, "model_type": kind, "tie_word_embeddings": bool(config.get("tie_word_embeddings", known.tied))}
+    tied = config.get("tie_word_embeddings", known.tied) or (name in _FLAT and inner.get("tie_word_embeddings"))
+    return {**inner, "model_type": kind, "tie_word_embeddings": bool(tied)}
+
+
+def _flat_part(config: Config) -> Config | None:
+    if config.get("model_type") not in _FLAT or "hidden_size" not in config:
+        return None
+    return {key: value for key, value in config.items() if key not in _OF_THE_WHOLE | _BESIDE}
+
+
+def _of_one_position(name: str, inner: Config) -> Config:
+    """The text part of this type, as one of the type that computes the same of text alone."""
+    found = {**_DEFAULTS[name], **inner, "model_type": TEXT_ALIKE[name]}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = found.get(key)
+        if not isinstance(rope, Mapping):
+            continue
+        kept = {one: value for one, value in rope.items() if not one.startswith("mrope_")}
+        found[key] = {one: "default" if value == "mrope" else value for one, value in kept.items()}
+        if "rope_theta" in kept:
+            found.pop("rope_theta", None)
+    return found
 
 
 def left_out(config: Config) -> tuple[str, ...]:
     """The keys of a multimodal configuration that its text part does not have."""
-    return tuple(key for key in config if key not in _BESIDE)
+    kept = _BESIDE | (config.keys() - _OF_THE_WHOLE if "text_config" not in config else frozenset())
+    return tuple(key for key in config if key not in kept)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
@@ -27,6 +28,8 @@ _LOOK = 64
 """Rows of a stored head that are compared with the embedding."""
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
 """Names of the text part's tensors, in files of transformers 4 and 5."""
+_PLAIN = re.compile(r"model\.(?:embed_tokens|layers|norm)\.")
+"""Those in published files of Qwen2-VL and Qwen2.5-VL."""
 _QUANTIZED = ("_blocks", "_scales", "_scale_inv", ".weight_scale", ".qweight")
 """Endings of tensors that stand for quantized weights: MXFP4, block-wise FP8, compressed-tensors, GPTQ."""
 
@@ -200,7 +203,7 @@ def text_name(stored: str) -> str | None:
     """The name in a causal language model of a tensor of a multimodal one; None when it belongs to another part."""
     found = _TEXT.match(stored)
     if found is None:
-        return stored if stored == "lm_head.weight" else None
+        return stored if stored == "lm_head.weight" or _PLAIN.match(stored) else None
     rest = found[1]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
@@ -210,7 +213,7 @@ def _is_multimodal(folder: Path) -> bool:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(values, dict) and "text_config" in values and text_part(values) is not values
+    return isinstance(values, dict) and values.get("model_type") in TEXT_PARTS and text_part(values) is not values
 
 
 class _Narrowed:

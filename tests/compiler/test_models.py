@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from parcompile.cli.models import command
-from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
+from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type, model_types
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset
+from parcompile.model.reasons import REASONS
 from parcompile.pipeline import check_read
 from parcompile.searching.first import LONGEST, sequence_length_of
 from parcompile.spec.resolve import Resolution
@@ -53,8 +54,13 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("gpt_oss", "gpt_oss works: tp, cp, pp, dp, sequence parallelism"),
         ("gpt_oss", "presets: gpt-oss-20b, gpt-oss-120b"),
         ("deepseek_v32", "keys chosen by an indexer"),
-        ("deepseek_v4", "an indexer chooses the keys"),
-        ("deepseek_v4", "nearest type that works: deepseek_v3"),
+        ("deepseek_v4", "keys that stand for whole windows of tokens"),
+        ("deepseek_v4", "nearest type that works: deepseek_v32"),
+        ("hy_v4", "several residual streams through mixtures that they learn"),
+        ("qwen4_exp_text", "hashes of neighbouring tokens"),
+        ("longcat_flash", "zero_expert_num give back what they take"),
+        ("cpmant", "lets every token see all others, later ones too"),
+        ("mllama", "nothing trains their parameters"),
         ("zamba2", "weights are tied over layers"),
         ("kimi_k2", "kimi_k2 works: its layers are those of deepseek_v3, as which it is planned and trained"),
         ("bart", "encoder-decoder"),
@@ -63,7 +69,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("qwen3_5", "the text part is trained alone; the towers of other media are left as they are"),
         ("gemma3n", "Its text part gemma3n_text works: tp, cp, dp, sequence parallelism\n"),
         ("aya_vision", "text part: cohere2, which works, but with text alone aya_vision does not compute what cohere2"),
-        ("qwen3_vl", "text part: qwen3_vl_text, which is refused"),
+        ("qwen3_vl_moe", "text part: qwen3_vl_moe_text, which is refused"),
         ("Qwen3.5-MoE", "qwen3_5_moe is multimodal"),
         ("gpt-oss", "gpt_oss works"),
         ("openai/gpt-oss-20b", "gpt_oss works"),
@@ -104,7 +110,7 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
     [
         (
             {"model_type": "recurrent_gemma", "layers_block_type": ["recurrent"] * 2 + ["attention"]},
-            "recurrent layers: .* \\(layers_block_type: 2 recurrent, 1 attention\\)",
+            "each channel decays by a gate of its own, .* \\(layers_block_type: 2 recurrent, 1 attention\\)",
             "the nearest type that works is gemma2; `parcompile models recurrent_gemma` says more",
         ),
         (

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
+import itertools
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +22,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from training_runs import plain_optimizer
 
-from parcompile.model.catalogue import TEXT_PARTS, model_types
-from parcompile.model.text_part import text_part
+from parcompile.model.catalogue import TEXT_ALIKE, TEXT_PARTS, model_types
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.parameters import parameter_table
+from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
+from parcompile.runtime.model.configuration import folder_config
 from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
 
-TRAINED = ("gemma3", "mistral3")
-SAMPLE = (*TRAINED, "llava")
+PUBLISHED_FLAT = "qwen2_5_vl"
+TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT)
+SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl")
 """`python benchmarks/models.py --texts` compares all of them."""
 _TOWER = {
     "hidden_size": 16,
@@ -43,7 +51,35 @@ _TOWER = {
     "mlp_dim": 16,
     "output_channels": 8,
     "global_attn_indexes": [0],
+    "model_args": {"embed_dim": 16},
+    "video_temporal_patch_size": 2,
 }
+
+_PARTS: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "mlp_layer_types": ["dense"],
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "adapter_in_dim": 16,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_attention_heads": 2,
+            "adapter_input_size": 16,
+            "adapter_out_dim": 32,
+            "feature_size": 8,
+            "downsample_hidden_size": 8,
+        },
+    },
+    "nemotron_h_omni": {"audio_config": None},
+}
+"""Other parts than a tower of the usual keys."""
 
 
 def whole_config(name: str, **changes: Any) -> Any:
@@ -58,8 +94,13 @@ def whole_config(name: str, **changes: Any) -> Any:
         small = {key: value for key, value in _TOWER.items() if key in known}
         given["vision_config"] = {**small, "model_type": known["model_type"]}
     tokens = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-    given |= {key: 60 for key in tokens if hasattr(default, key)}
-    return kind(text_config=tiny_config(model_types()[name].text or ""), **given, **changes)
+    given |= {key: 60 for key in tokens if hasattr(default, key)} | _PARTS.get(name, {})
+    text = tiny_config(model_types()[name].text or "")
+    if name in TEXT_ALIKE:
+        # Three positions, each of some of a head's pairs of features.
+        rope = {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]}
+        text = {**text, "rope_parameters": rope}
+    return kind(text_config=text, **given, **changes)
 
 
 def whole_model(name: str, **changes: Any) -> nn.Module:
@@ -76,15 +117,17 @@ def whole_model(name: str, **changes: Any) -> nn.Module:
 
 @contextlib.contextmanager
 def towers_of_timm_left_out(name: str) -> Iterator[None]:
-    """Gemma 3n's vision tower is timm's, which is not installed: text does not pass through it."""
-    if name != "gemma3n":
+    """Vision towers of timm, which is not installed: text does not pass through them."""
+    if name not in ("gemma3n", "fast_vlm", "perception_lm"):
         yield
         return
     from transformers import AutoModel
-    from transformers.models.gemma3n import modeling_gemma3n as file
+
+    file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
     def build(config: Any, **options: Any) -> nn.Module:
-        return AutoModel.from_config(config, **options) if config.model_type == "gemma3n_text" else nn.Identity()
+        of_text = config.model_type == model_types()[name].text
+        return AutoModel.from_config(config, **options) if of_text else nn.Identity()
 
     with mock.patch.object(file, "AutoModel", mock.Mock(from_config=build)):
         yield
@@ -92,15 +135,17 @@ def towers_of_timm_left_out(name: str) -> Iterator[None]:
 
 def difference(name: str) -> float:
     """Of the logits of a multimodal model given text alone, to those of its text part with the same weights."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     whole: Any = whole_model(name)
-    values = dict(text_part(json.loads(whole.config.to_json_string(use_diff=False))))
-    text: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(whole.config.to_json_string(use_diff=False))
+        config = folder_config(folder)
+    text: Any = AutoModelForCausalLM.from_config(config).eval()
     state = {text_name(stored): tensor for stored, tensor in whole.state_dict().items() if text_name(stored)}
     lacking = text.load_state_dict(state, strict=False)
     assert not lacking.unexpected_keys
-    assert set(lacking.missing_keys) <= ({"lm_head.weight"} if values["tie_word_embeddings"] else set())
+    assert set(lacking.missing_keys) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
     ids = torch.randint(0, 59, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         one, other = whole(input_ids=ids, use_cache=False).logits, text(input_ids=ids, use_cache=False).logits
@@ -143,6 +188,21 @@ def train_text_parts(rank: int, plans: list[Plan], folder: str) -> list[str]:
     return said
 
 
+def as_published(folder: Path) -> None:
+    """A folder of Qwen2.5-VL as it is published: keys and tensors of the text part beside those of the whole."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope["rope_theta"]}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (folder / "config.json").write_text(json.dumps(flat))
+    names = (("model.language_model.", "model."), ("model.visual.", "visual."))
+    tensors = load_file(folder / "model.safetensors")
+    for new, old in names:
+        tensors = {old + one.removeprefix(new) if one.startswith(new) else one: value for one, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.ranks
 def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
@@ -151,10 +211,12 @@ def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path
     for name in TRAINED:
         folder = tmp_path / "given" / name
         whole_model(name).save_pretrained(folder)
+        if name == PUBLISHED_FLAT:
+            as_published(folder)
         config = json.loads((folder / "config.json").read_text())
         plans.append(config_plan(name, config, 2, {"tp": 2}))
     for said in run_ranks(2, train_text_parts, plans, str(tmp_path), timeout=120):
-        assert said == ["", ""]
+        assert said == [""] * len(plans)
     for plan in plans:
         name = plan.spec.name
         expected: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "given" / name)
@@ -191,6 +253,60 @@ def test_who_says_whether_the_head_is_tied() -> None:
     assert text_part(whole)["tie_word_embeddings"] is False
     both = {**whole, "text_config": {**text, "tie_word_embeddings": True}}
     assert text_part(both)["tie_word_embeddings"] is False
+
+
+QWEN25_VL_7B = {
+    "model_type": "qwen2_5_vl",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32, "hidden_size": 1280},
+    "vision_start_token_id": 151652,
+    "vocab_size": 152064,
+}
+
+
+def test_a_published_file_of_qwen_2_5_vl_is_planned_as_the_text_part_that_it_has() -> None:
+    part = text_part(QWEN25_VL_7B)
+    assert parameter_table(shape_from_config(part)).numel == 7_615_616_512
+    assert part["model_type"] == "qwen2"
+    assert part["rope_scaling"] == {"type": "default"}
+    assert left_out(QWEN25_VL_7B) == ("image_token_id", "vision_config", "vision_start_token_id")
+
+
+@pytest.mark.parametrize("name", TEXT_ALIKE)
+def test_what_a_text_part_leaves_out_has_the_default_of_its_own_class(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    part = dict(text_part({"model_type": name, "text_config": {"pad_token_id": None}}))
+    read: Any = CONFIG_MAPPING[part.pop("model_type")](**part)
+    own: Any = CONFIG_MAPPING[name]().text_config
+    keys = set(own.to_dict()) & set(read.to_dict()) - {"model_type", "dtype", "bos_token_id", "eos_token_id"}
+    assert {key: getattr(read, key) for key in keys} == {key: getattr(own, key) for key in keys}
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_head_is_tied_where_the_whole_or_its_text_part_says_so(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    for whole, text in itertools.product((None, False, True), repeat=2):
+        given = {"text_config": {} if text is None else {"tie_word_embeddings": text}}
+        given |= {} if whole is None else {"tie_word_embeddings": whole}
+        found = text_part({"model_type": name, **given})["tie_word_embeddings"]
+        assert found == CONFIG_MAPPING[name](**copy.deepcopy(given)).tie_word_embeddings, given
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Why the runtime refuses a model type, in words, by the key that `model_types.json` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a type is refused."""
+
+    title: str
+    why: str
+    """After "NAME is refused: "."""
+    instead: str = ""
+    """What would run."""
+
+
+_CARRIED = (
+    "of layers that carry a state, the runtime cuts over tp and passes on over cp gated delta nets, state-space "
+    "layers, lightning attention and short convolutions"
+)
+
+REASONS: Mapping[str, Reason] = {
+    "multimodal": Reason(
+        "multimodal models",
+        "it is more than a causal language model (a vision or audio tower beside one)",
+        "the text part alone, where its type works",
+    ),
+    "state_space": Reason(
+        "state-space layers without attention",
+        "none of its layers attends: the compiler describes state-space layers in models that have attention too, and "
+        "asks every configuration for the heads of its attention",
+        "a type with state-space layers and attention: bamba, falcon_h1, granitemoehybrid, jamba or nemotron_h",
+    ),
+    "gated_units": Reason(
+        "RG-LRU layers",
+        "in its recurrent layers each channel decays by a gate of its own, which a matrix for each head's channels "
+        f"computes (RG-LRU), token by token: {_CARRIED}",
+    ),
+    "weighted_means": Reason(
+        "RWKV layers",
+        "its layers keep a decaying mean of all earlier values of each channel (WKV), and mix each token with the one "
+        f"before (time_mix): {_CARRIED}",
+    ),
+    "matrix_memory": Reason(
+        "mLSTM layers",
+        "its layers write to a matrix of each head through exponential gates, and keep a running maximum beside it "
+        f"(mLSTM): {_CARRIED}",
+    ),
+    "compressed_keys": Reason(
+        "compressed keys",
+        "queries see keys that stand for whole windows of tokens, which a learned projection compresses, besides those "
+        "of single tokens, and its layers mix several residual streams (hyper-connections): the ring passes keys of "
+        "single tokens, and the compiler describes layers with one residual stream, or with those of Gemma 3n",
+        "a type whose indexer chooses keys of single tokens: deepseek_v32, glm_moe_dsa or axk2",
+    ),
+    "residual_streams": Reason(
+        "hyper-connections",
+        "its layers read and write several residual streams through mixtures that they learn (hyper-connections: "
+        "attn_hc, ffn_hc): the compiler describes layers with one residual stream, or with those of Gemma 3n",
+        "a type with latent attention, an indexer and one residual stream: deepseek_v32, glm_moe_dsa or axk2",
+    ),
+    "hashed_ngrams": Reason(
+        "embeddings of n-grams",
+        "layers add embeddings that are found by hashes of neighbouring tokens, mix several residual streams "
+        "(hc_count), and let an indexer choose keys by means over blocks of tokens: ranks exchange no token ids along "
+        "the sequence, and the compiler describes layers with one residual stream, or with those of Gemma 3n",
+        "a type with gated delta nets and experts: qwen3_next or qwen3_5_moe_text",
+    ),
+    "encoder_decoder": Reason(
+        "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
+    ),
+    "whole_context": Reason(
+        "models that see later tokens",
+        "transformers puts prompt_length learned tokens before each sequence and lets every token see all others, "
+        "later ones too: only decoders are cut",
+    ),
+    "encoder": Reason(
+        "encoders",
+        "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
+    ),
+    "own_mask": Reason(
+        "masks that a model learns",
+        "it learns a score of each key from its value, adds it to those of the attention, and beyond keep_window_size "
+        "lets queries see the highest only: the ring masks by position, window and document",
+    ),
+    "learned_bias": Reason(
+        "learned biases of distances",
+        "each query mixes learned profiles into a bias of its own for every distance of a key: what the ring adds to "
+        "scores gets no gradient",
+    ),
+    "hashed_keys": Reason(
+        "keys chosen by hashes",
+        "queries see the keys of their hash bucket, and layers are reversible: the ring masks by position only",
+    ),
+    "mixed_tokens": Reason(
+        "projections of neighbouring tokens",
+        "convolutions along the sequence make its queries and keys, half of each value is that of the token before, "
+        "and a router takes what the router of the layer before computed: ranks exchange none of these",
+    ),
+    "attention_of_experts": Reason(
+        "attention heads chosen by a router",
+        "a router chooses for each token which projections of queries and outputs an attention uses: the compiler "
+        "describes one projection for all tokens, and no experts inside of attention",
+    ),
+    "two_blocks": Reason(
+        "two blocks in a layer",
+        "a layer has two attentions, two MLPs, and experts beside them whose sum joins behind the second MLP; of the "
+        "experts, zero_expert_num give back what they take: the compiler describes layers with one attention and one "
+        "MLP",
+        "a type with latent attention and experts: deepseek_v3, glm4_moe_lite or mistral4",
+    ),
+    "shared_blocks": Reason(
+        "blocks that several layers share",
+        "its hybrid layers use the same transformer blocks in turn (shared_transformer, shared_transf), whose weights "
+        "are tied over layers. A block takes the hidden states and the embeddings of the tokens side by side, 2 x "
+        "hidden_size features; in zamba2 it has LoRA adapters of its own for each layer. What it gives goes through a "
+        "projection of the layer into the layer's Mamba block. The compiler describes blocks with parameters of one "
+        "layer, that take hidden_size features and give a part of the layer's sum",
+        "layers of attention with weights of their own between Mamba-2 layers, as bamba and granitemoehybrid have",
+    ),
+    "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
+    "rows_of_experts": Reason(
+        "experts in one matrix",
+        "its experts are stored as rows of one matrix, [experts x width, hidden], where those of others are a "
+        "dimension of their own, and its sizes stand in attn_config and ffn_config: the compiler "
+        "describes neither",
+        "a type whose experts are a dimension: mixtral or qwen3_moe",
+    ),
+    "cross_attention": Reason(
+        "layers that attend to images",
+        "layers of its text part (cross_attention_layers) attend to images. With text alone transformers leaves them "
+        "out, and nothing trains their parameters: the compiler describes no layers that a model has and does not run",
+        "the language model that it was made from, as llama",
+    ),
+    "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
+    "no_table": Reason("no rules for its layers", "nobody has told the runtime yet how its layers are cut"),
+    "unknown": Reason("unknown to transformers", "transformers does not know it as a causal language model"),
+}
