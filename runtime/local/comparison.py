@@ -245,7 +245,7 @@ def _refuse(plan: Plan) -> None:
     if needed_bytes > memory_bytes:
         raise RunError(
             f"({plan.world_size} ranks + 2) · {format_bytes(whole_bytes)} of weights = {format_bytes(needed_bytes)}, "
-            f"this machine has {format_bytes(memory_bytes)}: use a smaller model, this command is for looking",
+            f"this machine has {format_bytes(memory_bytes)}: every rank builds whole weights here; use a smaller model",
             everywhere=True,
         )
 
