@@ -14,6 +14,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.coefficients import CoefficientSet
+from parcompile.cost.context_time import candidates, cheapest
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import columns, headed, table
 from parcompile.cost.workload import Workload
@@ -26,6 +27,7 @@ from parcompile.plan import Plan, PlanError, compile_plan, load_plan
 from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
 from parcompile.searching.variant import changed, variant
+from parcompile.spec.resolve.cp_implementation import AUTO
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
@@ -96,6 +98,8 @@ def command(
         work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    if not is_plan(spec) and checked.resolution.named_implementation == AUTO and not checked.resolution.given_sizes:
+        _name_other_implementation(work)
     result = estimate(work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
     if plot:
         _plot(plot, compile_plan(decided, checked.resolution.tree, []), result)
@@ -106,18 +110,41 @@ def command(
         click.echo(writable(sys.stdout, text), nl=False)
 
 
+def _name_other_implementation(work: Workload) -> None:
+    """Says which implementation of context parallelism is better for such documents than the one of the plan."""
+    if work.cp == 1 or work.document_length is None:
+        return
+    better = cheapest(work, candidates(work)[0]).context
+    if better != work.context:
+        click.echo(
+            f"cp_implementation auto: a plan has {work.context.name}, chosen for whole sequences, and so has this "
+            f"estimate. For documents of {work.document_length:,} tokens {better.name} is better: write it into the "
+            "spec",
+            err=True,
+        )
+
+
 def _packed(work: Workload, document_length: int | None) -> Workload:
     """The step with documents of this length.
 
     Raises:
         ValueError: a sequence is shorter.
     """
-    if document_length is not None and document_length > work.sequence_length:
-        raise ValueError(
-            f"--document-length {document_length} > sequence_length {work.sequence_length}: "
-            f"documents are packed into sequences. Give at most {work.sequence_length}"
-        )
+    refuse_longer(document_length, work.sequence_length)
     return replace(work, document_length=document_length)
+
+
+def refuse_longer(document_length: int | None, sequence_length: int) -> None:
+    """Refuses documents that are longer than the sequences they are packed into.
+
+    Raises:
+        ValueError: a sequence is shorter.
+    """
+    if document_length is not None and document_length > sequence_length:
+        raise ValueError(
+            f"--document-length {document_length} > sequence_length {sequence_length}: "
+            f"documents are packed into sequences. Give at most {sequence_length}"
+        )
 
 
 def _plot(file: Path, plan: Plan, result: Estimate) -> None:

@@ -23,7 +23,7 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
-from .estimate import checked_spec
+from .estimate import checked_spec, refuse_longer
 
 
 @click.command("search")
@@ -31,11 +31,24 @@ from .estimate import checked_spec
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Layouts to show.")
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
 @click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (ep).")
+@click.option(
+    "--document-length",
+    type=click.IntRange(min=1),
+    help="Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document.",
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")
 def command(
-    spec: str, top: int, form: str, coefficients: Path | None, output: Path | None, *, losers: bool, any_target: bool
+    spec: str,
+    top: int,
+    document_length: int | None,
+    form: str,
+    coefficients: Path | None,
+    output: Path | None,
+    *,
+    losers: bool,
+    any_target: bool,
 ) -> None:
     """Find the fastest layouts that fit.
 
@@ -49,9 +62,17 @@ def command(
     tree, folder = checked.document.tree, Path() if spec == "-" else Path(spec).resolve().parent
     assert isinstance(tree, dict)
     try:
-        shape = Resolution(tree, (), folder).shape
-        experts = shape.moe.num_experts if shape.moe else 0
-        space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
+        resolution = Resolution(tree, (), folder)
+        shape = resolution.shape
+        refuse_longer(document_length, resolution.sequence_length)
+        space = open_space(
+            tree,
+            folder,
+            executable=not any_target,
+            layers=shape.num_hidden_layers,
+            experts=shape.moe.num_experts if shape.moe else 0,
+            document_length=document_length,
+        )
     except (ValueError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
     found = search(space, _progress, read_set(coefficients) if coefficients else None)

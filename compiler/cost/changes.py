@@ -13,6 +13,7 @@ from typing import Any
 
 from .context_time import candidates, cheapest
 from .footprint import Footprint, footprint, is_safe
+from .recomputation import fewest_stages
 from .step import timing
 from .workload import Workload
 
@@ -26,7 +27,7 @@ MOST_TOGETHER = 3
 """Values that are changed at once."""
 LARGEST_SIZE = 1024
 
-Value = int | str | bool
+Value = int | str | bool | list[str]
 
 NAMES = (
     "activation_checkpointing",
@@ -64,12 +65,15 @@ class Change:
         return self.seconds / self.before_seconds - 1
 
 
-def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_context: bool = True) -> list[Change]:
+def changes_that_fit(
+    work: Workload, names: Collection[str] = NAMES, *, chooses_context: bool = True, by_stage: bool = True
+) -> list[Change]:
     """The smallest changes of `names` that fit with the probability that a choice asks for.
 
     Of each set of names the fastest change counts, with as few nodes as possible. Fewer nodes come first, then fewer
     changed values, then faster ones; a ZeRO stage that the runtime does not execute comes last. With `chooses_context`,
-    the implementation of context parallelism is chosen anew, as for a spec that leaves it open.
+    the implementation of context parallelism is chosen anew, as for a spec that leaves it open. With `by_stage`, only
+    the first stages recompute where that is enough and faster.
 
     Raises:
         ValueError: the layout as it is cannot be cut.
@@ -89,8 +93,12 @@ def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_
             with contextlib.suppress(ValueError):
                 memory = footprint(changed)
                 if is_safe(memory):
-                    run = _with_context(changed) if chooses_context else changed
-                    fitting.append(Change(settings, run, memory, timing(run).step.seconds, before))
+                    fitting.append(_change(settings, changed, memory, before, chooses_context=chooses_context))
+                    partly = _recomputed_in_part(work, changed) if by_stage and "full" in settings.values() else None
+                    if partly is not None:
+                        words = {**settings, "activation_checkpointing": list(partly.recompute)}
+                        memory = footprint(partly)
+                        fitting.append(_change(words, partly, memory, before, chooses_context=chooses_context))
         if not fitting:
             continue
         best = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
@@ -105,6 +113,18 @@ def changes_that_fit(work: Workload, names: Collection[str] = NAMES, *, chooses_
             one.seconds,
         ),
     )
+
+
+def _change(
+    settings: Mapping[str, Value], work: Workload, memory: Footprint, before: float, *, chooses_context: bool
+) -> Change:
+    run = _with_context(work) if chooses_context else work
+    return Change(settings, run, memory, timing(run).step.seconds, before)
+
+
+def _recomputed_in_part(before: Workload, full: Workload) -> Workload | None:
+    """A layout that recomputes everything, with the fewest first stages recomputed; None where others did before."""
+    return fewest_stages(replace(full, recompute="none")) if before.recompute == "none" else None
 
 
 def _with_context(work: Workload) -> Workload:

@@ -46,7 +46,8 @@ _SMALL = 0.02
     """Weights, gradients, optimizer state, activations and logits of the fullest rank are estimated, with an interval
     that holds 90 % of what was measured on other models. Usable is what a run can fill of an accelerator before it
     crashes. Below a chance of 5 % this is an error, below 90 % a warning. Each fix is the smallest change of its kind
-    that fits with 90 %, with its step beside that of the spec. --no-estimate leaves this rule out.""",
+    that fits with 90 %, with its step beside that of the spec. Of a pipeline that recomputes nothing, no more of the
+    first stages than have to be are recomputed. --no-estimate leaves this rule out.""",
     wrong={"training": {"micro_batch_size": 4}},
     right={"training": {"micro_batch_size": 4, "activation_checkpointing": "full"}},
     sources=("arXiv 2205.05198", "docs/accuracy.md"),
@@ -180,7 +181,7 @@ def as_fix(spec: Resolution, change: Change) -> Fix:
         edits.append(Edit(_DP, change.work.dp))
     if spec.given(*_STEPS) or not spec.given("training", "global_batch_size"):
         edits.append(Edit(_STEPS, change.work.micro_batches))
-    said = [f"{_name(edit.path)} to {_written(edit.value)}" for edit in edits]
+    said = [f"{_name(edit.path)} to {_written(edit, change)}" for edit in edits]
     title = f"set {', '.join(said[:-1])}{' and ' if len(said) > 1 else ''}{said[-1]}"
     cost = "as long" if abs(change.cost) < 0.0005 else f"{change.cost:+.1%}".replace("%", " %").replace("-", "−")
     size, seconds = format_bytes(change.memory.peak.total_bytes), format_seconds(change.seconds)
@@ -191,5 +192,7 @@ def _name(path: Path) -> str:
     return "zero.stage" if path == _PLACES["stage"] else str(path[-1])
 
 
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _written(edit: Edit, change: Change) -> str:
+    if isinstance(edit.value, list):
+        return change.work.recompute_text
+    return str(edit.value).lower() if isinstance(edit.value, bool) else str(edit.value)

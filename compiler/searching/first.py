@@ -10,6 +10,7 @@ from typing import Any
 from parcompile import schema
 from parcompile.cost.footprint import Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
+from parcompile.cost.recomputation import fewest_stages
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
@@ -66,7 +67,9 @@ class _Layout:
     @property
     def name(self) -> str:
         """In few words."""
-        again = " with full recomputation" if self.work.recompute == "full" else ""
+        again = {"none": "", "full": " with full recomputation"}.get(
+            self.work.recompute_text, f" with recomputation ({self.work.recompute_text})"
+        )
         if self.work.ep > 1:
             return f"tp {self.work.tp}, pp {self.work.pp} and ep {self.work.ep}{again}"
         return f"tp {self.work.tp} and pp {self.work.pp}{again}"
@@ -162,6 +165,8 @@ def _first(
             work = replace(found.work, recompute=recompute)
             layout = _Layout(_recomputed(spec, recompute), work, footprint(work) if estimate else None)
             if layout.fits:
+                if recompute == "full" and recompute not in fitting and "none" not in fitting:
+                    layout = _in_part(spec, layout)
                 fitting.setdefault(recompute, layout)
             elif smallest is None or _needed(layout) < _needed(smallest):
                 smallest = layout
@@ -170,10 +175,19 @@ def _first(
     return fitting.get("full"), smallest, refusal
 
 
-def _recomputed(spec: Mapping[str, Any], recompute: str) -> dict[str, Any]:
+def _in_part(spec: Mapping[str, Any], full: _Layout) -> _Layout:
+    """A layout that recomputes everything, or only the first stages, where that is enough and faster."""
+    work = fewest_stages(replace(full.work, recompute="none"))
+    if work is None or timing(work).step.seconds >= timing(full.work).step.seconds:
+        return full
+    return _Layout(_recomputed(spec, work.recompute), work, footprint(work))
+
+
+def _recomputed(spec: Mapping[str, Any], recompute: str | tuple[str, ...]) -> dict[str, Any]:
     if recompute == "none":
         return dict(spec)
-    return {**spec, "training": {**spec["training"], "activation_checkpointing": recompute}}
+    word = recompute if isinstance(recompute, str) else list(recompute)
+    return {**spec, "training": {**spec["training"], "activation_checkpointing": word}}
 
 
 def _needed(layout: _Layout) -> float:

@@ -22,7 +22,10 @@ class Remedy:
     change: Change
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{_NAMES.get(name, name)} {value}" for name, value in self.change.settings.items())
+        known = {**self.change.settings}
+        if isinstance(known.get("activation_checkpointing"), list):
+            known["activation_checkpointing"] = self.change.work.recompute_text
+        settings = ", ".join(f"{_NAMES.get(name, name)} {value}" for name, value in known.items())
         peak, seconds = format_bytes(self.change.memory.peak.total_bytes), format_seconds(self.change.seconds)
         chance = self.change.memory.probability or 0.0
         return f"{settings}: peak {peak}, fits with probability {chance:.0%}, step {seconds}"
@@ -34,7 +37,8 @@ _NAMES = {"stage": "zero.stage", "activation_checkpointing": "recomputation"}
 def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
-    for change in changes_that_fit(smallest.work):
+    # Only the runtime recomputes some stages and not others.
+    for change in changes_that_fit(smallest.work, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:
             changes["dp"] = change.work.dp

@@ -87,6 +87,8 @@ class Space:
     """What may be recomputed; None where the spec says it."""
     choices: OpenChoices
     executable: bool
+    document_length: int | None = None
+    """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
 
     @property
     def combinations(self) -> list[dict[str, object]]:
@@ -114,7 +116,15 @@ class Space:
         return [{}, {"expert_tp": 1}] if whole else [{}]
 
 
-def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layers: int, experts: int) -> Space:
+def open_space(
+    tree: Mapping[str, Any],
+    folder: Path,
+    *,
+    executable: bool,
+    layers: int,
+    experts: int,
+    document_length: int | None = None,
+) -> Space:
     """What a spec leaves open.
 
     Args:
@@ -123,6 +133,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
         executable: leave out what the project's own runtime refuses.
         layers: layers of the model: no more stages than these.
         experts: routed experts of the model, 0 without.
+        document_length: tokens of each document that is packed into a sequence; None: a sequence is one document.
 
     Raises:
         ValueError: the batch is not given, so that layouts cannot be compared, or the given axes do not make the world.
@@ -166,6 +177,7 @@ def open_space(tree: Mapping[str, Any], folder: Path, *, executable: bool, layer
             sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),
         ),
         executable=executable,
+        document_length=document_length,
     )
     if not space.combinations:
         given = {axis: parallelism[axis] for axis in DENSE_AXES if parallelism.get(axis, "auto") != "auto"}
@@ -199,9 +211,9 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
         batch = changes = {**changes, "gradient_accumulation_steps": space.accumulation_steps}
     smallest = {**changes, **batch, **({"activation_checkpointing": space.recompute[0]} if space.recompute else {})}
     checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
-    work = checked.work
-    if work is None:
+    if checked.work is None:
         return Refused(changes, checked.code or "", checked.message)
+    work = replace(checked.work, document_length=space.document_length)
     share = work.micro_batch * work.micro_batches
     # The schedule of virtual stages goes through micro-batches in groups (rule B006).
     group = (work.micro_batch_group or work.pp) if work.virtual_stages > 1 else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from parcompile.cost.footprint import HOPELESS, SAFE, footprint
 from parcompile.diagnostics import Severity
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file, check_read
+from parcompile.searching.first import first_spec
 from parcompile.show.page.render import page
 from parcompile.show.pictures.subject import Subject
 from parcompile.spec.workload import workload_of
@@ -167,6 +169,47 @@ def test_fewer_changes_come_first_and_what_has_to_be_bought_last(tmp_path: Path)
     assert not changes_that_fit(work, ())
     assert all(set(one.settings) <= {"tp", "cp"} for one in changes_that_fit(work, ("tp", "cp")))
     assert set().union(*sets) <= set(NAMES)
+
+
+def test_a_pipeline_is_offered_recomputation_of_as_few_first_stages_as_fit() -> None:
+    layout = {"tp": 2, "pp": 4}
+    training = {"micro_batch_size": 2, "gradient_accumulation_dtype": "fp32"}
+    tree = spec(parallelism=layout, training=training)
+    (found,) = parcompile.check(tree).errors
+    (fix,) = (one for one in found.fixes if one.edits[0].path == ("training", "activation_checkpointing"))
+    assert fix.title.startswith("set activation_checkpointing to full on stage 0, none on stages 1-3: peak ")
+    words = fix.edits[0].value
+    assert words == ["full", "none", "none", "none"]
+    seconds, safe = {}, {}
+    for count in range(5):
+        tree["training"]["activation_checkpointing"] = ["full"] * count + ["none"] * (4 - count)
+        one = parcompile.compile(tree, estimate=False).estimate()
+        seconds[count], safe[count] = one.time.step.seconds, (one.memory.probability or 0) >= SAFE
+    assert safe == {0: False, 1: True, 2: True, 3: True, 4: True}
+    assert seconds[1] < min(seconds[count] for count in (2, 3, 4))
+    work = workload_of(parcompile.compile(tree, estimate=False).spec)
+    none = replace(work, recompute="none")
+    (whole,) = changes_that_fit(none, ("activation_checkpointing",), by_stage=False)
+    assert whole.settings == {"activation_checkpointing": "full"}
+    # What is recomputed already is not taken back, and virtual stages recompute alike.
+    assert not changes_that_fit(replace(none, recompute="full"), ("activation_checkpointing",))
+    (virtual,) = changes_that_fit(replace(none, virtual_stages=2, stage_layers=None), ("activation_checkpointing",))
+    assert virtual.settings == {"activation_checkpointing": "full"}
+
+
+def test_init_recomputes_no_more_stages_than_have_to_be(tmp_path: Path) -> None:
+    cluster = {"nodes": 32, "gpus_per_node": 8, "accelerator": "h100-sxm"}
+    found = first_spec("run", {"preset": "llama-3.1-405b"}, cluster, 8192, tmp_path)
+    assert found.spec is not None, found.reason
+    words = found.spec["training"]["activation_checkpointing"]
+    assert (words[0], words[-1]) == ("full", "none")
+    assert "with recomputation (full on stage" in found.reason
+    checked = parcompile.check(found.spec)
+    assert checked.valid
+    assert "H004" not in {one.code for one in checked.diagnostics}
+    index = words.index("none") - 1
+    found.spec["training"]["activation_checkpointing"] = ["full"] * index + ["none"] * (len(words) - index)
+    assert (parcompile.compile(found.spec, estimate=False).estimate().memory.probability or 0) < SAFE
 
 
 def test_experts_may_be_dealt_so_that_a_model_of_experts_fits() -> None:

@@ -250,6 +250,33 @@ def test_the_chosen_spec_is_written_and_compiles(run: Run) -> None:
     assert "auto" not in Path("chosen.json").read_text(encoding="utf-8")
 
 
+def test_a_search_chooses_by_the_length_of_documents(run: Run) -> None:
+    tree = llama(batch=8, tp=1, cp=8, pp=1)
+    tree["training"] |= {"sequence_length": 131072, "micro_batch_size": 1, "activation_checkpointing": "full"}
+    Path("spec.json").write_text(json.dumps(tree), encoding="utf-8")
+    chosen, seconds = {}, {}
+    for length in (None, 131072, 512):
+        more = () if length is None else ("--document-length", str(length))
+        code, out, _ = run("search", "spec.json", "--format", "json", *more)
+        assert code == 0
+        best = json.loads(out)
+        chosen[length] = best["spec"]["parallelism"]["cp_implementation"]
+        seconds[length] = best["best"]["step_seconds"]
+    # Little attention hides little of a ring, which sends the keys of whole sequences.
+    assert chosen == {None: "ring", 131072: "ring", 512: "ulysses"}
+    assert seconds[None] == seconds[131072] > 4 * seconds[512]
+    tree["parallelism"]["cp_implementation"] = "auto"
+    Path("spec.json").write_text(json.dumps(tree), encoding="utf-8")
+    code, _, err = run("estimate", "spec.json", "--document-length", "512")
+    assert code == 0
+    assert "a plan has ring, chosen for whole sequences, and so has this estimate" in err
+    assert "For documents of 512 tokens ulysses is better" in err
+    assert "is better" not in run("estimate", "spec.json", "--document-length", "131072")[2]
+    code, out, err = run("search", "spec.json", "--document-length", "200000")
+    assert (code, out) == (2, "")
+    assert "--document-length 200000 > sequence_length 131072" in err
+
+
 def test_json_holds_the_winner_the_front_and_the_losers(run: Run) -> None:
     Path("open.json").write_text(json.dumps(llama(nodes=2)), encoding="utf-8")
     code, out, _ = run("search", "open.json", "--format", "json")
