@@ -52,7 +52,6 @@ WRITTEN = {
     "xlstm": "matrix_memory",
     "trocr": "encoder_decoder",
     "zamba": "shared_blocks",
-    "zamba2": "shared_blocks",
     "zaya": "mixed_tokens",
 }
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")

@@ -49,6 +49,7 @@ from .activations import BLOCKS
 from .context_exchanges import context_exchanges
 from .indexer import key_bytes
 from .recurrent import sent_over_cp
+from .shared_blocks import uses
 from .workload import Workload
 
 GRADIENT_SUM_BYTES = 4
@@ -151,24 +152,30 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     experts = FAMILIES.get(work.shape.model_type, Family()).experts
     # An MLP beside a mixture of experts takes the hidden states in by itself, and stands behind it.
     beside = routed_layers(work.shape, stage) if experts is not None and experts.beside else 0
-    blocks = work.shape.blocks_per_layer * layers + beside
-    forward = blocks + stage.has_embedding
+    # A shared block adds an attention, which takes more features in than it gives, and an MLP.
+    wide, runs = uses(work.shape, stage.layers), 2 if work.recomputes_layers else 1
+    entered = work.split_tokens * work.shape.attention_inputs * work.element_bytes
+    blocks = work.shape.blocks_per_layer * layers + beside + wide
+    forward = blocks + wide + stage.has_embedding
     # What gradients do not pass is neither computed again nor left backward.
     passed = blocks - (0 if work.shape.runs is None else work.shape.blocks_per_layer * work.shape.runs.untrained)
-    again = passed if work.recomputes_layers else 0
+    again = passed + wide if work.recomputes_layers else 0
     backward = passed + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is.
     normed = experts is not None and (experts.norm_after or _BEHIND_MLP.intersection(work.shape.norm_names))
     unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers and not normed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
-        both = 2 * passed + (blocks - passed) + stage.has_head + stage.has_embedding + again
-        send(Axis.TP, "all-gather", both * times, activation, tp)
+        both = 2 * passed + (blocks - passed) + wide + stage.has_head + stage.has_embedding + again
+        send(Axis.TP, "all-gather", (both - wide * (runs - 1)) * times, activation, tp)
         send(Axis.TP, "reduce-scatter", (both - unrepeated) * times, activation, tp)
+        send(Axis.TP, "all-gather", wide * runs * times, entered, tp)
+        send(Axis.TP, "reduce-scatter", wide * times, entered, tp)
         # The head does not keep its gathered input, but gathers it again in backward.
         send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
+        send(Axis.TP, "all-reduce", wide * times, entered, tp)
     if work.shape.layer_inputs is not None and stage.has_embedding:
         # The rows of a second embedding, whose table is cut by vocabulary as the first one's.
         rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes

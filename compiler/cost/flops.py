@@ -32,7 +32,8 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
         )
     projected, kv_heads = shape.keys_and_values.value, shape.num_key_value_heads
     keys, values = kv_heads * ("k" in projected), kv_heads * ("v" in projected)
-    return h * (shape.head_dim * (heads + keys) + shape.value_dim * (heads + values))
+    taken = shape.attention_inputs * (shape.head_dim * (heads + keys) + shape.value_dim * values)
+    return taken + h * shape.value_dim * heads
 
 
 def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
@@ -70,6 +71,8 @@ def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
     attention, every = attention_matmul_parameters(shape), range(shape.num_hidden_layers)
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
     total: float = len(shape.attention_layers) * attention + states * mixer_parameters(shape)
+    if (shared := shape.shared_blocks) is not None:
+        total += len(shared.layers) * shared.matmul_parameters(shape.hidden_size, shape.intermediate_size)
     total += shape.dense(every) * (layer_matmul_parameters(shape) - attention)
     return total + shape.routed(every) * (layer_matmul_parameters(shape, moe=True) - attention)
 

@@ -16,6 +16,7 @@ from .kinds import mean_over_layers
 from .layer_inputs import NORM_BYTES, parts_bytes, projection_bytes, table_gradient_bytes
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
+from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -89,6 +90,10 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         kept["attention"] += states * kept_bytes(work) * held
         for part in ("stream", "gathered"):
             kept[part] *= work.split_tokens / tokens
+        of_own, of_whole = kept_of_use(work)
+        used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
+        kept["stream"] += used * of_own * work.split_tokens * held
+        kept["gathered"] += used * of_whole * tokens * held
         in_flight = max(_in_flight_bytes(work, routed=moe_layers > 0), backward_bytes(work) if states else 0.0)
         found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
         behind_mlp = _behind_mlp_bytes(work)
@@ -103,7 +108,12 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             layers = bool(stage.layers)
             kept = {part: getattr(one, part) * tokens * layers for part in kept}
             carried = kept_bytes(work) if states else 0.0
-            if work.shape.blocks is not None:
+            if uses(work.shape, stage.layers):
+                # A layer with a shared block has all of them.
+                kept["attention"] += carried
+                kept["stream"] += of_own * work.split_tokens
+                kept["gathered"] += of_whole * tokens
+            elif work.shape.blocks is not None:
                 # A layer is one block: the largest counts.
                 kept["attention"] = max(kept["attention"] * (attending > 0), carried)
                 kept["mlp"] *= dense_layers + moe_layers > 0

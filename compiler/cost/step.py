@@ -176,6 +176,10 @@ def _uniform_terms(work: Workload) -> StepTerms:
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recomputes_layers else 4
     crossings = collectives * shape.blocks_per_layer // 2
+    if shape.shared_blocks is not None:
+        # An MLP, and an attention that takes more features in than it gives: the mean of all layers.
+        inside = 1 + (1 + shape.attention_inputs / shape.hidden_size) / 2
+        crossings += round(inside * collectives / 2 * attending)
     logits = work.padded_vocabulary / work.tp * tokens
     share = (work.shards - 1) / work.shards
     numels = [work.stage_parameters(stage) for stage in stages]

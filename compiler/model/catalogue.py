@@ -106,8 +106,7 @@ _NEAREST = {
     "mamba": "jamba",
     "mamba2": "bamba",
     "hy_v4": "deepseek_v32",
-    "zamba": "bamba",
-    "zamba2": "bamba",
+    "zamba": "zamba2",
     "recurrent_gemma": "gemma2",
 }
 ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}

@@ -183,6 +183,8 @@ class Family:
     """The second embedding, of which every layer gets a part."""
     layer_blocks: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
+    shared_blocks: bool = False
+    """Hybrid layers use transformer blocks in turn, in front of their Mamba-2 layer (`shared_blocks.py`)."""
     never_tied: bool = False
     """The class ties its head to the embedding in no configuration."""
     altup: Callable[[Mapping[str, Any]], AltUp | None] | None = None

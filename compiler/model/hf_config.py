@@ -22,12 +22,16 @@ from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape, MoeShape
+from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
 from .tables import Table, TableError, class_default, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
 
 Config = Mapping[str, Any]
+
+_LONG_CONTEXT = 16384
+"""What transformers' Zamba2 makes of `max_position_embeddings` where `use_long_context` is on."""
 
 
 class ModelConfigError(ValueError):
@@ -81,6 +85,9 @@ def shape_from_config(config: Config) -> ModelShape:
     norms = family.norms_of(config)
     block_kinds = _block_kinds(family, config)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
+    shared = _shared_blocks(read, family, config)
+    if shared is not None:
+        blocks = LayerBlocks(attention=shared.layers, mlp=shared.layers, experts=())
     layers = read.size("num_hidden_layers") if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
     shape = ModelShape(
@@ -89,10 +96,12 @@ def shape_from_config(config: Config) -> ModelShape:
         num_hidden_layers=layers if runs is None else runs.total,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden, heads),
+        head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden * (INPUTS if shared else 1), heads),
         intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
-        max_position_embeddings=read.size("max_position_embeddings"),
+        max_position_embeddings=_LONG_CONTEXT
+        if shared and config.get("use_long_context")
+        else read.size("max_position_embeddings"),
         tie_word_embeddings=not family.never_tied and family.is_on("tie_word_embeddings", config),
         rotary=not (family.positions or family.fixed_positions),
         alibi=family.is_on(family.alibi, config),
@@ -115,6 +124,7 @@ def shape_from_config(config: Config) -> ModelShape:
         runs=runs,
         recurrent=_recurrent(read, family, config, layers),
         blocks=blocks,
+        shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
         stated=() if table is None else _stated(table, config),
@@ -152,6 +162,15 @@ def _block_kinds(family: Family, config: Config) -> tuple[str, ...] | None:
         return None
     try:
         return family.layer_blocks(config)
+    except LayerListError as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _shared_blocks(read: _Reader, family: Family, config: Config) -> SharedBlocks | None:
+    if not family.shared_blocks:
+        return None
+    try:
+        return shared_blocks(config, read.size)
     except LayerListError as error:
         raise ModelConfigError(str(error), error.key) from error
 

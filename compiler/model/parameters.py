@@ -14,6 +14,7 @@ from .layer_runs import LayerRuns
 from .recurrent.rows import recurrent_rows
 from .rows import Rows, kinds
 from .shape import ModelShape
+from .shared_block_rows import SharedSizes, shared_rows
 from .table import Layers, Parameter, ParameterTable, Part, Split, column, row, vocabulary
 from .user_parameters import user_module_table
 
@@ -43,6 +44,8 @@ def _decoder(shape: ModelShape, family: Family) -> ParameterTable:
             _feed_forward(rows, shape, family)
         elif part == "recurrent":
             _recurrent(rows, shape, family)
+        elif part == "shared_blocks":
+            _shared_blocks(rows, shape)
         elif part == "layer_inputs":
             if shape.layer_inputs is not None:
                 rows_of_inputs(rows, shape.layer_inputs, h)
@@ -110,6 +113,20 @@ def _recurrent(rows: Rows, shape: ModelShape, family: Family) -> None:
         for name in family.recurrent.norms:
             rows.of(shape.recurrent.layers).norm(name, shape.hidden_size, family.norm)
         recurrent_rows(rows, shape.hidden_size, shape.recurrent, family.recurrent)
+
+
+def _shared_blocks(rows: Rows, shape: ModelShape) -> None:
+    assert shape.shared_blocks is not None
+    assert shape.recurrent is not None
+    sizes = SharedSizes(
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.head_dim,
+        shape.mlp_bias,
+    )
+    shared_rows(rows, shape.shared_blocks, shape.recurrent, sizes)
 
 
 def _attention(rows: Rows, shape: ModelShape, family: Family) -> None:

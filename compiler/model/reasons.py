@@ -116,10 +116,9 @@ REASONS: Mapping[str, Reason] = {
         "blocks that several layers share",
         "its hybrid layers use the same transformer blocks in turn (shared_transformer, shared_transf), whose weights "
         "are tied over layers. A block takes the hidden states and the embeddings of the tokens side by side, 2 x "
-        "hidden_size features; in zamba2 it has LoRA adapters of its own for each layer. What it gives goes through a "
-        "projection of the layer into the layer's Mamba block. The compiler describes blocks with parameters of one "
-        "layer, that take hidden_size features and give a part of the layer's sum",
-        "layers of attention with weights of their own between Mamba-2 layers, as bamba and granitemoehybrid have",
+        "hidden_size features. What it gives goes through a projection of the layer into the layer's Mamba block. The "
+        "compiler describes such blocks in front of Mamba-2 layers only",
+        "zamba2, whose shared blocks stand in front of Mamba-2 layers",
     ),
     "byte_patches": Reason("patches of bytes", "its layers work on patches of bytes whose lengths it learns"),
     "rows_of_experts": Reason(

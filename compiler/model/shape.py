@@ -11,6 +11,7 @@ from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_runs import LayerRuns
 from .mla_shape import MlaShape as MlaShape
 from .recurrent.shape import RecurrentShape
+from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
 
 
@@ -111,12 +112,19 @@ class ModelShape:
     """What chooses the keys that each query attends to."""
     recurrent: RecurrentShape | None = None
     """Layers that carry a state in the place of attention."""
+    shared_blocks: SharedBlocks | None = None
+    """Transformer blocks that several layers use."""
     runs: LayerRuns | None = None
     """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
     stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False)
     """Values of the configuration that the derived table of the type reads; empty where its rows are hand-written."""
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
+
+    @property
+    def attention_inputs(self) -> int:
+        """Features of a token that queries, keys and values are projected from."""
+        return self.hidden_size * (1 if self.shared_blocks is None else INPUTS)
 
     @property
     def attention_layers(self) -> range | tuple[int, ...]:

@@ -41,6 +41,7 @@ from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
 from .selective import is_inside
+from .shared_blocks import parts_with_adapters, share_blocks
 from .shared_rows import mark, sum_repeated_gradient
 from .sparsity import share_cutoffs
 from .state_space import SpreadGatedNorm
@@ -86,6 +87,7 @@ class _Injection:
         self.slices.compare(self.model)
         parallelism = self.spec.parallelism
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
+        share_blocks(self.model, path, self.spec.model.shape)
         replaced = put_on_interface(self.model, self.family)
         if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
             masked = masked_layers(self.spec.model.shape)
@@ -139,6 +141,7 @@ class _Injection:
         # All of such a module takes its hidden states in together, what stands in modules of its own too.
         whole = [name for name, module in self.model.named_modules() if id(module) in recurrent]
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
+        taking = [*whole, *parts_with_adapters(path, self.spec.model.shape)]
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
@@ -156,7 +159,7 @@ class _Injection:
                 setattr(parent, child, layer)
                 # A linear of the layer itself, which stands in no block, takes its input in alone.
                 if isinstance(layer, ColumnParallelLinear) and parent_name.rpartition(".")[0] != path:
-                    block = next((name for name in whole if parent_name.startswith(f"{name}.")), parent_name)
+                    block = next((name for name in taking if parent_name.startswith(f"{name}.")), parent_name)
                     blocks.setdefault(block, []).append(layer)
             elif parameter.dim() == 1 and kind == "weight":
                 setattr(parent, child, self._spread_norm(owner, parameter, piece, region.group))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parcompile.model.families import FAMILIES
-from parcompile.model.recurrent import RecurrentKind, RecurrentShape
+from parcompile.model.recurrent import Recurrent, RecurrentKind, RecurrentShape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current, padding_mask
@@ -52,13 +52,16 @@ def recurrent_modules(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     if traits is None or shape.recurrent is None:
         return []
     layers = {str(layer) for layer in shape.recurrent.layers}
-    return [module for name, module in model.named_modules() if _stands_in(layers, name, traits.module)]
+    return [module for name, module in model.named_modules() if _stands_in(layers, name, traits)]
 
 
-def _stands_in(layers: Collection[str], name: str, module: str) -> bool:
+def _stands_in(layers: Collection[str], name: str, traits: Recurrent) -> bool:
     """Whether a module stands under that name in one of these layers itself. Attention may have the same name."""
-    *_, parent, own = ("", "", *name.split("."))
-    return own == module and parent in layers
+    before = ["", "", *name.split(".")]
+    own = before.pop()
+    if before[-1] == traits.inside:
+        before.pop()
+    return own == traits.module and before[-1] in layers
 
 
 def use_pieces(model: nn.Module, mesh: Mesh) -> None:

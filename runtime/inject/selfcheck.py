@@ -38,6 +38,7 @@ from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
 from .recomputation import recompute_as_planned
+from .shared_blocks import share_blocks
 
 SMALL_NUMEL = 20_000_000
 """Models up to this many parameters are themselves checked when nothing else is said."""
@@ -72,6 +73,8 @@ class SelfCheck:
         # Off the middle, where no rank's tokens begin.
         border = self._length // 2 - 1
         path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
+        # Compared by the names of modules, which all uses of a block have in common once it is injected.
+        share_blocks(without_peft(model), path, shape)
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
         # It passes a state from one to the next, and the masks of stacks are not looked at.
         same = shape.user_module is None and shape.recurrent is None and shape.runs is None

@@ -19,6 +19,7 @@ from parcompile.model.indexer import FULL, SHARED
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
+from parcompile.model.shared_blocks import FOLLOWING
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 
@@ -83,6 +84,7 @@ def shrunk(plan: Plan) -> Plan:
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
     replaced |= {"per_layer_config"} if "use_dsa" in changes else set()
     replaced |= _SAID_AGAIN
+    replaced |= FOLLOWING if shape.shared_blocks is not None else set()
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
     model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
     axes = spec.parallelism
@@ -242,6 +244,10 @@ def _layers(plan: Plan, config: Any) -> list[int]:
         kinds.setdefault(kind, layer)
         if shape.kinds and layer == shape.num_hidden_layers - 1:
             kinds[kind] = layer  # some models have a kind for the last layer, whatever their list says
+    if shape.shared_blocks is not None:
+        # A use of each block, and a second one of the first.
+        for layer in shape.shared_blocks.layers[: shape.shared_blocks.count + 1]:
+            kinds.setdefault((False, True, None, layer), layer)
     stages = split.pp * split.virtual
     if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
         return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use
@@ -249,12 +255,12 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     least = 2 * stages if any(SHARED in value for value in lists) else 2
     # Layers that come once in a period stay where they are: up to the first of the last kind.
     periodic = _has_periods(shape)
-    wanted = -(-max(max(kinds.values()) + 1 if periodic else len(kinds), least) // stages) * stages
+    chosen = list(dict.fromkeys(kinds.values()))
+    wanted = -(-max(max(chosen) + 1 if periodic else len(chosen), least) // stages) * stages
     if wanted >= shape.num_hidden_layers:
         return list(range(shape.num_hidden_layers))
     if periodic:
         return list(range(wanted))
-    chosen = list(kinds.values())
     chosen += [layer for layer in range(shape.num_hidden_layers) if layer not in chosen][: wanted - len(chosen)]
     assert len(PipelineSplit(split.pp, split.virtual).counts(wanted)) == stages
     return sorted(chosen)

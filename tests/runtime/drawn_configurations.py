@@ -142,6 +142,9 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _state_space(choose, family)
     changes |= _selective(choose, family)
     changes |= _linear_attention(choose, family, names)
+    if FAMILIES[family].shared_blocks:
+        adapters = changes["num_key_value_heads"] == changes["num_attention_heads"]
+        changes |= {"use_shared_attention_adapter": adapters, "tie_word_embeddings": True}
     changes |= _rope(choose, family, config, changes)
     changes |= _layer_shapes(choose, family, names, changes)
     refused = FAMILIES[family].refused_axes.keys()
@@ -208,14 +211,18 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
         return {}
     keys, heads = states.state_space, choose.choice([8, 16])
     switches = {keys.convolution_bias[0], keys.input_bias[0], keys.output_bias[0]} | set((keys.norm or ())[:1])
+    # What follows from other keys is left out.
+    width = (
+        {} if FAMILIES[family].shared_blocks else {keys.head_dim[0]: "auto" if keys.expand else choose.choice([4, 6])}
+    )
     return {
         keys.heads[0]: heads,
-        keys.head_dim[0]: "auto" if keys.expand else choose.choice([4, 6]),
+        **width,
         keys.groups[0]: choose.choice([1, 1, 4]),
         keys.state[0]: choose.choice([3, 6]),
         keys.kernel[0]: choose.choice([2, 3, 4]),
         keys.chunk[0]: choose.choice([2, 4, 64]),
-        **{switch: choose.choice([True, False]) for switch in sorted(switches)},
+        **{switch: choose.choice([True, False]) for switch in sorted(filter(None, switches))},
     }
 
 
@@ -287,6 +294,14 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
             return {}
         if states.attending_period is not None:
             return _periods(choose, family, layers)
+        if FAMILIES[family].shared_blocks:
+            return {
+                "layers_block_type": ["hybrid" if one else states.word for one in attends],
+                "num_mem_blocks": choose.choice([1, 2]),
+                "adapter_rank": choose.choice([1, 5]),
+                "use_mem_rope": choose.choice([False, True]),
+                "use_conv_bias": choose.choice([False, True]),
+            }
         if FAMILIES[family].layer_blocks is not None:
             others = ["mlp", "moe", "full_attention"]
             kinds = [states.word, choose.choice(others)] if layers == 2 else [states.word, *others]
@@ -359,6 +374,7 @@ def _rope(choose: random.Random, family: str, config: Any, changes: dict[str, An
             }
         }
     width = changes.get("head_dim", 32 // changes.get("num_attention_heads", 4))
+    width *= 2 if FAMILIES[family].shared_blocks else 1
     width = changes.get("qk_rope_head_dim", width)
     if all(isinstance(value, dict | None) for value in rope.values()):
         # One set of parameters for each kind of layer; none for those without positions.

@@ -337,6 +337,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_d_state": 6,
         "mamba_dt_rank": 3,
     },
+    "zamba2": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 2,
+        "adapter_rank": 3,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 6,
+        "chunk_size": 4,
+        "tie_word_embeddings": True,
+        # A norm of what the attention alone gives, with no residual stream in it, makes its rounding large: with
+        # weights twice as large, a change of each by its last bit changes the gradient norm of one process by 2e-4.
+        "rms_norm_eps": 0.1,
+        "initializer_range": 0.1,
+    },
     "falcon_h1": {
         **_MAMBA2,
         "mamba_d_ssm": 64,
@@ -521,6 +538,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_bigcode, every head": ("gpt_bigcode", {"multi_query": False}),
+    "zamba2, 2 groups": (
+        "zamba2",
+        {
+            "mamba_ngroups": 2,
+            "add_bias_linear": True,
+            "use_shared_attention_adapter": False,
+            "use_mem_rope": False,
+            "num_key_value_heads": 2,
+            "num_mem_blocks": 1,
+        },
+    ),
     "bamba, 2 groups": ("bamba", {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     "falcon_h1, no norm": (
         "falcon_h1",
@@ -566,7 +594,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "jamba", "nemotron_h", "granitemoehybrid"),
+    *("bamba", "falcon_h1", "jamba", "nemotron_h", "granitemoehybrid", "zamba2"),
     *("glm_moe_dsa", "axk2", "dots3_note_text", "mistral4"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text", "gemma4_unified_text", "gemma3n_text", "mimo_v2_flash", "lfm3", "hrm_text"),

@@ -24,6 +24,7 @@ FAMILIES = (
     # stored under other names, or expert by expert
     *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "granitemoe"),
     "gpt_oss",  # sinks, and experts with biases
+    "zamba2",  # blocks that layers share
 )
 
 

@@ -18,6 +18,8 @@ from parcompile.runtime.model.model_class import causal_model
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
 NEVER_TIED = ("kimi_linear", "bailing_hybrid")
+ALWAYS_TIED = ("zamba2", "zamba2, 2 groups")
+"""Refused otherwise: their shared blocks are tied with the head or not at all."""
 REFUSED = (("stablelm", "qk_layernorm"),)
 REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
@@ -41,7 +43,9 @@ def check(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_a_table_lists_what_the_model_registers(family: str) -> None:
-    for tied in (None, False) if family in NEVER_TIED else (None, True, False):
+    for tied in (
+        (None, False) if family in NEVER_TIED else (None, True) if family in ALWAYS_TIED else (None, True, False)
+    ):
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
 
 
@@ -82,7 +86,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})
     config.update({"num_kv_shared_layers": 0} if family == "gemma3n_text" else {})  # of one layer none can share
     config.update({"num_hidden_layers": 2} if family == "olmo_hybrid" else {})
-    config.update({"num_hidden_layers": 4} if family == "nemotron_h" else {})
+    config.update({"num_hidden_layers": {"nemotron_h": 4, "zamba2": 54}.get(family, config["num_hidden_layers"])})
     check({**config, "pad_token_id": None})
     built = registered({**config, "pad_token_id": None})[1]
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None

@@ -103,10 +103,14 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more = {"layer_types": ([states.word] * 2 + last) * 2}
         if states.layers_key == "":
             more = {states.attending_key: [3, 7]} if states.attending_key else {}
-        if FAMILIES[family].layer_blocks is not None:
+        if FAMILIES[family].shared_blocks:
+            more = {"layers_block_type": [states.word, states.word, "hybrid", "hybrid"] * 2, "num_key_value_heads": 16}
+        elif FAMILIES[family].layer_blocks is not None:
             more = {"layers_block_type": [states.word, "mlp", "full_attention", "moe"] * 2}
         if states.state_space is not None:
             more |= {states.state_space.heads[0]: 32, states.state_space.head_dim[0]: "auto"}
+            if FAMILIES[family].shared_blocks:
+                del more[states.state_space.head_dim[0]]
             if states.state_space.expand is None:
                 more |= {states.state_space.head_dim[0]: 8, states.state_space.groups[0]: 4}
         more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}

@@ -10,6 +10,7 @@ from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_blocks import STATE, nemotron_kinds
 from parcompile.model.layer_period import LayerPeriod
 from parcompile.model.recurrent import Recurrent, RecurrentKind, SelectiveKeys, StateSpaceKeys
+from parcompile.model.shared_blocks import INNER, zamba2_kinds
 
 from .traits import defaults_of
 
@@ -182,6 +183,56 @@ STATE_SPACE: Mapping[str, Family] = {
             _NO_WINDOW,
         ),
         defaults=defaults_of(8),
+    ),
+    "zamba2": Family(
+        final_norm="final_layernorm",
+        order=("shared_blocks",),
+        own_head_dim=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp="feed_forward",
+        mlp_bias="add_bias_linear",
+        mlp_ratio=4,
+        up=("gate_up_proj",),
+        norms=("input_layernorm",),
+        shared_blocks=True,
+        layer_blocks=zamba2_kinds,
+        recurrent=Recurrent(
+            RecurrentKind.MAMBA2,
+            module="mamba",
+            inside=INNER,
+            layers_key="",
+            by_default=lambda config, _: tuple(range(len(zamba2_kinds(config)))),
+            state_space=StateSpaceKeys(
+                heads=("n_mamba_heads", 8),
+                head_dim=("mamba_headdim", None),
+                groups=("mamba_ngroups", 1),
+                state=("mamba_d_state", 64),
+                chunk=("chunk_size", 256),
+                # transformers' convolution has a bias whatever `use_conv_bias` says.
+                convolution_bias=("", True),
+                input_bias=("add_bias_linear", False),
+                output_bias=("add_bias_linear", False),
+            ),
+        ),
+        refusals=(
+            Refusal(
+                "tie_word_embeddings",
+                lambda config: config.get("tie_word_embeddings") is False,
+                "transformers then ties no shared block either: each hybrid layer has a block of its own, with "
+                "adapters of other layers that nothing trains. It has to be true",
+            ),
+            Refusal(
+                "attention_dropout",
+                lambda config: bool(config.get("attention_dropout")),
+                "masks are drawn by the number of the layer, and the uses of a shared block have none: it has to be 0",
+            ),
+        ),
+        refused_axes={
+            "pp": "layers of all stages would share a transformer block, and every stage would need the embeddings of "
+            "the tokens"
+        },
+        defaults={"tie_word_embeddings": True},
     ),
     "granitemoehybrid": Family(
         null_is_off=("mamba_conv_bias", "mamba_proj_bias"),

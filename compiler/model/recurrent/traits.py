@@ -19,6 +19,8 @@ class Recurrent:
 
     kind: RecurrentKind
     module: str = "linear_attn"
+    inside: str = ""
+    """The module of a layer that it stands in, in some layers."""
     word: str = "linear_attention"
     """What stands for such a layer in the list of layers."""
     attending_words: tuple[str, ...] = ("full_attention",)
