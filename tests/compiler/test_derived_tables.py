@@ -33,7 +33,7 @@ def test_the_table_of_a_published_model_has_its_number_of_parameters(preset: Pre
 def test_every_type_is_in_the_file_once_and_what_is_left_out_has_its_reason() -> None:
     assert not set(covered()) & set(left_out())
     assert all(reason for reason in left_out().values())
-    assert len(covered()) >= 115
+    assert len(covered()) >= 142
 
 
 def test_the_file_is_small_and_holds_a_row_on_each_line() -> None:
@@ -95,3 +95,35 @@ def test_a_comparison_that_cannot_be_made_is_false() -> None:
     assert evaluate("layers[layer] == 'dense'", {"layers": ["dense"], "layer": 3}) is False
     assert evaluate("window > 0", {}) is False
     assert evaluate("not window > 0", {"window": None}) is True
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    [({"num_hidden_layers": 3}, 3), ({"num_hidden_layers": 16, "num_layers_per_stack": 2}, 2)],
+)
+def test_what_follows_reads_what_was_given_where_the_class_rewrites_it(given: dict[str, Any], layers: int) -> None:
+    """HRM's class writes the runs of all layers over `num_hidden_layers`, and reads it before."""
+    table = table_of("hrm_text")
+    assert table is not None
+    names = {one.name for one in parameters(table, given)}
+    assert sum(name.startswith("model.H_module.layers") and name.endswith("o_proj.weight") for name in names) == layers
+
+
+def test_a_pattern_of_letters_gives_the_kinds_of_the_layers() -> None:
+    table = table_of("nemotron_h")
+    assert table is not None
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
+    by_letters = parameters(table, {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5})
+    assert by_letters == parameters(table, {"layers_block_type": kinds})
+    assert {one.name.split(".")[2] for one in by_letters if ".layers." in one.name} == set("01234")
+
+
+def test_the_last_layers_have_no_keys_where_they_share_those_of_earlier_ones() -> None:
+    table = table_of("gemma3n_text")
+    assert table is not None
+    found = parameters(table, {"num_hidden_layers": 7, "num_kv_shared_layers": 2, "intermediate_size": [8] * 6 + [24]})
+    shapes = {one.name: one.shape for one in found}
+    layers = [
+        number for number in range(7) if f"model.language_model.layers.{number}.self_attn.k_proj.weight" in shapes
+    ]
+    assert layers in ([0, 1, 2, 3, 4], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,26 +28,26 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules of the generator, under their own names as long as a test runs."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(GENERATOR))
+    import comparing
     import study
     import writing
 
-    yield study, writing
+    yield SimpleNamespace(comparing=comparing, study=study, writing=writing)
     for name in set(sys.modules) - before:
         if str(GENERATOR) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
 
 
 def test_tables_are_those_of_models_with_drawn_configurations(generator: Any) -> None:
-    study, writing = generator
-    stored = writing.read(_file())
+    stored = generator.writing.read(_file())
     for name in SAMPLE:
-        built, wrong = study.compared(name, stored["types"][name], 1, f"suite {name}")
+        built, wrong = generator.comparing.compared(name, stored["types"][name], 1, f"suite {name}")
         assert (built, wrong) == (1, []), name
 
 
 def test_one_command_derives_the_table_of_a_type_again(generator: Any, tmp_path: Path) -> None:
-    study, writing = generator
-    found = study.study("gptj").stored
+    writing = generator.writing
+    found = generator.study.study("gptj").stored
     writing.write(tmp_path / "one.json", {"transformers": "5", "types": {"gptj": found}, "left_out": {}})
     stored = writing.read(_file())["types"]["gptj"]
     assert writing.read(tmp_path / "one.json")["types"]["gptj"]["rows"] == stored["rows"]

@@ -18,7 +18,9 @@ from typing import Any
 
 import transformers
 from building import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from study import LeftOutError, compared, study
+from collecting import LeftOutError
+from comparing import compared
+from study import study
 from writing import read, write
 
 ROOM = Path(__file__).parents[3] / "compiler" / "model" / "tables"
@@ -29,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; all where none is named")
     parser.add_argument("--missing", action="store_true", help="only types that the file does not have")
-    parser.add_argument("--seconds", type=int, default=240, help="the longest that a type may take")
+    parser.add_argument("--seconds", type=int, default=240, help="the longest that a type may take, of a processor")
     parser.add_argument("--file", type=Path, default=ROOM / f"transformers-{transformers.__version__}.json")
     parser.add_argument(
         "--check", type=int, metavar="DRAWS", help="compare the file with this many models of each type"

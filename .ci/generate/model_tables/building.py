@@ -90,6 +90,14 @@ class ModelType:
                 found += inspect.getsource(sys.modules[cls.__module__])
         return found
 
+    def configuration_sources(self) -> dict[str, str]:
+        """The code of the classes of the configuration and of those inside it, by what stands before their keys."""
+        found = {}
+        for prefix, cls in {"": self.config_class, **{f"{key}.": cls for key, cls in self.nested.items()}}.items():
+            with contextlib.suppress(Exception):  # where a class inherits from another, that one stands in its module
+                found[prefix] = inspect.getsource(cls if self.nested else sys.modules[cls.__module__])
+        return found
+
     def configuration(self, given: dict[str, Any]) -> tuple[Any, Sample]:
         """The configuration that the class makes of flat values; raises whatever the class raises."""
         config = self.config_class(**nest(given))

@@ -47,6 +47,8 @@ class Questions:
             numbers = {value for value in values if type(value) is int}
             if any(value <= 0 for value in numbers):
                 late.append(f"{key} > 0")
+            elif numbers and any(isinstance(value, list) for value in values):
+                late.append(f"{key} > 0")  # a list is not compared with a number, and so the answer is no
             if any(value < 0 for value in numbers):
                 late.append(f"{key} < 0")
             if 1 in numbers and len(numbers) > 1:
@@ -69,6 +71,9 @@ class Questions:
         for key, values in held.items():
             if any(isinstance(value, list) for value in values):
                 lists.append(key)
+            elif "pattern" in key and any(isinstance(value, str) for value in values):
+                letters = sorted({letter for value in values if isinstance(value, str) for letter in value})
+                self.layered += [f"{key}[layer] == {letter!r}" for letter in letters[:_WORDS]]
             elif any(type(value) is int and 0 <= value < 12 for value in values):
                 small.append(key)
         for key in lists:
@@ -83,14 +88,18 @@ class Questions:
             self.layered += [f"{key}[layer % len({key})] == {word!r}" for word in words[:_WORDS]]
         counts = [key for key in small if LAYERS.search(key)]
         for key in small:
-            if re.search("head|token|vocab", key) and "layer" not in key:
+            if re.search("head|token|vocab|expert|rank", key) and not re.search("layer|freq|period|interval|step", key):
                 continue
             self.layered += [f"layer < {key}", f"layer <= {key}", f"layer % {key} == 0", f"(layer + 1) % {key} == 0"]
             self.layered += [f"layer % {key} == {other}" for other in small if "offset" in other and other != key]
             self.layered += [f"layer >= {count} - {key}" for count in counts if count != key]
+            self.layered += [
+                f"(layer - {other} + 1) % {key} == 0" for other in small if "offset" in other and other != key
+            ]
         self.layered += [f"layer == {count} - 1" for count in counts]
         for number in (2, 3, 4, 5, 6, 8):
             self.layered += [f"layer < {number}", f"layer % {number} == 0", f"(layer + 1) % {number} == 0"]
+            self.layered += [f"layer % {number} == {rest}" for rest in range(1, number - 1)]
 
     def answers(self, samples: Sequence[tuple[int, tuple[int, ...]]], *, layered: bool) -> tuple[list[str], np.ndarray]:
         """The questions whose answers differ, and the answers, [questions, samples]."""

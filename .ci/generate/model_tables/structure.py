@@ -16,20 +16,26 @@ class Structure:
     def __init__(self, models: Sequence[Names]) -> None:
         self._fixed: set[str] = set()
         """Modules whose entries are always the same (`Sequential`): their numbers stay as they are."""
+        self._split: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._find_fixed(models)
         self.rows = self._order(models)
 
     def split(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The row of a name, and the numbers in it."""
-        parts: list[str] = []
-        numbers: list[int] = []
-        for part in name.split("."):
-            if part.isdigit() and ".".join(parts) not in self._fixed:
-                parts.append("{" + INDICES[len(numbers)] + "}")
-                numbers.append(int(part))
-            else:
-                parts.append(part)
-        return ".".join(parts), tuple(numbers)
+        if name not in self._split:
+            parts: list[str] = []
+            owner: list[str] = []
+            numbers: list[int] = []
+            for part in name.split("."):
+                if part.isdigit() and ".".join(owner) not in self._fixed:
+                    parts.append("{" + INDICES[len(numbers)] + "}")
+                    owner.append("{}")
+                    numbers.append(int(part))
+                else:
+                    parts.append(part)
+                    owner.append(part)
+            self._split[name] = ".".join(parts), tuple(numbers)
+        return self._split[name]
 
     def _find_fixed(self, models: Sequence[Names]) -> None:
         while True:

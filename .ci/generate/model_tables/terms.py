@@ -10,6 +10,10 @@ import numpy as np
 _MISSING = -(10**6) - 1
 _FACTORS = (2, 3, 4, 5, 6, 8)
 _DIVISORS = (2, 4, 8, 16, 64)
+_PLAIN = 4
+"""What costs more is no term of a sum of three."""
+_HASHED, _TRIED = 60, 24
+"""Sums are looked for over so many configurations; so many that fit there are tried over all."""
 
 
 class Terms:
@@ -28,11 +32,12 @@ class Terms:
             if all(isinstance(config.get(key), float | int) for config in configs)
             and any(isinstance(config.get(key), float) for config in configs)
         ]
-        lists = [key for key in keys if all(isinstance(config.get(key), list) for config in configs)]
+        lists = [key for key in keys if any(_is_layers(key, config.get(key)) for config in configs)]
         values = {key: np.array([_number(config.get(key)) for config in configs], dtype=np.int64) for key in whole}
         for key in lists:
-            lengths = np.array([len(config[key]) for config in configs], dtype=np.int64)
-            if len(set(lengths)) > 1:
+            held = [config.get(key) for config in configs]
+            lengths = np.array([len(one) if _is_layers(key, one) else _MISSING for one in held], dtype=np.int64)
+            if len(set(lengths) - {_MISSING}) > 1:
                 values[f"len({key})"] = lengths
         self.keys = values
         self._add(values, fractions)
@@ -68,12 +73,13 @@ class Terms:
                 self._note(f"int({key} * {name})", product, 3)
                 quotients.append((f"int({key} * {name})", product))
                 self._note(f"2 * int({key} * {name})", 2 * product, 4)
+        self._add_patches(values)
         gated = [
             (f"2 * {name} // 3", 2 * values[name] // 3) for name in names if "intermediate" in name or "ff" in name
         ]
         for key in fractions:
             fraction = np.array([float(config[key]) for config in self.configs])
-            gated += [(f"int({key} * ({text}))", (fraction * row).astype(np.int64)) for text, row in gated[:2]]
+            gated += [(f"int({key} * ({text}))", (fraction * row).astype(np.int64)) for text, row in gated[:6]]
         quotients += gated
         for at, one in enumerate(names):
             for other in names[at:]:
@@ -111,6 +117,19 @@ class Terms:
                     padded = -_quotient(-row, values[other]) * values[other]
                     self._note(f"ceil({text} / {other}) * {other}", padded, 7)
 
+    def _add_patches(self, values: dict[str, np.ndarray]) -> None:
+        """Images are cut into square patches: how many there are, and how many numbers one holds."""
+        for patch in [name for name in values if "patch" in name]:
+            side = values[patch]
+            for name, row in values.items():
+                if name == patch:
+                    continue
+                along = _quotient(row, side)
+                self._note(
+                    f"({name} // {patch}) * ({name} // {patch})", np.where(along >= 0, along * along, _MISSING), 5
+                )
+                self._note(f"{name} * {patch} * {patch}", row * side * side, 5)
+
     def find(self, at: Sequence[int], sizes: Sequence[int], *, sums: bool = True) -> str | None:
         """An expression for these sizes at these configurations; the simplest of those that fit."""
         if not len(at):
@@ -138,34 +157,64 @@ class Terms:
         return self._sum(at, sizes)
 
     def _sum(self, at: np.ndarray, sizes: np.ndarray) -> str | None:
-        first = np.unique(at, return_index=True)[1][:60]
-        at, sizes = at[first], sizes[first]
+        everywhere, wanted = at, sizes
+        once = np.unique(at, return_index=True)[1]
+        some = once[np.linspace(0, len(once) - 1, min(_HASHED, len(once)), dtype=int)]
+        at, sizes = at[some], sizes[some]
         table, weights = self.table[:, at], self._weights[: len(at)]
         differences = sizes - table
         constant = np.flatnonzero((differences == differences[:, :1]).all(1))
-        if len(constant):
-            best = constant[np.argmin(self.cost[constant])]
-            return f"{self.texts[best]} + {int(differences[best, 0])}".replace("+ -", "- ")
-        sums = (table.astype(np.uint64) * weights).sum(1, dtype=np.uint64)
-        order = np.argsort(sums, kind="stable")
-        ranked, wanted = sums[order], (sizes.astype(np.uint64) * weights).sum(dtype=np.uint64)
+        for best in constant[np.argsort(self.cost[constant], kind="stable")][:_TRIED]:
+            rest = int(differences[best, 0])
+            if rest and (self.table[best, everywhere] + rest == wanted).all():
+                return f"{self.texts[best]} + {rest}".replace("+ -", "- ")
+        hashes = (table.astype(np.uint64) * weights).sum(1, dtype=np.uint64)
+        target = (sizes.astype(np.uint64) * weights).sum(dtype=np.uint64)
 
-        def partner(target: Any) -> tuple[int, int] | None:
-            place = np.searchsorted(ranked, target - sums)
+        def partners(order: np.ndarray, ranked: np.ndarray, rest: Any, third: int, sign: int) -> str | None:
+            # What is searched for rises too, but for one step where it wraps around: so it is found in much less time.
+            behind, rests = order[::-1], rest - ranked[::-1]
+            place = np.searchsorted(ranked, rests)
             place[place == len(ranked)] = 0
-            found = np.flatnonzero(ranked[place] == target - sums)
-            if not len(found):
-                return None
-            best = min(found, key=lambda one: self.cost[one] + self.cost[order[place[one]]])
-            return int(best), int(order[place[best]])
+            found = np.flatnonzero(ranked[place] == rests)
+            costs = self.cost[behind[found]] + self.cost[order[place[found]]]
+            for one in found[np.argsort(costs, kind="stable")][:_TRIED]:
+                parts = [int(behind[one]), int(order[place[one]])]
+                total = self.table[np.ix_(parts, everywhere)].sum(0) + sign * self.table[third, everywhere]
+                if (total == wanted).all():
+                    last = f" {'+' if sign > 0 else '-'} {self.texts[third]}" if sign else ""
+                    return f"{self.texts[parts[0]]} + {self.texts[parts[1]]}{last}"
+            return None
 
-        pair = partner(wanted)
-        if pair is not None:
-            return f"{self.texts[pair[0]]} + {self.texts[pair[1]]}"
+        order = np.argsort(hashes, kind="stable")
+        if (text := partners(order, hashes[order], target, 0, 0)) is not None:
+            return text
+        order = order[self.cost[order] <= _PLAIN]
+        ranked = hashes[order]
         for third in range(self.simple):
-            pair = partner(wanted - sums[third])
-            if pair is not None:
-                return f"{self.texts[pair[0]]} + {self.texts[pair[1]]} + {self.texts[third]}"
+            for sign, rest in ((1, target - hashes[third]), (-1, target + hashes[third])):
+                if (text := partners(order, ranked, rest, third, sign)) is not None:
+                    return text
+        return self._product_of_sum(everywhere, wanted)
+
+    def _product_of_sum(self, at: np.ndarray, sizes: np.ndarray) -> str | None:
+        """A key times a sum of others: `num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim + v_head_dim)`."""
+        keys = self.table[: self.simple, at]
+        sums: dict[bytes, str] = {}
+        for one in range(self.simple):
+            for other in range(one, self.simple):
+                text = f"{self.texts[one]} + {self.texts[other]}"
+                sums.setdefault((keys[one] + keys[other]).tobytes(), text)
+        for factor in range(self.simple):
+            row = keys[factor]
+            if (row <= 0).any() or (row == 1).all() or (sizes % row).any():
+                continue
+            rest = sizes // row
+            if (text := sums.get(rest.tobytes())) is not None:
+                return f"{self.texts[factor]} * ({text})"
+            for third in range(self.simple):
+                if (text := sums.get((rest - keys[third]).tobytes())) is not None:
+                    return f"{self.texts[factor]} * ({text} + {self.texts[third]})"
         return None
 
 
@@ -177,6 +226,11 @@ def _quotient(values: np.ndarray, divisor: Any) -> np.ndarray:
 
 def _is_size(value: object) -> bool:
     return value is None or isinstance(value, int | str | float | list)
+
+
+def _is_layers(key: str, value: object) -> bool:
+    """Whether a value has an entry for each layer: a list, or a text with a letter for each."""
+    return isinstance(value, list) or ("pattern" in key and isinstance(value, str))
 
 
 def _number(value: object) -> int:

@@ -28,6 +28,7 @@ class Learner:
     def __init__(self, configs: Sequence[dict[str, Any]], keys: Sequence[str]) -> None:
         self.configs, self.keys = configs, keys
         self.terms, self.questions = Terms(configs, keys), Questions(configs, keys)
+        self._lists = [key for key in keys if any(_is_sizes(config.get(key)) for config in configs)]
 
     def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
         """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
@@ -106,13 +107,18 @@ class Learner:
         for one in at:
             if held.setdefault(samples[one][0], sizes[one]) != sizes[one]:
                 return self._fit_entries(samples, sizes, at)
-        return self.terms.find(list(held), list(held.values()), sums=sums)
+        found = self.terms.find(list(held), list(held.values()), sums=sums)
+        return found if found is not None or not self._lists else self._fit_entries(samples, sizes, at)
 
     def _fit_entries(self, samples: Sequence[At], sizes: Sequence[int], at: Any) -> str | None:
         """An entry of a list of sizes, one for each layer."""
-        for key in self.keys:
-            entries = [_entry(self.configs[samples[one][0]].get(key), samples[one][1]) for one in at]
-            if any(entry is None for entry in entries):
+        for key in self._lists:
+            entries: list[int] = []
+            for one in at:
+                if (entry := _entry(self.configs[samples[one][0]].get(key), samples[one][1])) is None:
+                    break
+                entries.append(entry)
+            if len(entries) < len(at):
                 continue
             for factor in (1, 2, 3):
                 if all(factor * entry == sizes[one] for entry, one in zip(entries, at, strict=True)):
@@ -127,6 +133,10 @@ def _entry(value: Any, indices: tuple[int, ...]) -> int | None:
     if isinstance(value, list) and indices and indices[0] < len(value) and type(value[indices[0]]) is int:
         return int(value[indices[0]])
     return None
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and any(type(entry) is int for entry in value)
 
 
 def _entropy(labels: np.ndarray) -> float:

@@ -18,6 +18,8 @@ class TableError(ValueError):
         self.key = key
 
 
+GIVEN = "given."
+"""In what follows, before a key: its value before anything followed (`given.num_hidden_layers`)."""
 _WITH_PARAMETERS = ("xielu",)
 """Activations that have parameters."""
 
@@ -77,7 +79,7 @@ def _thawed(value: Any) -> Any:
 
 @functools.cache
 def _keys_read(texts: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted({key for text in texts for key in names(text)}))
+    return tuple(sorted({key.removeprefix(GIVEN) for text in texts for key in names(text)}))
 
 
 def keys_read(table: Table) -> tuple[str, ...]:
@@ -93,8 +95,9 @@ def follow(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
         TableError: one cannot be computed.
     """
     found = dict(values)
+    scope = {**{GIVEN + key: value for key, value in found.items()}, **found}
     for key, text in table.derived.items():
-        found[key] = _following(key, text, found)
+        found[key] = scope[key] = _following(key, text, scope)
     return found
 
 

@@ -1,0 +1,173 @@
+"""Learns how a configuration class completes what it is given: defaults, and values that follow from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from building import Sample
+from collecting import Collection
+from rows import keys_of
+from trees import At, Learner, UnlearnableError
+
+from parcompile.model.tables.completing import GIVEN
+from parcompile.model.tables.expression import names as names_of
+
+_FEW = 3
+"""What so few configurations agree on may be chance."""
+
+
+def completion(models: Collection, used: set[str]) -> dict[str, Any]:
+    """Defaults and derived values of the keys that the rows read, and of those from which these follow."""
+    values = _Values(models.configs, next((key for key in models.draws.layer_keys if "." not in key), None))
+    derived: dict[str, str] = {}
+    todo, seen = [key for key in used if key not in ("layer", "item", "part")], set(used)
+    while todo:
+        key = todo.pop()
+        if key not in values.keys:
+            continue
+        try:
+            text = values.derived(key)
+        except UnlearnableError as error:
+            raise UnlearnableError(f"what {key} follows from: {error}") from error
+        if text is None:
+            continue
+        derived[key] = text
+        for read in names_of(text) - {"layer"}:
+            other = read.removeprefix(GIVEN)
+            if other in seen:
+                continue
+            seen.add(other)
+            if other == read:
+                todo.append(other)
+    defaults = {key: value for key, value in models.kind.defaults.items() if key in seen and value is not None}
+    found: dict[str, Any] = {"defaults": defaults}
+    if fixed := _fixed(models):
+        found["fixed"] = fixed
+        found["defaults"] |= {key: value for key, value in fixed.items() if value is not None}
+    if derived:
+        found["derived"] = {key: derived[key] for key in _ordered(derived)}
+    return found
+
+
+def _fixed(models: Collection) -> dict[str, Any]:
+    """Keys for which parameters are known for one value only, since no other was ever built."""
+    kind = models.kind
+
+    def varied(key: str) -> bool:
+        return len({json.dumps(sample.raw.get(key)) for sample in models.samples}) > 1
+
+    return {
+        key: value
+        for key, value in kind.defaults.items()
+        if key in models.draws.keys and key not in kind.names and not _changes_no_shape(value) and not varied(key)
+    }
+
+
+class _Values:
+    """What a class makes of the values that it is given."""
+
+    def __init__(self, configs: Sequence[Sample], layers: str | None) -> None:
+        self.configs, self.layers = configs, layers
+        self.keys = keys_of(configs)
+        self.rewritten = [
+            key
+            for key in self.keys
+            if any(one.raw.get(key) is not None and one.raw.get(key) != one.full.get(key) for one in configs)
+        ]
+        """Keys that do not keep what is given."""
+
+    def derived(self, key: str) -> str | None:
+        """How a value follows from what is given; None where it is what was given, or its default."""
+        raw = [sample.raw.get(key) for sample in self.configs]
+        full = [sample.full.get(key) for sample in self.configs]
+        if all(one == other for one, other in zip(raw, full, strict=True)):
+            return None
+        given = [at for at, (one, other) in enumerate(zip(raw, full, strict=True)) if one is not None and one == other]
+        left = [at for at, one in enumerate(raw) if one in (None, "auto")]
+        if len(given) + len(left) == len(raw):
+            text = self._text(key, left, full)
+            if "auto" in raw:
+                return f"({text}) if {key} in [None, 'auto'] else {key}"
+            return f"({text}) if {key} is None else {key}"
+        return self._text(key, list(range(len(raw))), full)
+
+    def _text(self, key: str, at: list[int], full: list[Any]) -> str:
+        # Where the key itself decides, it is what was given.
+        configs = [{**self.configs[one].full, key: self.configs[one].raw.get(key)} for one in at]
+        values = [full[one] for one in at]
+        try:
+            return self._value(Learner(configs, self.keys), values)
+        except UnlearnableError:
+            others = [other for other in self.rewritten if other != key]
+            if not others:
+                raise
+            for one, config in zip(at, configs, strict=True):
+                config |= {GIVEN + other: self.configs[one].raw.get(other) for other in others}
+            return self._value(Learner(configs, self.keys + [GIVEN + other for other in others]), values)
+
+    def _value(self, learner: Learner, values: list[Any]) -> str:
+        samples: list[At] = [(one, ()) for one in range(len(values))]
+        if all(value == values[0] for value in values) and len(values) > _FEW:
+            return repr(values[0])
+        if all(isinstance(value, list) for value in values):
+            return self._list(learner, values)
+        if all(type(value) is int for value in values):
+            return learner.size(samples, values, layered=False)
+        numbers = [type(value) is int for value in values]
+        if any(numbers):
+            which = learner.choice(samples, [str(one) for one in numbers], layered=False)
+            inside = [one for one, number in enumerate(numbers) if number]
+            size = learner.size([(one, ()) for one in inside], [values[one] for one in inside], layered=False)
+            rest = [one for one, number in enumerate(numbers) if not number]
+            other = learner.choice([(one, ()) for one in rest], [repr(values[one]) for one in rest], layered=False)
+            return f"({size}) if {which} else ({other})"
+        return learner.choice(samples, [repr(value) for value in values], layered=False)
+
+    def _list(self, learner: Learner, values: list[list[Any]]) -> str:
+        if (text := self._members(learner, values)) is not None:
+            return text
+        samples: list[At] = [(one, ()) for one in range(len(values))]
+        length = learner.size(samples, [len(value) for value in values], layered=False)
+        inner: list[At] = [(one, (layer,)) for one, value in enumerate(values) for layer in range(len(value))]
+        entries = [entry for value in values for entry in value]
+        if not entries:
+            return "[]"
+        if all(type(entry) is int for entry in entries):
+            each = learner.size(inner, entries, layered=True)
+        else:
+            each = learner.choice(inner, [repr(entry) for entry in entries], layered=True)
+        return f"[({each}) for layer in range({length})]"
+
+    def _members(self, learner: Learner, values: list[list[Any]]) -> str | None:
+        """A list of layers, by which layers are in it; None where the lists are no such."""
+        numbers = [value for held in values for value in held]
+        if not numbers or self.layers is None or any(type(number) is not int for number in numbers):
+            return None
+        if any(held != sorted(set(held)) for held in values):
+            return None
+        depths = [config[self.layers] for config in learner.configs]
+        if any(held and held[-1] >= depth for held, depth in zip(values, depths, strict=True)):
+            return None
+        inner: list[At] = [(one, (layer,)) for one, depth in enumerate(depths) for layer in range(depth)]
+        try:
+            which = learner.choice(inner, [str(layer in values[one]) for one, (layer,) in inner], layered=True)
+        except UnlearnableError:
+            return None
+        return f"[layer for layer in range({self.layers}) if ({which})]"
+
+
+def _ordered(derived: dict[str, str]) -> list[str]:
+    """Derived keys, each behind those that it reads; where two read one another, as they come."""
+    rest, order = list(derived), []
+    while rest:
+        ready = [key for key in rest if not (names_of(derived[key]) & set(rest)) - {key}]
+        order.append(ready[0] if ready else rest[0])
+        rest.remove(order[-1])
+    return order
+
+
+def _changes_no_shape(value: Any) -> bool:
+    """Text that no code compares, and fractions: other values of them are taken as they come."""
+    return isinstance(value, str | float) or (isinstance(value, list) and any(isinstance(one, float) for one in value))
