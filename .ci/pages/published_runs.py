@@ -44,10 +44,11 @@ def nanotron_models() -> dict[str, ModelShape]:
     }
 
 
-def balanced_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
+def balanced_stages(shape: ModelShape, pp: int, *, at_share: bool = False) -> tuple[Stage, ...]:
     """Stages as nanotron cuts them: a block goes to the current stage, which ends when its share of the cost is passed.
 
-    A layer costs 4 · a · dh · h + 3 · f · h, the head V · h. Late stages may stay empty.
+    A layer costs 4 · a · dh · h + 3 · f · h, the head V · h. Late stages may stay empty. With `at_share`, a stage ends
+    when its share is reached exactly, too.
     """
     h = shape.hidden_size
     layer = 4 * shape.num_attention_heads * shape.head_dim * h + 3 * shape.intermediate_size * h
@@ -57,7 +58,7 @@ def balanced_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
     for _ in range(shape.num_hidden_layers):
         cost += layer
         counts[stage] += 1
-        if stage < pp - 1 and cost * pp > total * (stage + 1):
+        if stage < pp - 1 and cost * pp + at_share > total * (stage + 1):
             stage += 1
     bounds = [0, *itertools.accumulate(counts)]
     return tuple(
@@ -66,8 +67,12 @@ def balanced_stages(shape: ModelShape, pp: int) -> tuple[Stage, ...]:
     )
 
 
-def read_nanotron(path: Path, models: Mapping[str, ModelShape] | None = None) -> list[Measurement]:
+def read_nanotron(
+    path: Path, models: Mapping[str, ModelShape] | None = None, *, at_share: bool = False
+) -> list[Measurement]:
     """Runs of nanotron on nodes of 8 H100, S 4096; rows whose batch is not 256 sequences are mislabelled and left out.
+
+    With `at_share`, stages are cut otherwise than nanotron's code says (`balanced_stages`).
 
     Raises:
         MeasurementError: a model is not known.
@@ -83,7 +88,7 @@ def read_nanotron(path: Path, models: Mapping[str, ModelShape] | None = None) ->
             continue
         shape, key = shapes[row["model"]], (row["model"], sizes["pp"])
         if key not in stages:
-            stages[key] = balanced_stages(shape, sizes["pp"])
+            stages[key] = balanced_stages(shape, sizes["pp"], at_share=at_share)
         work = Workload(
             shape=shape,
             nodes=sizes["nodes"],
