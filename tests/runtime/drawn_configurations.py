@@ -296,7 +296,9 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
             return _periods(choose, family, layers)
         if FAMILIES[family].shared_blocks:
             return {
-                "layers_block_type": ["hybrid" if one else states.word for one in attends],
+                # Every block is used, and the first one twice.
+                "num_hidden_layers": layers + 2,
+                "layers_block_type": [*("hybrid" if one else states.word for one in attends), "hybrid", "hybrid"],
                 "num_mem_blocks": choose.choice([1, 2]),
                 "adapter_rank": choose.choice([1, 5]),
                 "use_mem_rope": choose.choice([False, True]),
