@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import schema
 from .backends.deepspeed import configuration
@@ -19,6 +19,7 @@ from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
 from .foreign import found_in_settings, recognised
 from .rules import DEFAULT_TARGETS, MEMORY_RULES, check
+from .spec import Origin
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, parse, read_file
 
@@ -81,12 +82,14 @@ def read_spec(path: str | Path) -> Result:
     if not is_plan(path):
         return read_file(path)
     from .plan import load_plan
+    from .plan.load import plan_file
     from .plan.written import written
 
     plan = load_plan(path)
     tree = written(plan)
-    if "model_type" in tree["model"]:
-        tree["model"] = _dimensions(plan)
+    if any(found.origin is Origin.CONFIG for found in plan.spec.provenance.values()):
+        # A spec cannot write every configuration inline; the plan holds the whole one.
+        tree["model"] = {"hf_config": str(plan_file(path).resolve())}
     return parse(json.dumps(tree, indent=2, ensure_ascii=False), f"the spec of {path}", "json")
 
 
@@ -101,36 +104,12 @@ def whole_spec(path: str | Path) -> None:
     from .plan import PlanError, load_plan
     from .plan.written import lacking
 
-    missing = lacking(load_plan(path), schema.load("spec")["$defs"]["model_dimensions"]["properties"])
-    if missing:
+    missing = lacking(load_plan(path))
+    if missing is not None:
         raise PlanError(
-            f"{path} is a plan, and other layouts need its spec, which would lack {' and '.join(missing)}: give the "
-            "spec that the plan was compiled from"
+            f"{path} is a plan, and other layouts need its spec, which would lack {missing}: give the spec that the "
+            "plan was compiled from"
         )
-
-
-def _dimensions(plan: Plan) -> dict[str, Any]:
-    """The model of a plan under the keys that a spec has; a configuration has further ones, as those of a tokenizer.
-
-    Raises:
-        PlanError: the other keys change the model.
-    """
-    from .model.hf_config import ModelConfigError, shape_from_config
-    from .plan import PlanError
-
-    section, shape = schema.load("spec")["$defs"]["model_dimensions"], plan.spec.model.shape
-    config = plan.spec.model.hf_config
-    model = {key: value for key, value in config.items() if key in section["properties"] and value is not None}
-    for key in section["required"]:
-        # A configuration leaves out what its class has a default for, or has another name for it.
-        model.setdefault(key, getattr(shape, key))
-    try:
-        is_same = shape_from_config(model) == shape
-    except ModelConfigError:
-        is_same = False
-    if not is_same:
-        raise PlanError("the model of this plan cannot be written as a spec: use the spec that it was compiled from")
-    return model
 
 
 def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> Checked:

@@ -11,17 +11,27 @@ from .plan import Plan, PlanError
 from .tree import plan_from_tree
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Reads `plan.json`, or the folder that holds it.
+def plan_file(path: str | Path) -> Path:
+    """The file of a plan, which may be given as its folder.
 
     Raises:
-        PlanError: the file cannot be read, or is not a plan of this version.
+        PlanError: the folder holds none.
     """
     file = Path(path)
     if file.is_dir():
         file = locate(file, "plan.json")
         if not file.exists():
             raise PlanError(f"{path} is a folder without a plan.json: name a file, or the folder of a compiled plan")
+    return file
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads `plan.json`, or the folder that holds it.
+
+    Raises:
+        PlanError: the file cannot be read, or is not a plan of this version.
+    """
+    file = plan_file(path)
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from parcompile.model.architecture import architecture
 from parcompile.spec import Origin
 
 from .plan import Plan
@@ -29,21 +27,10 @@ def written(plan: Plan) -> dict[str, Any]:
     return tree
 
 
-def lacking(plan: Plan, keys: Collection[str]) -> tuple[str, ...]:
-    """What of a plan a spec alone cannot say, in words: figures of a machine that stood in a file, and keys of a model.
-
-    Args:
-        plan: whose spec is not at hand.
-        keys: those of a model that a spec knows.
-    """
-    spec, file = plan.spec, _machine_file(plan)
-    found = [] if file is None else [f"the figures of the machine in {file}"]
-    if any(one.origin is Origin.CONFIG for one in spec.provenance.values()):
-        config = architecture(spec.model.hf_config)
-        said = {*keys, *(key for key, value in config.items() if value is None or key.endswith("_token_id"))}
-        unsaid = config.keys() - said
-        found += [f"the model's {', '.join(sorted(unsaid))}"] if unsaid else []
-    return tuple(found)
+def lacking(plan: Plan) -> str | None:
+    """What of a plan whose spec is not at hand a spec alone cannot say: the figures of a machine that a file held."""
+    file = _machine_file(plan)
+    return None if file is None else f"the figures of the machine in {file}"
 
 
 def _machine_file(plan: Plan) -> str | None:

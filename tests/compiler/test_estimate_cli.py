@@ -220,15 +220,20 @@ def test_an_accelerator_smaller_than_what_a_run_leaves_free_is_estimated_and_not
     assert json.loads(out)["memory"]["probability_to_fit"] == 0.0
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 1024}
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {"model_type": "gemma4_text", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4},
-        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 1024},
+        GPT2,
+        {**GPT2, "n_inner": 96},
+        {"model_type": "glm4_moe_lite", "num_hidden_layers": 2},
     ],
-    ids=["left out", "other names"],
+    ids=["left out", "other names", "a width of its own", "a type that is not written inline"],
 )
-def test_a_plan_is_estimated_as_its_spec_where_its_config_lacks_keys_of_a_spec(
+def test_a_plan_is_estimated_as_its_spec_where_a_spec_has_no_keys_for_its_config(
     run: Run, config: dict[str, Any]
 ) -> None:
     Path("config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -238,17 +243,6 @@ def test_a_plan_is_estimated_as_its_spec_where_its_config_lacks_keys_of_a_spec(
     (code, of_spec, _), of_plan = (run("estimate", one, "--format", "json") for one in ("spec.json", "plan"))
     assert code == 0
     assert of_plan == (0, of_spec, "")
-
-
-def test_a_plan_whose_model_no_spec_can_write_is_refused_in_words(run: Run) -> None:
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_inner": 96}
-    Path("config.json").write_text(json.dumps({**config, "n_positions": 1024}), encoding="utf-8")
-    training = {"sequence_length": 128, "global_batch_size": 8}
-    write(spec_tree(model={"hf_config": "config.json"}, training=training))
-    assert run("compile", "spec.json", "-o", "plan", "-q")[0] == 0
-    code, _, err = run("estimate", "plan")
-    assert code == 2
-    assert "the model of this plan cannot be written as a spec: use the spec that it was compiled from" in err
 
 
 def test_a_layout_that_is_too_large_is_estimated_all_the_same(run: Run) -> None:

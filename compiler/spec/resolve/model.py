@@ -62,6 +62,8 @@ class ModelValues(ParallelismValues):
             raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
         if not isinstance(config, dict):
             raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
+        if "plan_version" in config:
+            config = _of_plan(config, path)
         for key, value in config.items():
             most = _most(key)
             if isinstance(value, int) and most is not None and value > most:
@@ -106,6 +108,15 @@ class ModelValues(ParallelismValues):
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
 """Numbers of layers, as families name them."""
+
+
+def _of_plan(plan: Mapping[str, Any], path: FilePath) -> dict[str, Any]:
+    """The configuration that a plan holds."""
+    section = plan.get("model")
+    config = section.get("hf_config") if isinstance(section, dict) else None
+    if not isinstance(config, dict):
+        raise ModelConfigError(f"{path} is a plan that holds no configuration of its model", "hf_config")
+    return config
 
 
 def _instead_of(path: FilePath) -> str:
