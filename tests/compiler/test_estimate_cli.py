@@ -220,6 +220,7 @@ def test_an_accelerator_smaller_than_what_a_run_leaves_free_is_estimated_and_not
     assert json.loads(out)["memory"]["probability_to_fit"] == 0.0
 
 
+GLM = {"intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 512}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 1024}
 
 
@@ -229,7 +230,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
         {"model_type": "gemma4_text", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4},
         GPT2,
         {**GPT2, "n_inner": 96},
-        {"model_type": "glm4_moe_lite", "num_hidden_layers": 2},
+        {"model_type": "glm4_moe_lite", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, **GLM},
     ],
     ids=["left out", "other names", "a width of its own", "a type that is not written inline"],
 )
