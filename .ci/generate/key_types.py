@@ -1,19 +1,24 @@
-"""Which keys of a configuration take a number or a switch and no null, as transformers' own classes declare them.
+"""Which keys a configuration has and which of them take a number or a switch and no null, by transformers' classes.
 
     python .ci/generate/key_types.py      # writes compiler/model/key_types.json
 
 Most classes are strict: a value of another type, or null, is refused before a model is built. A key stands in the file
-when its class declares a number or a switch and refuses null.
+when its class declares a number or a switch and refuses null. The keys that a class has are its fields, their other
+names, and those that its source names or writes itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from parcompile.model.catalogue import model_types
 
@@ -21,10 +26,32 @@ FILE = Path(__file__).parents[2] / "compiler" / "model" / "key_types.json"
 _KINDS = {"int": "whole", "float": "number", "float | int": "number", "int | float": "number", "bool": "switch"}
 
 
+_QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
+"""A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""
+_WRITTEN = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
+"""A key that a class writes itself."""
+
+
+def _causal() -> list[str]:
+    return [one.name for one in model_types().values() if one.causal and one.name in CONFIG_MAPPING]
+
+
+def keys_of(name: str) -> set[str]:
+    """Every key that the class of a type, or one that it derives from, has under some name."""
+    kind = CONFIG_MAPPING[name]
+    found = {one.name for one in dataclasses.fields(kind)} | set(kind.attribute_map)
+    found |= set(PreTrainedConfig().to_dict())
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers."):
+            source = inspect.getsource(base)
+            found |= {*_QUOTED.findall(source), *_WRITTEN.findall(source)}
+    return found
+
+
 def key_types() -> dict[str, dict[str, list[str]]]:
     """The keys of each type of causal language models, refused ones too, by what they take."""
     found = {}
-    for name in (one.name for one in model_types().values() if one.causal and one.name in CONFIG_MAPPING):
+    for name in _causal():
         kinds: dict[str, list[str]] = {}
         for one in dataclasses.fields(CONFIG_MAPPING[name]):
             said = one.type.__name__ if isinstance(one.type, type) else str(one.type)
@@ -43,11 +70,18 @@ def _refuses_null(name: str, key: str) -> bool:
     return False
 
 
+def _lines(values: Mapping[str, Any]) -> str:
+    return ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+
+
 def text() -> str:
     """The file: one line for each type."""
-    types = ",\n".join(f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in key_types().items())
-    version = json.dumps(transformers.__version__)
-    return f'{{"transformers": {version}, "types": {{\n{types}\n}}}}\n'
+    version, keys = json.dumps(transformers.__version__), {name: keys_of(name) for name in _causal()}
+    common = set.intersection(*keys.values())
+    own = {name: sorted(found - common) for name, found in keys.items()}
+    types = f'"types": {{\n{_lines(key_types())}\n}}'
+    names = f'"common": {json.dumps(sorted(common))}, "keys": {{\n{_lines(own)}\n}}'
+    return f'{{"transformers": {version}, {types}, {names}}}\n'
 
 
 if __name__ == "__main__":

@@ -14,10 +14,15 @@ _LEAST_RATIO = 0.7
 _SEPARATORS = str.maketrans("", "", "-_. ")
 
 
-def closest(word: str, candidates: Iterable[str]) -> str | None:
+def closest(word: str, candidates: Iterable[str], *, least: float = _LEAST_RATIO) -> str | None:
     """The candidate that `word` most probably misspells, None when none is near enough to be worth a guess.
 
     Case and `-`, `_`, `.` and spaces do not count.
+
+    Args:
+        word: what was written.
+        candidates: what could have been meant.
+        least: how alike both have to be, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
     """
     if not word or len(word) > LONGEST:
         return None
@@ -25,7 +30,7 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     for candidate in candidates:
         if candidate != word:
             names.setdefault(_bare(candidate), candidate)
-    near = difflib.get_close_matches(_bare(word), names, n=1, cutoff=_LEAST_RATIO)
+    near = difflib.get_close_matches(_bare(word), names, n=1, cutoff=least)
     return names[near[0]] if near else None
 
 

@@ -1,7 +1,7 @@
-"""Values of a configuration that the class of its type does not take: null, or another type than the one declared.
+"""What the class of a type does not take of a configuration: null, another type than the one declared, misspelt keys.
 
-Most classes of transformers are strict, and refuse such a value before a model is built. The keys that they check stand
-in `key_types.json`, which `.ci/generate/key_types.py` writes.
+Most classes of transformers are strict, and refuse such a value before a model is built. A key that they do not have
+they keep and never read. What they have and check stands in `key_types.json`, which `.ci/generate/key_types.py` writes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from parcompile.diagnostics.suggest import closest
+
+_NEAR = 0.85
+"""How alike a key that a class lacks is to the one that was meant; keys of a model's own code are less alike."""
 _MEANT = {"whole": "a whole number", "number": "a number", "switch": "true or false"}
 
 
@@ -35,6 +39,22 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
                 return key, f"{key} is null, which transformers refuses: write {_MEANT[kind]}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key])[:60]}: it has to be {_MEANT[kind]}"
     return None
+
+
+def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each key that its class does not have and that misspells one which it has and the configuration does not say.
+
+    Other unknown keys are those of a model's own code, which published files carry along.
+    """
+    stored = _stored()
+    own = stored["keys"].get(model_type)
+    if own is None:
+        return
+    known = {*own, *stored["common"]}
+    for key in config.keys() - known:
+        meant = closest(key, known - config.keys(), least=_NEAR)
+        if meant is not None:
+            yield key, meant
 
 
 def _is_taken(value: Any, kind: str) -> bool:

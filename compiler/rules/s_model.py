@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
+from parcompile.model.key_types import misspelt
 from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution
 
@@ -208,15 +209,25 @@ _TURNED_WHOLE = frozenset(
     "S005",
     "a dimension has no effect",
     """Each family reads its own keys; a key of another family (experts in a dense model, an MLP bias where the family
-    has none) would be carried along and change nothing.""",
+    has none) would be carried along and change nothing. Of a config.json, keys that misspell one are told: its class in
+    transformers takes every key, and uses its default for the one that was meant.""",
     wrong={"model": {**_TINY, "num_experts": 8}},
     right={"model": {**_TINY, "num_key_value_heads": 4}},
     severity=Severity.WARNING,
     sources=("transformers configuration classes",),
 )
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each key of a written-out model that its family does not read."""
+    """Fires for each key of a written-out model that its family does not read, and misspelt ones of a file."""
     given = spec.get("model")
+    if "hf_config" in given:
+        config = spec.model_config
+        for key, meant in sorted(misspelt(str(config.get("model_type")), config)):
+            yield Finding(
+                f"{key} has no effect: transformers' {config['model_type']} does not read it",
+                ("model", "hf_config"),
+                help=f"did you mean {meant}?",
+            )
+        return
     family = spec.get("model", "model_type") if "model_type" in given else None
     if family not in _KEYS:
         return

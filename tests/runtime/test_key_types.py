@@ -14,9 +14,12 @@ from transformers import CONFIG_MAPPING
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.key_types import mistyped
+from parcompile.model.key_types import misspelt, mistyped
 from parcompile.model.presets import presets
 from parcompile.model.text_part import text_part
+from parcompile.rules import DEFAULT_TARGETS, check
+from parcompile.rules.examples import example_spec
+from parcompile.spec.resolve import Resolution
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,13 +53,16 @@ def test_null_and_text_are_refused_by_the_class_and_here(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
 def test_the_defaults_of_every_class_are_taken(name: str) -> None:
-    assert mistyped(name, CONFIG_MAPPING[name]().to_dict()) is None
+    config = CONFIG_MAPPING[name]().to_dict()
+    assert mistyped(name, config) is None
+    assert not list(misspelt(name, config))
 
 
 def test_published_configurations_are_taken() -> None:
     for preset in presets().values():
         config = text_part(preset.config)
         assert mistyped(str(config["model_type"]), config) is None, preset.name
+        assert not list(misspelt(str(config["model_type"]), config)), preset.name
 
 
 @pytest.mark.parametrize(
@@ -79,3 +85,16 @@ def test_the_message_names_the_key(model_type: str, key: str, value: object, mes
     with pytest.raises(ModelConfigError, match=message) as caught:
         shape_from_config(config)
     assert caught.value.key == key
+
+
+def test_a_misspelt_key_of_a_file_is_told_and_one_of_its_own_code_is_not(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["qwen3_moe"]().to_dict()
+    config["experts_per_tokn"] = config.pop("num_experts_per_tok")
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    config["scoring_function_of_its_own"] = "sigmoid"
+    assert list(misspelt("qwen3_moe", config)) == [("experts_per_tokn", "num_experts_per_tok")]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = {**example_spec({}), "model": {"hf_config": "config.json"}}
+    found = {one.code: one for one in check(Resolution(spec, (), tmp_path), DEFAULT_TARGETS)}["S005"]
+    assert found.message == "experts_per_tokn has no effect: transformers' qwen3_moe does not read it"
+    assert found.help == "did you mean num_experts_per_tok?"
