@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from .cutting.attention import attention_cut
 from .cutting.cut import STREAM, Cut
@@ -29,17 +29,22 @@ def by_hand(model_type: str) -> bool:
     return bool(differ) or table_of(model_type) is None
 
 
-@functools.lru_cache(maxsize=256)
 def derived_rows(shape: ModelShape) -> ParameterTable:
     """The rows of the type's derived table, cut by the heads and widths of the shape."""
+    return _rows(shape, shape.stated)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> ParameterTable:
+    # Equal shapes may come of configurations that state other values: both are the key.
     family, table = BUILT_IN[shape.model_type], table_of(shape.model_type)
     assert table is not None, shape.model_type
-    stated = dict(shape.stated)
+    stated = dict(values)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         if stated[key := own_key(family, name) or name] != getattr(shape, name):
             raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {getattr(shape, name)}")
     stack = f"{family.base}.{family.layers}"
-    every = repeated(table, stack, shape.stated)
+    every = repeated(table, stack, values)
     # A linear of width 0 is not built, nor is its bias: there is no shared expert where their number is 0.
     empty = {_module(one) for one in every if 0 in one.shape}
     found = [(one, _parameter(one, stack, shape, family)) for one in every if _module(one) not in empty]

@@ -127,7 +127,7 @@ def shape_from_config(config: Config) -> ModelShape:
         shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
-        stated=() if table is None else _stated(table, config),
+        stated=() if table is None else _stated(table, family, config),
     )
     if table is not None:
         norms = norm_names(shape)
@@ -135,10 +135,11 @@ def shape_from_config(config: Config) -> ModelShape:
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
 
 
-def _stated(table: Table, config: Config) -> tuple[tuple[str, Hashable], ...]:
-    """What the rows of a derived table follow from."""
+def _stated(table: Table, family: Family, config: Config) -> tuple[tuple[str, Hashable], ...]:
+    """What the rows of a derived table follow from. A spec may write keys under the names that others give them."""
+    own = {key: config[name] for name, key in family.keys.items() if key and name in config and key not in config}
     try:
-        return stated(table, config)
+        return stated(table, {**config, **own})
     except TableError as error:
         raise ModelConfigError(str(error), error.key) from error
 

@@ -116,8 +116,11 @@ class ModelShape:
     """Transformer blocks that several layers use."""
     runs: LayerRuns | None = None
     """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
-    stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False)
-    """Values of the configuration that the derived table of the type reads; empty where its rows are hand-written."""
+    stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False, compare=False)
+    """Values of the configuration that the derived table of the type reads; empty where its rows are hand-written.
+
+    Configurations that say the same in other words are of one shape.
+    """
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 
