@@ -18,6 +18,7 @@ from training_runs import make_plan, train_with_engine, whole_parameters
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
+from parcompile.runtime.model.model_class import causal_model
 
 TOLERANCE = 1e-5
 
@@ -160,13 +161,13 @@ def test_packed_documents_drop_alike() -> None:
 
 @pytest.mark.parametrize("family", RUNTIME_FAMILIES)
 def test_every_key_of_a_family_that_makes_it_draw_is_noticed(family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from parcompile.runtime.drawing import draws
 
     def build(**changes: Any) -> nn.Module:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(family, **changes)))
+            model: nn.Module = causal_model(AutoConfig.for_model(**tiny_config(family, **changes)))
         return model
 
     config: Any = build().config
