@@ -65,7 +65,7 @@ for one in result.errors:
 ```text
 T001 6 num_attention_heads 32 on tp 3: 32 / 3 is not whole; nearest tp: 2, 4
 T004 6 intermediate_size 14336 on tp 3: 14336 / 3 is not whole; nearest tp: 2, 4
-W001 6 tp 3 · cp 1 · pp 1 = 3 does not divide the world of 1 nodes · 8 GPUs = 8: 8 / 3 is not whole
+W001 6 tp 3 · cp 1 · pp 1 = 3 does not divide the world of 1 node · 8 GPUs = 8: 8 / 3 is not whole
 ```
 
 ## Compile

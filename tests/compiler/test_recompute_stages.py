@@ -16,6 +16,7 @@ from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import plain_row, read_plain
 from parcompile.cost.pipeline import timetable
+from parcompile.cost.recomputation import fewest_stages
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
@@ -26,8 +27,7 @@ from parcompile.plan import plan_tree
 from parcompile.plan.diff import difference
 from parcompile.plan.load import load_plan
 from parcompile.searching.ranking import SearchResult, search
-from parcompile.searching.recomputation import first_stages
-from parcompile.searching.space import Candidate, open_space
+from parcompile.searching.space import open_space
 
 LLAMA = presets()["llama-3-8b"].config
 MIXED = ("full", "full", "none", "none")
@@ -169,14 +169,13 @@ class TestSpecAndPlan:
 class TestSearch:
     def test_the_fewest_first_stages_are_chosen_with_which_it_fits(self) -> None:
         # Without recomputation stage 0 is too full, and stage 1 is not: one stage is enough.
-        found = first_stages(Candidate({}, NONE), None)
+        found = fewest_stages(NONE)
         assert found is not None
-        assert found.work.recompute == ("full", "none", "none", "none")
-        assert found.changes == {"activation_checkpointing": list(found.work.recompute)}
+        assert found.recompute == ("full", "none", "none", "none")
 
     def test_virtual_stages_and_one_stage_have_no_first_ones(self) -> None:
-        assert first_stages(Candidate({}, replace(NONE, virtual_stages=2)), None) is None
-        assert first_stages(Candidate({}, replace(NONE, pp=1, dp=4)), None) is None
+        assert fewest_stages(replace(NONE, virtual_stages=2)) is None
+        assert fewest_stages(replace(NONE, pp=1, dp=4)) is None
 
     @staticmethod
     def _search(micro_batch: int, *, executable: bool = True, **training: object) -> SearchResult:

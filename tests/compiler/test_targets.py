@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -296,7 +297,10 @@ class TestLaunch:
         write(render(plan), stage / "out")
         environment = {"PATH": f"{stage / 'bin'}:{os.environ['PATH']}"}
         script = [str(stage / "out" / "launch" / "deepspeed.sh"), "train.py"]
-        with subprocess.Popen(script, cwd=stage, env=environment, stderr=subprocess.DEVNULL) as running:
+        # Under nohup, or in the background of a shell, a process ignores signals from its start.
+        heeded = functools.partial(signal.signal, number, signal.SIG_DFL)
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(script, cwd=stage, env=environment, stderr=quiet, preexec_fn=heeded) as running:
             for _ in range(600):
                 if (stage / "started").exists():
                     break

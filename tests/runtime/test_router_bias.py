@@ -16,6 +16,7 @@ from training_runs import initial_model, plain_optimizer, samples
 from parcompile.model.catalogue import CORRECTED, CORRECTION_BIASES, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
+from parcompile.runtime.model.model_class import causal_model
 
 RATE, STEPS = 0.05, 3
 
@@ -94,7 +95,7 @@ def test_biases_are_those_of_one_process_and_are_saved_and_exported(tmp_path: Pa
 
 
 def test_the_families_with_a_bias_are_known() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     found = set()
     for name in RUNTIME_FAMILIES:
@@ -102,7 +103,7 @@ def test_the_families_with_a_bias_are_known() -> None:
             values = dict(tiny_config(name))
             config = AutoConfig.for_model(values.pop("model_type"), **values)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                model = causal_model(config)
             names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
             found |= {name} if any(one.rpartition(".")[2] in CORRECTION_BIASES for one in names) else set()
     assert found == CORRECTED
