@@ -220,7 +220,10 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of a written-out model that its family does not read, and misspelt ones of a file."""
     given = spec.get("model")
     if "hf_config" in given:
-        config = spec.model_config
+        try:
+            config = spec.model_config
+        except ModelConfigError:
+            return  # rule S003 says what is wrong
         for key, meant in sorted(misspelt(str(config.get("model_type")), config)):
             yield Finding(
                 f"{key} has no effect: transformers' {config['model_type']} does not read it",
