@@ -47,11 +47,23 @@ def nemotron_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     known = _LETTERS if key == pattern_key else {**_OLDER, **{kind: kind for kind in _BY_DEFAULT}}
     if unknown := sorted({str(one) for one in given} - set(known)):
         raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are {', '.join(known)}", key)
-    count = config.get("num_hidden_layers")
-    if count not in (None, len(given)):
-        raise LayerListError(
-            f"num_hidden_layers {count} is not the {len(given)} layers of {key or 'a file without a list of layers'}, "
-            "which transformers builds",
-            "num_hidden_layers",
-        )
+    counted(config, len(given), key)
     return tuple(known[one] for one in given)
+
+
+def counted(config: Mapping[str, Any], layers: int, key: str) -> None:
+    """Sees to it that `num_hidden_layers`, where it stands, is the number of layers that are listed under a key.
+
+    Args:
+        config: of the model.
+        layers: how many are listed, or are there by default.
+        key: of the list; empty where the configuration has none.
+
+    Raises:
+        LayerListError: it is another number.
+    """
+    count = config.get("num_hidden_layers")
+    if count in (None, layers):
+        return
+    found = f"{key} lists {layers} layers" if key else f"without layers_block_type transformers builds {layers} layers"
+    raise LayerListError(f"num_hidden_layers is {count}, but {found}: list the kind of each layer", "num_hidden_layers")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .layer_blocks import STATE
+from .layer_blocks import STATE, counted
 from .recurrent.problems import LayerListError
 
 HYBRID = "hybrid"
@@ -81,13 +81,7 @@ def zamba2_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     kinds = tuple(_OLDER.get(str(one), str(one)) for one in given)
     if HYBRID not in kinds:
         raise LayerListError(f"{key} has no {HYBRID} layer: no layer would attend", named)
-    count = config.get("num_hidden_layers")
-    if count not in (None, len(kinds)):
-        raise LayerListError(
-            f"num_hidden_layers {count} is not the {len(kinds)} layers of {key or 'a file without a list of layers'}, "
-            "which transformers builds",
-            "num_hidden_layers",
-        )
+    counted(config, len(kinds), key)
     return kinds
 
 

@@ -116,7 +116,7 @@ def test_a_long_context_is_as_long_as_the_class_makes_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_hidden_layers": 37}, "num_hidden_layers 37 is not the 38 layers of layers_block_type"),
+        ({"num_hidden_layers": 37}, "num_hidden_layers is 37, but layers_block_type lists 38 layers"),
         ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type has conv: the kinds are mamba, linear_attention"),
         ({"layers_block_type": ["mamba"] * 38}, "layers_block_type has no hybrid layer: no layer would attend"),
         ({"layers_block_type": []}, "layers_block_type is []: write the kind of each layer"),

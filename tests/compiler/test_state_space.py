@@ -157,7 +157,7 @@ def test_a_layer_may_be_one_block(config: dict[str, Any], kinds: tuple[int, ...]
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_hidden_layers": 50}, "num_hidden_layers 50 is not the 52 layers of hybrid_override_pattern"),
+        ({"num_hidden_layers": 50}, "num_hidden_layers is 50, but hybrid_override_pattern lists 52 layers"),
         ({"hybrid_override_pattern": "M-X", "num_hidden_layers": 3}, "hybrid_override_pattern has X: the kinds are"),
         ({"layers_block_type": ["mamba", "conv"], "num_hidden_layers": 2}, "layers_block_type has conv: the kinds"),
         ({"moe_latent_size": 512, "hybrid_override_pattern": "ME*-" * 13}, "moe_latent_size: experts of a projection"),
