@@ -5,45 +5,31 @@ Defaults are those of the family; a key that a family cannot do without is an er
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
-from typing import Any
 
 from .catalogue import refusal
+from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import by_hand, norm_names
 from .families import FAMILIES
-from .family import Experts, Family, Latent, Norm, QkNorm
+from .family import Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
 from .key_types import mistyped
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
-from .layer_period import LayerPeriod
+from .reading_experts import experts_from
 from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
-from .shape import MlaShape, ModelShape, MoeShape
+from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
-from .tables import Table, TableError, class_default, stated, table_of
+from .tables import Table, TableError, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
-__all__ = ["FAMILIES", "ModelConfigError", "shape_from_config"]
-
-Config = Mapping[str, Any]
+__all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
 
 _LONG_CONTEXT = 16384
 """What transformers' Zamba2 makes of `max_position_embeddings` where `use_long_context` is on."""
-
-
-class ModelConfigError(ValueError):
-    """A configuration that does not describe a model.
-
-    `key` is the key at fault, when it is one; `instead` says what to do, where there is more to say than the message.
-    """
-
-    def __init__(self, message: str, key: str | None = None, instead: str = "") -> None:
-        super().__init__(message)
-        self.key = key
-        self.instead = instead
 
 
 class InjectionError(ModelConfigError):
@@ -70,7 +56,7 @@ def shape_from_config(config: Config) -> ModelShape:
     if (wrong := mistyped(name, config)) is not None:
         raise ModelConfigError(wrong[1], wrong[0])
     family = FAMILIES[name]
-    read = _Reader(config, family, family.keys)
+    read = ConfigReader(config, family, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     for refused in family.refusals:
         if refused.applies(config):
@@ -118,7 +104,7 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
         sliding_window=_sliding_window(config, family),
-        moe=_experts(read, family, config, blocks),
+        moe=experts_from(read, family, config, blocks),
         mla=mla,
         indexer=_indexer(read, family, config),
         runs=runs,
@@ -167,7 +153,7 @@ def _block_kinds(family: Family, config: Config) -> tuple[str, ...] | None:
         raise ModelConfigError(str(error), error.key) from error
 
 
-def _shared_blocks(read: _Reader, family: Family, config: Config) -> SharedBlocks | None:
+def _shared_blocks(read: ConfigReader, family: Family, config: Config) -> SharedBlocks | None:
     if not family.shared_blocks:
         return None
     try:
@@ -176,23 +162,7 @@ def _shared_blocks(read: _Reader, family: Family, config: Config) -> SharedBlock
         raise ModelConfigError(str(error), error.key) from error
 
 
-def _experts(read: _Reader, family: Family, config: Config, blocks: LayerBlocks | None) -> MoeShape | None:
-    if family.experts is None or not _has_experts(read, family, family.experts, config, blocks):
-        return None
-    return _moe(read, family.experts)
-
-
-def _has_experts(read: _Reader, family: Family, experts: Experts, config: Config, blocks: LayerBlocks | None) -> bool:
-    if blocks is not None:
-        return bool(blocks.experts)
-    if experts.one_is_dense and read.aliased(*experts.count, alias=experts.count_alias) == 1:
-        return False
-    if experts.period is not None and not _layers_of_period(read, experts):
-        return False
-    return not experts.switch or family.is_on(experts.switch, config)
-
-
-def _recurrent(read: _Reader, family: Family, config: Config, layers: int) -> RecurrentShape | None:
+def _recurrent(read: ConfigReader, family: Family, config: Config, layers: int) -> RecurrentShape | None:
     if family.recurrent is None:
         return None
     try:
@@ -201,7 +171,7 @@ def _recurrent(read: _Reader, family: Family, config: Config, layers: int) -> Re
         raise ModelConfigError(str(error), error.key) from error
 
 
-def _indexer(read: _Reader, family: Family, config: Config) -> IndexerShape | None:
+def _indexer(read: ConfigReader, family: Family, config: Config) -> IndexerShape | None:
     if family.indexer is None:
         return None
     try:
@@ -211,7 +181,7 @@ def _indexer(read: _Reader, family: Family, config: Config) -> IndexerShape | No
 
 
 def _user_module_shape(config: Config) -> ModelShape:
-    module, read = UserModule.of(config), _Reader(config, Family(), {})
+    module, read = UserModule.of(config), ConfigReader(config, Family(), {})
     hidden, heads, vocabulary = read.size("hidden_size"), read.size("num_attention_heads"), read.size("vocab_size")
     if problems := tuple(module.problems(vocabulary)):
         raise InjectionError(problems)
@@ -230,75 +200,7 @@ def _user_module_shape(config: Config) -> ModelShape:
     )
 
 
-def _class_defaults(config: Config) -> dict[str, int]:
-    """Sizes that the class of a model type has for keys that are left out."""
-    name = str(config.get("model_type"))
-    found = {key: class_default(name, key) for key in ("num_key_value_heads", "head_dim")}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-class _Reader:
-    """Reads sizes under the family's own names and says which key is wrong."""
-
-    def __init__(self, config: Config, family: Family, names: Mapping[str, str | None]) -> None:
-        self._config = config
-        self._defaults = {**_class_defaults(config), **family.defaults}
-        self._names = names
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """The value of a key; where it is left out the family's default, and where it is null, too, `default`."""
-        key = self._names.get(name, name) or ""
-        value = self._config.get(key, self._config.get(name) if key else None)
-        if value is None:
-            found = default if self.is_null(key or name) else self._defaults.get(name, default)
-            if found is None:
-                raise ModelConfigError(f"{key or name} is missing", key or name)
-            return int(found)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
-        return value
-
-    def aliased(self, name: str, default: int | None, alias: str | None) -> int:
-        """The value of a key that has another name, under which it may stand instead."""
-        if alias is None or self._config.get(alias) is None:
-            return self.size(name, default)
-        if self._config.get(name) not in (None, self._config[alias]):
-            raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)
-        return self.size(alias)
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value, or the family has a default for a key that is left out."""
-        return self._config[name] is not None if name in self._config else name in self._defaults
-
-    def is_null(self, name: str) -> bool:
-        """Whether the key is there without a value."""
-        return name in self._config and self._config[name] is None
-
-    def layers(self, name: str) -> tuple[int, ...]:
-        """A list of layers, which may be left out."""
-        found = self._config.get(name)
-        return tuple(self._defaults.get(name, ()) if found is None else found)
-
-    def layers_of(self, period: LayerPeriod, num_layers: int) -> tuple[int, ...]:
-        """The layers that come once in a period."""
-        try:
-            return period.layers(self._config, num_layers)
-        except LayersError as error:
-            raise ModelConfigError(str(error), error.key) from error
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of kinds, which may be left out."""
-        return tuple(map(str, self._config.get(name) or ()))
-
-    def number(self, name: str, default: int | None) -> int:
-        """A whole number of 0 or more."""
-        value = self._config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
-        return value
-
-
-def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config) -> int:
+def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: Config) -> int:
     """The width of the dense MLP."""
     by_layer = config.get("intermediate_size")
     if family.layer_shapes is not None and isinstance(by_layer, list) and by_layer:
@@ -312,7 +214,7 @@ def _width(read: _Reader, family: Family, name: str, hidden: int, config: Config
     return read.size(*(family.experts.width if missing else (key, default)))
 
 
-def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int, mla: MlaShape | None) -> int:
+def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads: int, mla: MlaShape | None) -> int:
     if not family.query_gate and not (family.gate and family.is_on(family.gate_key, config)):
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
@@ -321,7 +223,7 @@ def _gate(read: _Reader, family: Family, config: Config, hidden: int, heads: int
     return mla.v_head_dim if mla else _head_dim(read, family, hidden, heads)
 
 
-def _head_dim(read: _Reader, family: Family, hidden: int, heads: int) -> int:
+def _head_dim(read: ConfigReader, family: Family, hidden: int, heads: int) -> int:
     if family.own_head_dim and read.has("head_dim"):
         width = read.size("head_dim")
         if family.hidden_is_heads and heads * width != hidden:
@@ -347,73 +249,7 @@ def _sliding_window(config: Config, family: Family) -> int | None:
     return window if isinstance(window, int) and window > 0 else None
 
 
-def _moe(read: _Reader, experts: Experts) -> MoeShape:
-    width = read.size(*experts.width)
-    shared = 0
-    if experts.shared_count:
-        alias = experts.shared_alias
-        shared = read.number(*experts.shared_count)
-        if alias is not None and read.has(alias):
-            if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
-                message = f"{experts.shared_count[0]} and {alias} are the same key, and differ"
-                raise ModelConfigError(message, alias)
-            shared = read.number(alias, 0)
-    if experts.shared_count and not shared and not experts.shared_is_optional:
-        key = experts.shared_count[0]
-        raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
-    shared_width = shared * width
-    if experts.beside_mlp:
-        shared, shared_width = 1, read.size(*experts.dense_width)  # every token passes the MLP, as a shared expert
-    if experts.shared_width:
-        shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
-        shared_width *= max(shared, 1)
-    layers = _layers_of_period(read, experts)
-    return MoeShape(
-        num_experts=read.aliased(*experts.count, alias=experts.count_alias),
-        num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
-        intermediate_size=width,
-        num_shared_experts=shared or int(shared_width > 0),
-        shared_intermediate_size=shared_width,
-        first_moe_layer=layers[0] if layers else _first_moe_layer(read, experts),
-        layers=layers,
-    )
-
-
-def _layers_of_period(read: _Reader, experts: Experts) -> tuple[int, ...] | None:
-    if experts.period is None:
-        return None
-    return read.layers_of(experts.period, read.size("num_hidden_layers"))
-
-
-def _first_moe_layer(read: _Reader, experts: Experts) -> int:
-    """The layers before it are dense; other patterns are refused: a stage is counted by its first and last layer."""
-    if experts.by_layer and (kinds := read.words(experts.by_layer)):
-        first = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
-        if "dense" in kinds[first:]:
-            raise ModelConfigError(
-                f"{experts.by_layer} has dense layers behind sparse ones: they have to come first", experts.by_layer
-            )
-        return first
-    if experts.beside_mlp:
-        return 0
-    if experts.dense_layers:
-        return read.number(*experts.dense_layers)
-    if experts.dense_by_default:
-        return experts.dense_by_default
-    dense = sorted(read.layers("mlp_only_layers"))
-    if dense != list(range(len(dense))):
-        raise ModelConfigError(
-            f"mlp_only_layers {dense}: dense layers have to come before those with experts", "mlp_only_layers"
-        )
-    if read.number("decoder_sparse_step", 1) != 1:
-        raise ModelConfigError(
-            "decoder_sparse_step has to be 1: every layer from the first with experts on has them",
-            "decoder_sparse_step",
-        )
-    return len(dense)
-
-
-def _mla(read: _Reader, latent: Latent, width: int) -> MlaShape:
+def _mla(read: ConfigReader, latent: Latent, width: int) -> MlaShape:
     defaults = {**asdict(latent), "v_head_dim": latent.v_head_dim or width}
     sizes = {name: read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
     at_once = read.is_null("q_lora_rank") or (latent.q_lora_rank is None and not read.has("q_lora_rank"))

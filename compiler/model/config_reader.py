@@ -1,0 +1,93 @@
+"""Reads the sizes of a configuration under the names of its family, and says which key is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+from .layer_kind import LayersError
+from .layer_period import LayerPeriod
+from .tables import class_default
+
+Config = Mapping[str, Any]
+
+
+class ModelConfigError(ValueError):
+    """A configuration that does not describe a model.
+
+    `key` is the key at fault, when it is one; `instead` says what to do, where there is more to say than the message.
+    """
+
+    def __init__(self, message: str, key: str | None = None, instead: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        self.instead = instead
+
+
+class ConfigReader:
+    """A configuration, with the names and the defaults of its family."""
+
+    def __init__(self, config: Config, family: Family, names: Mapping[str, str | None]) -> None:
+        self._config = config
+        self._defaults = {**_class_defaults(config), **family.defaults}
+        self._names = names
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """The value of a key; where it is left out the family's default, and where it is null, too, `default`."""
+        key = self._names.get(name, name) or ""
+        value = self._config.get(key, self._config.get(name) if key else None)
+        if value is None:
+            found = default if self.is_null(key or name) else self._defaults.get(name, default)
+            if found is None:
+                raise ModelConfigError(f"{key or name} is missing", key or name)
+            return int(found)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
+        return value
+
+    def aliased(self, name: str, default: int | None, alias: str | None) -> int:
+        """The value of a key that has another name, under which it may stand instead."""
+        if alias is None or self._config.get(alias) is None:
+            return self.size(name, default)
+        if self._config.get(name) not in (None, self._config[alias]):
+            raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)
+        return self.size(alias)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value, or the family has a default for a key that is left out."""
+        return self._config[name] is not None if name in self._config else name in self._defaults
+
+    def is_null(self, name: str) -> bool:
+        """Whether the key is there without a value."""
+        return name in self._config and self._config[name] is None
+
+    def layers(self, name: str) -> tuple[int, ...]:
+        """A list of layers, which may be left out."""
+        found = self._config.get(name)
+        return tuple(self._defaults.get(name, ()) if found is None else found)
+
+    def layers_of(self, period: LayerPeriod, num_layers: int) -> tuple[int, ...]:
+        """The layers that come once in a period."""
+        try:
+            return period.layers(self._config, num_layers)
+        except LayersError as error:
+            raise ModelConfigError(str(error), error.key) from error
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of kinds, which may be left out."""
+        return tuple(map(str, self._config.get(name) or ()))
+
+    def number(self, name: str, default: int | None) -> int:
+        """A whole number of 0 or more."""
+        value = self._config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
+        return value
+
+
+def _class_defaults(config: Config) -> dict[str, int]:
+    """Sizes that the class of a model type has for keys that are left out."""
+    name = str(config.get("model_type"))
+    found = {key: class_default(name, key) for key in ("num_key_value_heads", "head_dim")}
+    return {key: value for key, value in found.items() if value is not None}

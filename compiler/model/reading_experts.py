@@ -1,0 +1,97 @@
+"""What a configuration says of its experts, and which layers have them."""
+
+from __future__ import annotations
+
+from .config_reader import Config, ConfigReader, ModelConfigError
+from .family import Experts, Family
+from .layer_blocks import LayerBlocks
+from .shape import MoeShape
+
+
+def experts_from(read: ConfigReader, family: Family, config: Config, blocks: LayerBlocks | None) -> MoeShape | None:
+    """The mixture of experts of a configuration; None where no layer has one.
+
+    Raises:
+        ModelConfigError: a count, a width or a list of layers that the classes of transformers do not take.
+    """
+    if family.experts is None or not _has_experts(read, family, family.experts, config, blocks):
+        return None
+    return _moe(read, family.experts)
+
+
+def _has_experts(
+    read: ConfigReader, family: Family, experts: Experts, config: Config, blocks: LayerBlocks | None
+) -> bool:
+    if blocks is not None:
+        return bool(blocks.experts)
+    if experts.one_is_dense and read.aliased(*experts.count, alias=experts.count_alias) == 1:
+        return False
+    if experts.period is not None and not _layers_of_period(read, experts):
+        return False
+    return not experts.switch or family.is_on(experts.switch, config)
+
+
+def _moe(read: ConfigReader, experts: Experts) -> MoeShape:
+    width = read.size(*experts.width)
+    shared = 0
+    if experts.shared_count:
+        alias = experts.shared_alias
+        shared = read.number(*experts.shared_count)
+        if alias is not None and read.has(alias):
+            if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
+                message = f"{experts.shared_count[0]} and {alias} are the same key, and differ"
+                raise ModelConfigError(message, alias)
+            shared = read.number(alias, 0)
+    if experts.shared_count and not shared and not experts.shared_is_optional:
+        key = experts.shared_count[0]
+        raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
+    shared_width = shared * width
+    if experts.beside_mlp:
+        shared, shared_width = 1, read.size(*experts.dense_width)  # every token passes the MLP, as a shared expert
+    if experts.shared_width:
+        shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
+        shared_width *= max(shared, 1)
+    layers = _layers_of_period(read, experts)
+    return MoeShape(
+        num_experts=read.aliased(*experts.count, alias=experts.count_alias),
+        num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
+        intermediate_size=width,
+        num_shared_experts=shared or int(shared_width > 0),
+        shared_intermediate_size=shared_width,
+        first_moe_layer=layers[0] if layers else _first_moe_layer(read, experts),
+        layers=layers,
+    )
+
+
+def _layers_of_period(read: ConfigReader, experts: Experts) -> tuple[int, ...] | None:
+    if experts.period is None:
+        return None
+    return read.layers_of(experts.period, read.size("num_hidden_layers"))
+
+
+def _first_moe_layer(read: ConfigReader, experts: Experts) -> int:
+    """The layers before it are dense; other patterns are refused: a stage is counted by its first and last layer."""
+    if experts.by_layer and (kinds := read.words(experts.by_layer)):
+        first = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if "dense" in kinds[first:]:
+            raise ModelConfigError(
+                f"{experts.by_layer} has dense layers behind sparse ones: they have to come first", experts.by_layer
+            )
+        return first
+    if experts.beside_mlp:
+        return 0
+    if experts.dense_layers:
+        return read.number(*experts.dense_layers)
+    if experts.dense_by_default:
+        return experts.dense_by_default
+    dense = sorted(read.layers("mlp_only_layers"))
+    if dense != list(range(len(dense))):
+        raise ModelConfigError(
+            f"mlp_only_layers {dense}: dense layers have to come before those with experts", "mlp_only_layers"
+        )
+    if read.number("decoder_sparse_step", 1) != 1:
+        raise ModelConfigError(
+            "decoder_sparse_step has to be 1: every layer from the first with experts on has them",
+            "decoder_sparse_step",
+        )
+    return len(dense)
