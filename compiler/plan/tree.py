@@ -66,6 +66,8 @@ def plan_from_tree(tree: Mapping[str, Any]) -> Plan:
     version, compiler = tree.get("plan_version"), tree.get("compiler_version")
     if version != PLAN_VERSION:
         raise PlanError(f"plan_version is {version!r}, this is parcompile {__version__}, which reads {PLAN_VERSION}")
+    if compiler is None:
+        raise PlanError("the plan does not say which parcompile compiled it (compiler_version): compile it again")
     if compiler != __version__:
         raise PlanError(f"the plan was compiled by parcompile {compiler}, this is {__version__}: compile it again")
     body = {key: value for key, value in tree.items() if key != "plan_hash"}

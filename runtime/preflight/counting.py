@@ -5,7 +5,8 @@ counted, which changes nothing.
 
 Bytes are those that one rank puts on the wire, with ring collectives: of n bytes over N ranks an all-reduce sends
 2 (N − 1) / N · n, an all-gather or reduce-scatter half of that (n counts the whole tensor), a send n, a receive none.
-A collective that a GPU's backend carries in pieces (`transport/pieces.py`) is one message, as in the plan.
+A collective that travels in pieces (`transport/pieces.py`) or as direct exchanges (`transport/gloo.py`) is one message,
+as in the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from parcompile.layout.grid import Axis
-from parcompile.runtime.transport import pieces
+from parcompile.runtime.transport.continuing import continues
 
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
@@ -108,7 +109,7 @@ class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if named is None:
             named = "world" if group.group_name == dist.group.WORLD.group_name else "other"  # type: ignore[union-attr]
         counts = self._counts.setdefault(self.phase, {})
-        tally = Tally(0 if pieces.continues() else 1, _wire_bytes(kind, args, group))
+        tally = Tally(0 if continues() else 1, _wire_bytes(kind, args, group))
         if kind != "barrier" and tally.wire_bytes <= CONTROL_BYTES and _largest(args) <= CONTROL_BYTES:
             kind = "control"
         counts[named, kind] = counts.get((named, kind), Tally()) + tally

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import asynchronous
+from .continuing import continuing
 from .group import group_rank, group_size, peers
 from .pending import Pending, PendingGather
 
@@ -74,7 +75,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:
         receives, sends = [(others[0], [_start_swap(x, buffer[others[0]], group)])], []
     else:
         receives = [(peer, [dist.irecv(buffer[peer], group=group, group_src=peer)]) for peer in others]
-        sends = [dist.isend(x, group=group, group_dst=peer) for peer in reversed(others)]
+        sends = [_send(x, peer, group, place) for place, peer in enumerate(reversed(others))]
     buffer[rank].copy_(x)
     return PendingGather(buffer, [(rank, []), *receives], sends)
 
@@ -94,14 +95,14 @@ def start_sum_of_pieces(piece_for: Callable[[int], Tensor], group: dist.ProcessG
     ranks, rank = group_size(group), group_rank(group)
     received: dict[int, Tensor] = {}
     works = []
-    for peer in reversed(peers(rank, ranks)):
+    for place, peer in enumerate(reversed(peers(rank, ranks))):
         piece = piece_for(peer)
         received[peer] = torch.empty_like(piece)
         if ranks == 2:
             works.append(_start_swap(piece, received[peer], group))
         else:
             works.append(dist.irecv(received[peer], group=group, group_src=peer))
-            works.append(dist.isend(piece, group=group, group_dst=peer))
+            works.append(_send(piece, peer, group, place))
     received[rank] = piece_for(rank)
 
     def add_up() -> Tensor:
@@ -111,6 +112,12 @@ def start_sum_of_pieces(piece_for: Callable[[int], Tensor], group: dist.ProcessG
         return torch.stack([received[peer] for peer in range(ranks)]).sum(0)
 
     return Pending(works, add_up)
+
+
+def _send(x: Tensor, peer: int, group: dist.ProcessGroup, place: int) -> Any:
+    """The message at a place among those of one collective."""
+    with continuing(place > 0):
+        return dist.isend(x, group=group, group_dst=peer)
 
 
 def _start_swap(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) -> Any:

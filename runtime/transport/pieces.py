@@ -11,7 +11,6 @@ of the communicator meanwhile. Started any earlier it would only take memory.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backend, gloo
+from .continuing import continuing
 from .group import group_size
 from .pending import Pending, wait_for
 
@@ -30,9 +30,6 @@ PIECE_BYTES = 2**23
 
 MOST_PIECES = 4
 """Of one sequence: more of them would hide little more, at the cost of more launches and smaller products."""
-
-_further = False
-"""Whether what is sent now continues a collective that has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def gather_in_pieces(
     for place, piece in enumerate(pieces):
         gathered, target, works = under_way
         if place + 1 < len(pieces):
-            with _continuing():
+            with continuing():
                 under_way = start(pieces[place + 1])
         wait_for(works)
         if target is not None:
@@ -109,7 +106,7 @@ def reduce_scatter_in_pieces(
     works, parts = [], []
     for place, piece in enumerate(pieces):
         parts.append(part_for(piece))
-        with _continuing() if place else contextlib.nullcontext():
+        with continuing(place > 0):
             works.append(backend.reduce_scatter_into(piece.own(total, dim), parts[-1], group))
 
     def finish() -> Tensor:
@@ -117,18 +114,3 @@ def reduce_scatter_in_pieces(
         return total
 
     return Pending(works, finish)
-
-
-def continues() -> bool:
-    """Whether what is sent now is a further piece of a collective, which counts as one message."""
-    return _further
-
-
-@contextlib.contextmanager
-def _continuing() -> Iterator[None]:
-    global _further
-    _further = True
-    try:
-        yield
-    finally:
-        _further = False

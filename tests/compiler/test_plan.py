@@ -126,6 +126,7 @@ def test_a_plan_survives_writing_and_reading(plan, tmp_path) -> None:
         (lambda tree: tree.pop("training"), "incomplete or damaged"),
         (lambda tree: tree.update(plan_version=2), "plan_version is 2"),
         (lambda tree: tree.update(compiler_version="0.0.1"), "compiled by parcompile 0.0.1"),
+        (lambda tree: tree.pop("compiler_version"), r"does not say which parcompile compiled it \(compiler_version\)"),
     ],
 )
 def test_a_plan_that_was_changed_by_hand_is_refused(tmp_path, change, message) -> None:

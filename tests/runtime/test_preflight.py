@@ -144,6 +144,18 @@ def test_a_sequence_that_tp_does_not_divide_is_sent_with_its_padding() -> None:
     assert padded["tp", "reduce-scatter"] == whole["tp", "reduce-scatter"]
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_collective_of_direct_exchanges_between_cpus_is_one_message(wide: bool) -> None:
+    """Slices of more than half a MiB travel from rank to rank, smaller ones in an all-to-all."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    training = {"sequence_length": 1024 if wide else 64, "global_batch_size": 1, "micro_batch_size": 1}
+    plan = make_plan(4, {"tp": 4, "sequence_parallel": True}, model=sizes, training=training)
+    report = preflight(plan, [0])
+    assert [one.subject for one in report.differing if one.subject not in ROUGHLY] == []
+    sends = report.counts[0].get(("tp", "send"), Tally())
+    assert (sends.messages > 1) is wide
+
+
 def test_a_slice_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from parcompile.runtime.tensor_parallel import weights
 
