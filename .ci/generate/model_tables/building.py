@@ -18,13 +18,17 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedConfig  # noqa: E402
+from transformers import PreTrainedConfig  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+from parcompile.runtime.model.model_class import UNLISTED, causal_model  # noqa: E402
+
 logging.disable(logging.CRITICAL)
 
+CLASSES: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **UNLISTED}
+"""The class of each causal language model, by model type."""
 INERT = re.compile(
     r"token_id|_id$|^id2|label|dtype|torch|seed|return_|output_(hidden|att)|problem|^architectures$|transformers_version"
     r"|name_or_path|use_cache|quant|^gradient|beams|max_length|min_length|pruned|_idx$|token_index|^is_encoder_decoder"
@@ -52,7 +56,7 @@ class ModelType:
 
     def __init__(self, name: str) -> None:
         self.name, self.config_class = name, CONFIG_MAPPING[name]
-        self.model_class: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+        self.model_class = CLASSES[name]
         self.nested: dict[str, Any] = {}
         """Classes of the configurations inside this one, by their key."""
         self.names: dict[str, str] = {}
@@ -94,8 +98,9 @@ class ModelType:
         """The code of the classes of the configuration and of those inside it, by what stands before their keys."""
         found = {}
         for prefix, cls in {"": self.config_class, **{f"{key}.": cls for key, cls in self.nested.items()}}.items():
-            with contextlib.suppress(Exception):  # where a class inherits from another, that one stands in its module
-                found[prefix] = inspect.getsource(cls if self.nested else sys.modules[cls.__module__])
+            with contextlib.suppress(Exception):
+                bases = cls.__mro__[: cls.__mro__.index(PreTrainedConfig)]
+                found[prefix] = "".join(map(inspect.getsource, bases))
         return found
 
     def configuration(self, given: dict[str, Any]) -> tuple[Any, Sample]:
@@ -126,7 +131,7 @@ class ModelType:
 def registered(config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of the parameters of the model that a configuration describes, in their order."""
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = causal_model(config)
     model.tie_weights()  # no_init_weights leaves it out
     return tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
 
@@ -136,7 +141,7 @@ def plan_of(name: str) -> dict[str, str]:
     kind = ModelType(name)
     config = kind.config_class()
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = causal_model(config)
     return dict(getattr(model, "tp_plan", None) or {})
 
 

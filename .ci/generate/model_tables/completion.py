@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from building import Sample
@@ -22,7 +22,7 @@ def completion(models: Collection, used: set[str]) -> dict[str, Any]:
     """Defaults and derived values of the keys that the rows read, and of those from which these follow."""
     values = _Values(models.configs, next((key for key in models.draws.layer_keys if "." not in key), None))
     derived: dict[str, str] = {}
-    todo, seen = [key for key in used if key not in ("layer", "item", "part")], set(used)
+    todo, seen = [key for key in sorted(used) if key not in ("layer", "item", "part")], set(used)
     while todo:
         key = todo.pop()
         if key not in values.keys:
@@ -34,7 +34,7 @@ def completion(models: Collection, used: set[str]) -> dict[str, Any]:
         if text is None:
             continue
         derived[key] = text
-        for read in names_of(text) - {"layer"}:
+        for read in sorted(names_of(text) - {"layer"}):
             other = read.removeprefix(GIVEN)
             if other in seen:
                 continue
@@ -71,11 +71,7 @@ class _Values:
     def __init__(self, configs: Sequence[Sample], layers: str | None) -> None:
         self.configs, self.layers = configs, layers
         self.keys = keys_of(configs)
-        self.rewritten = [
-            key
-            for key in self.keys
-            if any(one.raw.get(key) is not None and one.raw.get(key) != one.full.get(key) for one in configs)
-        ]
+        self.rewritten = [key for key in self.keys if any(one.raw.get(key) != one.full.get(key) for one in configs)]
         """Keys that do not keep what is given."""
 
     def derived(self, key: str) -> str | None:
@@ -98,39 +94,46 @@ class _Values:
         configs = [{**self.configs[one].full, key: self.configs[one].raw.get(key)} for one in at]
         values = [full[one] for one in at]
         try:
-            return self._value(Learner(configs, self.keys), values)
+            return self._value(Learner(configs, self.keys), list(range(len(values))), values)
         except UnlearnableError:
             others = [other for other in self.rewritten if other != key]
             if not others:
                 raise
             for one, config in zip(at, configs, strict=True):
                 config |= {GIVEN + other: self.configs[one].raw.get(other) for other in others}
-            return self._value(Learner(configs, self.keys + [GIVEN + other for other in others]), values)
+            learner = Learner(configs, self.keys + [GIVEN + other for other in others])
+            return self._value(learner, list(range(len(values))), values)
 
-    def _value(self, learner: Learner, values: list[Any]) -> str:
-        samples: list[At] = [(one, ()) for one in range(len(values))]
+    def _value(self, learner: Learner, at: list[int], values: list[Any]) -> str:
+        """An expression for the values of the configurations of these numbers."""
+        samples: list[At] = [(one, ()) for one in at]
         if all(value == values[0] for value in values) and len(values) > _FEW:
             return repr(values[0])
         if all(isinstance(value, list) for value in values):
-            return self._list(learner, values)
+            return self._list(learner, at, values)
         if all(type(value) is int for value in values):
             return learner.size(samples, values, layered=False)
-        numbers = [type(value) is int for value in values]
-        if any(numbers):
-            which = learner.choice(samples, [str(one) for one in numbers], layered=False)
-            inside = [one for one, number in enumerate(numbers) if number]
-            size = learner.size([(one, ()) for one in inside], [values[one] for one in inside], layered=False)
-            rest = [one for one, number in enumerate(numbers) if not number]
-            other = learner.choice([(one, ()) for one in rest], [repr(values[one]) for one in rest], layered=False)
-            return f"({size}) if {which} else ({other})"
+        for kind in (int, list):
+            there = [type(value) is kind for value in values]
+            if any(there):
+                which = learner.choice(samples, [str(one) for one in there], layered=False)
+                parts = [[one for one, is_kind in enumerate(there) if is_kind is wanted] for wanted in (True, False)]
+                this, other = (self._part(learner, part, values) for part in parts)
+                return f"({this}) if {which} else ({other})"
         return learner.choice(samples, [repr(value) for value in values], layered=False)
 
-    def _list(self, learner: Learner, values: list[list[Any]]) -> str:
-        if (text := self._members(learner, values)) is not None:
+    def _part(self, learner: Learner, at: list[int], values: list[Any]) -> str:
+        """What some of the configurations have."""
+        return self._value(learner, at, [values[one] for one in at])
+
+    def _list(self, learner: Learner, at: list[int], values: list[list[Any]]) -> str:
+        if (text := self._members(learner, at, values)) is not None:
             return text
-        samples: list[At] = [(one, ()) for one in range(len(values))]
+        samples: list[At] = [(one, ()) for one in at]
         length = learner.size(samples, [len(value) for value in values], layered=False)
-        inner: list[At] = [(one, (layer,)) for one, value in enumerate(values) for layer in range(len(value))]
+        inner: list[At] = [
+            (one, (layer,)) for one, value in zip(at, values, strict=True) for layer in range(len(value))
+        ]
         entries = [entry for value in values for entry in value]
         if not entries:
             return "[]"
@@ -140,22 +143,33 @@ class _Values:
             each = learner.choice(inner, [repr(entry) for entry in entries], layered=True)
         return f"[({each}) for layer in range({length})]"
 
-    def _members(self, learner: Learner, values: list[list[Any]]) -> str | None:
+    def _members(self, learner: Learner, at: list[int], values: list[list[Any]]) -> str | None:
         """A list of layers, by which layers are in it; None where the lists are no such."""
         numbers = [value for held in values for value in held]
-        if not numbers or self.layers is None or any(type(number) is not int for number in numbers):
+        if not numbers or any(type(number) is not int for number in numbers):
             return None
         if any(held != sorted(set(held)) for held in values):
             return None
-        depths = [config[self.layers] for config in learner.configs]
-        if any(held and held[-1] >= depth for held, depth in zip(values, depths, strict=True)):
-            return None
-        inner: list[At] = [(one, (layer,)) for one, depth in enumerate(depths) for layer in range(depth)]
-        try:
-            which = learner.choice(inner, [str(layer in values[one]) for one, (layer,) in inner], layered=True)
-        except UnlearnableError:
-            return None
-        return f"[layer for layer in range({self.layers}) if ({which})]"
+        held_by = dict(zip(at, values, strict=True))
+        for text, depths in self._depths(learner, at):
+            if any(held and held[-1] >= depth for held, depth in zip(values, depths, strict=True)):
+                continue
+            inner: list[At] = [(one, (layer,)) for one, depth in zip(at, depths, strict=True) for layer in range(depth)]
+            try:
+                which = learner.choice(inner, [str(layer in held_by[one]) for one, (layer,) in inner], layered=True)
+            except UnlearnableError:
+                continue
+            return f"[layer for layer in range({text}) if ({which})]"
+        return None
+
+    def _depths(self, learner: Learner, at: list[int]) -> Iterator[tuple[str, list[int]]]:
+        """What the number of layers may be, with what it is in the configurations of these numbers."""
+        if self.layers is not None:
+            yield self.layers, [learner.configs[one][self.layers] for one in at]
+        for key in self.keys:
+            held = [learner.configs[one].get(key) for one in at]
+            if all(isinstance(one, list) for one in held):
+                yield f"len({key})", [len(one) for one in held if isinstance(one, list)]
 
 
 def _ordered(derived: dict[str, str]) -> list[str]:

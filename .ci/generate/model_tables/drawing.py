@@ -5,136 +5,32 @@ Sizes are either whole (heads divide them, as most classes demand) or primes, wh
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from building import INERT, LAYERS, ModelType
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from building import ModelType
+from following import FOLLOWING, SMALL_PRIMES
+from keys import Keys
 
 PRIMES = tuple(n for n in range(101, 1500) if all(n % d for d in range(2, 39)))
-SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
 
-
-def _periods(layers: int, pick: random.Random) -> dict[str, Any]:
-    """Layers of each kind: offsets below their periods, and periods below the number of layers."""
-    found: dict[str, Any] = {"mamba_dt_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
-    found["num_experts"] = pick.choice([1, 1, 4, 6, 8])
-    for kind in ("attn", "expert"):
-        period = pick.randint(2, max(2, layers))
-        found |= {f"{kind}_layer_period": period, f"{kind}_layer_offset": pick.randrange(period)}
-    return found
-
-
-FOLLOWING: Mapping[str, Callable[[int, random.Random], dict[str, Any]]] = {
-    "gpt_neo": lambda layers, _: {"attention_types": [[["global"], layers]]},
-    "jamba": _periods,
-}
-"""Values that have to follow the number of layers or each other, where a class takes no others."""
 SHARED = re.compile(r"shared_layers$")
 """How many of the last layers take something from one before them: fewer than there are."""
-KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
-class Draws:
+class Draws(Keys):
     """Draws of a model type."""
 
     def __init__(self, kind: ModelType, seed: str) -> None:
-        self.kind, self.random = kind, random.Random(seed)
-        self.keys = {key: value for key, value in kind.defaults.items() if not INERT.search(key.rpartition(".")[2])}
-        self.layer_keys = [key for key, value in self.keys.items() if LAYERS.search(key) and type(value) is int]
+        super().__init__(kind)
+        self.random = random.Random(seed)
         self.required: dict[str, Any] = {}
         """Values without which nothing is built."""
         self.refused: set[str] = set()
         """Keys whose other values are never built when they alone change."""
         self.whole: set[str] = set()
         """Keys that no prime may stand for."""
-        self.words: dict[str, list[str]] = {}
-        source = kind.source()
-        for key, value in self.keys.items():
-            last = key.rpartition(".")[2]
-            if last in KINDS or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
-                named = {word for word in ALLOWED_LAYER_TYPES if f'"{word}"' in source} if last in KINDS else set()
-                if last == "mlp_layer_types":
-                    named &= {"dense", "sparse"}
-                elif last == "layer_types":
-                    named -= {"dense", "sparse"}
-                self.words[key] = sorted(named | set(value or ()))
-        self.made: dict[str, list[int]] = {}
-        """Lists of numbers that a class has where none are given."""
-        self.letters_named = set(re.findall(r'["\'].["\']: *["\'](\w\w+)', source))
-        self.letters: dict[str, str] = {}
-        """The letters of keys that name the kind of each layer by one."""
-        self._undeclared(source)
-        self._made()
-        self.optional = {key for key, value in self.keys.items() if type(value) is int and _is_asked(key, source)}
-        """Sizes that the code asks for: 0 turns off what they are the size of."""
-        self.texts = {key: found for key in self.keys if len(found := self._texts(key, source)) > 1}
-        """The words that a key which is no list may hold."""
-
-    def _made(self) -> None:
-        """Numbers that a class computes and does not declare: a file holds them when the class has written it."""
-        with contextlib.suppress(Exception):
-            for key, value in self.kind.configuration({})[1].full.items():
-                if self.keys.get(key, value) is None and isinstance(value, list) and value:
-                    if all(isinstance(one, str) for one in value):
-                        named = self.letters_named if key.rpartition(".")[2].endswith("_types") else set()
-                        self.words[key] = sorted({*self.words.get(key, ()), *value, *named})
-                    elif all(type(one) is int for one in value):
-                        self.made[key] = value
-                if type(value) is int and key not in self.kind.defaults and not INERT.search(key.rpartition(".")[2]):
-                    self.keys[key], self.kind.hints[key] = None, "int"
-
-    def _undeclared(self, source: str) -> None:
-        """Keys that the code reads with `getattr`, or takes from `kwargs`, and its configuration does not declare."""
-        for prefix, text in self.kind.configuration_sources().items():
-            self._taken(prefix, text)
-        for name, default in re.findall(r'getattr\((?:self\.)?config, "(\w+)", *(\w+)\)', source):
-            if name in self.keys or INERT.search(name) or name in self.kind.names or name in self.kind.defaults:
-                continue
-            if default in ("True", "False"):
-                self.keys[name], self.kind.hints[name] = default == "True", "bool"
-                self.kind.defaults[name] = default == "True"
-            elif default == "None" and re.search("dim|size|num_|rank|head", name):
-                self.keys[name], self.kind.hints[name] = None, "int"  # null may differ from nothing
-
-    def _taken(self, prefix: str, source: str) -> None:
-        """Keys that the code of a configuration class takes from `kwargs`."""
-        letters = "".join(re.findall(r'["\'](.)["\']: *["\']\w\w', source))
-        found = re.findall(r'kwargs\.(?:pop|get)\(\s*"(\w+)"(?:,\s*([^()\n]*?))?\s*\)', source)
-        for start, behind in re.findall(r'kwargs\.(?:pop|get)\(f"(\w+)\{\w+\}"(.{0,800}?)\}\.items', source, re.DOTALL):
-            found += [(start + last, default) for last, default in re.findall(r'"(\w+)": (\d+)', behind)]
-        for last, default in found:
-            name = prefix + last
-            if name in self.keys or INERT.search(last) or name in self.kind.defaults or name in self.kind.names:
-                continue
-            if default.isdigit():
-                self.keys[name], self.kind.defaults[name], self.kind.hints[name] = int(default), int(default), "int"
-            elif default in ("True", "False"):
-                self.keys[name] = self.kind.defaults[name] = default == "True"
-                self.kind.hints[name] = "bool"
-            elif "pattern" in last and letters:
-                self.keys[name], self.kind.hints[name], self.letters[name] = None, "str", letters
-            elif re.search("^use_|bias$", last):
-                self.keys[name], self.kind.hints[name] = None, "bool"
-            elif re.search("dim|size|num_|rank|head|groups|conv$|expand", last):
-                self.keys[name], self.kind.hints[name] = None, "int"
-
-    def _texts(self, key: str, source: str) -> list[Any]:
-        """Words that a class declares or that its code compares a key with."""
-        hint, last, default = self.kind.hints.get(key, ""), key.rpartition(".")[2], self.keys[key]
-        if ("str" not in hint and "Literal" not in hint) or "list" in hint:
-            return []
-        if re.search(r"(^|_)act(ivation)?(_|$)|hidden_act|activation", last):
-            return list(dict.fromkeys([default, "silu", "gelu", "relu"]))
-        found = re.findall(r"['\"]([\w-]+)['\"]", hint) if "Literal" in hint else []
-        found += re.findall(rf'\b{last}\b *(?:==|!=) *"([\w-]+)"', source)
-        found += [default] if default is not None else []
-        if "bool" in hint and found:
-            found += [True, False, "another"]
-        return list(dict.fromkeys(found))
 
     def one(
         self,
@@ -179,7 +75,7 @@ class Draws:
             one, other = pick.sample(sizes, 2)
             given[one] = given[other]
         if self.kind.name in FOLLOWING:
-            given |= FOLLOWING[self.kind.name](layers, pick)
+            given |= FOLLOWING[self.kind.name](given, layers, pick)
         return {**self.required, **given}
 
     def _value(self, key: str, default: Any, layers: int, group: tuple[int, int], odd: bool) -> Any:
@@ -260,15 +156,6 @@ class Draws:
                 else 960 * pick.randint(1, 30)
             )
         return max(0, default + pick.choice([-1, 1, 2, 3]))
-
-
-def _is_asked(key: str, source: str) -> bool:
-    last = key.rpartition(".")[2]
-    if not re.search("size|dim|rank|shared", last):
-        return False
-    return bool(
-        re.search(rf"\bif (?:not )?(?:self\.)?(?:config\.)?{last}(?: > 0| != 0)?(?:$|:| and | or | else )", source)
-    )
 
 
 _NOTHING = object()

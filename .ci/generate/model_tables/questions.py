@@ -11,6 +11,7 @@ import numpy as np
 from building import LAYERS
 
 from parcompile.model.tables.expression import compiled
+from parcompile.model.tables.parameters import INDICES
 
 _WORDS = 12
 """Kinds of layers that a list may name, at most."""
@@ -28,6 +29,7 @@ class Questions:
         held = {key: [config.get(key) for config in configs] for key in keys}
         self._about_values(held)
         self._about_layers(held)
+        self._of_layers = frozenset(self.layered)
         self._answers: dict[Any, tuple[list[str], np.ndarray]] = {}
 
     def _about_values(self, held: dict[str, list[Any]]) -> None:
@@ -87,6 +89,7 @@ class Questions:
                 self.layered += [f"layer in {key}", *(f"{key}[layer] == {one}" for one in numbers[:6])]
             self.layered += [f"{key}[layer % len({key})] == {word!r}" for word in words[:_WORDS]]
         counts = [key for key in small if LAYERS.search(key)]
+        self._about_rounds(held, lists, small)
         for key in small:
             if re.search("head|token|vocab|expert|rank", key) and not re.search("layer|freq|period|interval|step", key):
                 continue
@@ -101,6 +104,20 @@ class Questions:
             self.layered += [f"layer < {number}", f"layer % {number} == 0", f"(layer + 1) % {number} == 0"]
             self.layered += [f"layer % {number} == {rest}" for rest in range(1, number - 1)]
 
+    def _about_rounds(self, held: dict[str, list[Any]], lists: list[str], small: list[str]) -> None:
+        """Layers of a list that take turns: which of them they are, and whose entries stand in one of them."""
+        for key in lists:
+            if not all(isinstance(value, list) and value == sorted(set(value)) for value in map(_numbers, held[key])):
+                continue
+            before = f"len([one for one in {key} if one < layer])"
+            for other in small:
+                if re.search("block|group", other):
+                    self.layered += [f"{before} < {other}", f"item % {other} == {before} % {other}"]
+
+    def asks_of_layer(self, text: str) -> bool:
+        """Whether a question may have another answer for another layer."""
+        return text in self._of_layers
+
     def answers(self, samples: Sequence[tuple[int, tuple[int, ...]]], *, layered: bool) -> tuple[list[str], np.ndarray]:
         """The questions whose answers differ, and the answers, [questions, samples]."""
         key = (tuple(samples), layered)
@@ -109,7 +126,7 @@ class Questions:
             ask: list[Callable[[Any], Any]] = [compiled(text) for text in texts]
             rows = np.zeros((len(texts), len(samples)), dtype=bool)
             for column, (at, indices) in enumerate(samples):
-                scope = {**self.configs[at], "layer": indices[0] if indices else None}
+                scope = {**self.configs[at], **dict(zip(INDICES, indices, strict=False))}
                 for row, question in enumerate(ask):
                     try:
                         rows[row, column] = bool(question(scope))
@@ -123,3 +140,8 @@ class Questions:
                     keep.append(row)
             self._answers[key] = [texts[row] for row in keep], rows[keep]
         return self._answers[key]
+
+
+def _numbers(value: Any) -> Any:
+    """A list of numbers; None where it is no such."""
+    return value if isinstance(value, list) and all(type(one) is int for one in value) else None

@@ -56,12 +56,32 @@ def _stacks(learner: Learner, held: Held) -> tuple[dict[str, str], Counts]:
         outer = stack.rpartition(".")[0]
         samples: list[At] = [(at, one) for at in range(len(held)) for one in _places(counts[at], outer)]
         try:
-            found[stack] = learner.size(samples, [counts[at][stack, one] for at, one in samples], layered="{" in outer)
+            try:
+                sizes = [counts[at][stack, one] for at, one in samples]
+                found[stack] = learner.size(samples, sizes, layered="{" in outer)
+            except UnlearnableError:
+                if "{" not in outer:
+                    raise
+                found[stack] = _most(learner, stack, samples, counts)
         except UnlearnableError as error:
             raise UnlearnableError(f"the number of {stack}: {error}") from error
         if "{" not in outer and found[stack].isdigit():
             raise LeftOutError(f"the number of {outer} never varied: {found[stack]}")
     return found, counts
+
+
+def _most(learner: Learner, stack: str, samples: Sequence[At], counts: Counts) -> str:
+    """The most entries that a stack has within an entry around it, where some there have no parameters.
+
+    From here on each has so many, and the conditions of the rows tell which have parameters.
+    """
+    most: dict[int, int] = {}
+    for at, one in samples:
+        most[at] = max(most.get(at, 0), counts[at][stack, one])
+    for at, one in samples:
+        counts[at][stack, one] = most[at]
+    there = [at for at, number in most.items() if number]
+    return learner.size([(at, ()) for at in there], [most[at] for at in there], layered=False)
 
 
 def _rows(

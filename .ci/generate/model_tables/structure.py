@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 from parcompile.model.tables.parameters import INDICES
 
 Names = Sequence[str]
+_REPEATED = re.compile(r"(^|\.)(layers?|h|blocks?|\w+_list)$")
+"""Modules whose entries count, whichever of them have parameters."""
 
 
 class Structure:
@@ -53,9 +56,7 @@ class Structure:
                 for (owner, _), numbers in held.items():
                     found[owner].add(tuple(sorted(numbers)))
             new = {owner for owner, seen in found.items() if len(seen) == 1 or any(_has_gaps(one) for one in seen)}
-            new = {
-                owner for owner in new if owner.rpartition(".")[2] not in ("layers", "h", "blocks", "block", "layer")
-            }
+            new = {owner for owner in new if not _REPEATED.search(owner)}
             if not new:
                 return
             self._fixed |= new

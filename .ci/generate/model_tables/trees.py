@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from questions import Questions
 from terms import Terms
 
+from parcompile.model.tables.expression import compiled
+from parcompile.model.tables.parameters import INDICES
+
 At = tuple[int, tuple[int, ...]]
 """Which configuration, and which indices of its layers."""
 Tree: TypeAlias = "str | tuple[str, Tree, Tree]"
 """An expression, or a question with what holds if its answer is yes and if it is no."""
 
+_CANNOT = (TypeError, IndexError, KeyError, ValueError, ZeroDivisionError)
+_JOINING = (" or ", " and ", " if ")
 _DEPTH = 8
 _TRIES = 40
 
@@ -29,10 +35,13 @@ class Learner:
         self.configs, self.keys = configs, keys
         self.terms, self.questions = Terms(configs, keys), Questions(configs, keys)
         self._lists = [key for key in keys if any(_is_sizes(config.get(key)) for config in configs)]
+        self._sizes: dict[str, None] = {}
+        self._conditions: dict[str, None] = {}
+        """What was learnt before: a bias is there and as large as its weight is, which more models show."""
 
     def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
         """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
-        texts, answers = self.questions.answers(samples, layered=layered)
+        texts, answers = self._asked(samples, labels, layered=layered)
         wanted = np.array([sorted(set(labels)).index(label) for label in labels])
 
         def grow(at: np.ndarray, depth: int) -> Tree:
@@ -57,7 +66,29 @@ class Learner:
                     return texts[opposite[0]], "True", "False"
             return texts[best], grow(at[yes], depth + 1), grow(at[~yes], depth + 1)
 
-        return written(grow(np.arange(len(samples)), 0))
+        found = written(grow(np.arange(len(samples)), 0))
+        if set(labels) == {"True", "False"} and any(word in found for word in _JOINING):
+            self._conditions.setdefault(found)
+        return found
+
+    def _asked(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> tuple[list[str], np.ndarray]:
+        """The questions, and what was learnt with them and holds wherever this does; answers: [questions, samples]."""
+        texts, answers = self.questions.answers(samples, layered=layered)
+        there = np.array([label == "True" for label in labels])
+        rows = {text: np.array([bool(one) for one in self._values(text, samples)]) for text in self._conditions}
+        rows = {text: row for text, row in rows.items() if row[there].all()}
+        if not rows:
+            return texts, answers
+        return [*texts, *rows], np.vstack([answers, *rows.values()])
+
+    def _values(self, text: str, samples: Sequence[At]) -> Iterator[Any]:
+        """What an expression gives for each sample; None where it cannot be computed."""
+        value = compiled(text)
+        for at, indices in samples:
+            try:
+                yield value({**self.configs[at], **dict(zip(INDICES, indices, strict=False))})
+            except _CANNOT:
+                yield None
 
     @staticmethod
     def _balanced(answers: np.ndarray, at: np.ndarray) -> int | None:
@@ -71,6 +102,9 @@ class Learner:
         whole = self._fit(samples, sizes, range(len(samples)), sums=True)
         if whole is not None:
             return whole
+        for text in self._sizes:
+            if all(map(operator.eq, self._values(text, samples), sizes)):
+                return text
         texts, answers = self.questions.answers(samples, layered=layered)
 
         def grow(at: np.ndarray, depth: int) -> Tree:
@@ -80,7 +114,10 @@ class Learner:
             usable = [number for number in range(len(texts)) if 0 < answers[number, at].sum() < len(at)]
             chance = [number for number in usable if texts[number] in self.questions.rare]
             likely = [number for number in usable if texts[number] not in self.questions.rare]
-            stages = ((likely, False), (likely[:_TRIES], True), (chance, False), (chance[:_TRIES], True))
+            first = likely
+            if self._differs_by_layer(samples, sizes, at):
+                first = sorted(likely, key=lambda number: not self.questions.asks_of_layer(texts[number]))
+            stages = ((likely, False), (first[:_TRIES], True), (chance, False), (chance[:_TRIES], True))
             for numbers, sums in stages:
                 best, most = None, 0
                 for number in numbers:
@@ -100,13 +137,20 @@ class Learner:
             yes = answers[best, at]
             return texts[best], grow(at[yes], depth + 1), grow(at[~yes], depth + 1)
 
-        return written(grow(np.arange(len(samples)), 0))
+        found = written(grow(np.arange(len(samples)), 0))
+        self._sizes.setdefault(found)
+        return found
+
+    @staticmethod
+    def _differs_by_layer(samples: Sequence[At], sizes: Sequence[int], at: Any) -> bool:
+        """Whether layers of one configuration have different sizes."""
+        held: dict[int, int] = {}
+        return any(held.setdefault(samples[one][0], sizes[one]) != sizes[one] for one in at)
 
     def _fit(self, samples: Sequence[At], sizes: Sequence[int], at: Any, *, sums: bool) -> str | None:
-        held: dict[int, int] = {}
-        for one in at:
-            if held.setdefault(samples[one][0], sizes[one]) != sizes[one]:
-                return self._fit_entries(samples, sizes, at)
+        if self._differs_by_layer(samples, sizes, at):
+            return self._fit_entries(samples, sizes, at)
+        held = {samples[one][0]: sizes[one] for one in at}
         found = self.terms.find(list(held), list(held.values()), sums=sums)
         return found if found is not None or not self._lists else self._fit_entries(samples, sizes, at)
 
@@ -163,11 +207,14 @@ def written(tree: Tree) -> str:
     for applies, text in rules:
         if applies:
             return text()
-    return f"{_inner(yes) if ' if ' in yes else yes} if {question} else {no}"
+    yes, question = (_inner(one) if " if " in one else one for one in (yes, question))
+    return f"{yes} if {question} else {no}"
 
 
 def negated(question: str) -> str:
     """The opposite question."""
+    if any(word in question for word in _JOINING):
+        return f"not ({question})"
     if " is None" in question:
         return question.replace(" is None", " is not None")
     if " == '" in question and "[" not in question:
@@ -177,4 +224,4 @@ def negated(question: str) -> str:
 
 
 def _inner(text: str) -> str:
-    return f"({text})" if any(word in text for word in (" or ", " and ", " if ")) else text
+    return f"({text})" if any(word in text for word in _JOINING) else text

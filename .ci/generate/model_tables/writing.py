@@ -15,6 +15,11 @@ def read(file: Path) -> dict[str, Any]:
     if file.exists():
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
+    return empty()
+
+
+def empty() -> dict[str, Any]:
+    """The file without a type."""
     return {"transformers": transformers.__version__, "types": {}, "left_out": {}}
 
 

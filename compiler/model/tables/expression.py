@@ -79,18 +79,16 @@ def compiled(text: str) -> Compiled:
 
 @functools.cache
 def names(text: str) -> frozenset[str]:
-    """The keys that an expression reads, `layer` and its like among them."""
-    found: set[str] = set()
+    """The keys that an expression reads, `layer` and its like among them; no name that a comprehension gives."""
 
-    def visit(node: ast.AST) -> None:
+    def read(node: ast.AST) -> set[str]:
         if isinstance(node, ast.Name | ast.Attribute):
-            found.add(ast.unparse(node))
-        else:
-            for child in ast.iter_child_nodes(node):
-                visit(child)
+            return {ast.unparse(node)}
+        found = {name for child in ast.iter_child_nodes(node) for name in read(child)}
+        given = {ast.unparse(loop.target) for loop in node.generators} if isinstance(node, ast.ListComp) else set()
+        return found - given
 
-    visit(ast.parse(text, mode="eval"))
-    return frozenset(found - _FUNCTIONS.keys())
+    return frozenset(read(ast.parse(text, mode="eval")) - _FUNCTIONS.keys())
 
 
 def _compile(node: ast.expr) -> Compiled:

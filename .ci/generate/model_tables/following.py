@@ -1,0 +1,74 @@
+"""Values that follow the number of layers or each other: a class takes no others, or draws hardly meet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
+
+
+def _jamba(_: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """Layers of each kind: offsets below their periods, and periods below the number of layers."""
+    found: dict[str, Any] = {"mamba_dt_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
+    found["num_experts"] = pick.choice([1, 1, 4, 6, 8])
+    for kind in ("attn", "expert"):
+        period = pick.randint(2, max(2, layers))
+        found |= {f"{kind}_layer_period": period, f"{kind}_layer_offset": pick.randrange(period)}
+    return found
+
+
+def _gemma4_text(_: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """Layers that share keys: of each kind among them there is one before them that has its own."""
+    if pick.random() < 0.4:
+        return {}
+    kinds = ["sliding_attention", "full_attention"]
+    shared = pick.randint(0, layers - 1)
+    own = [pick.choice(kinds) for _ in range(layers - shared)]
+    own[pick.randrange(len(own))] = "full_attention"  # the class makes the last layer one of these
+    rest = [pick.choice(sorted(set(own))) for _ in range(shared)]
+    return {"layer_types": own + rest, "num_kv_shared_layers": shared}
+
+
+def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """As many keys as queries, for both kinds of layers; widths of heads that are those of their parts."""
+    for key in list(given):
+        if key.removeprefix("swa_") in ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim"):
+            del given[key]
+    given.pop("swa_qk_rope_head_dim", None)
+    found: dict[str, Any] = {"q_lora_rank": given.get("q_lora_rank") or 1024}
+    found["topk_group"] = min(given.get("topk_group", 1), given.get("n_group", 1))
+    found["n_shared_experts"] = max(given.get("n_shared_experts", 1), 1)
+    for prefix in ("", "swa_"):
+        if pick.random() < 0.7:
+            heads = pick.choice([1, 2, 4, 6])
+            found |= {f"{prefix}num_attention_heads": heads, f"{prefix}num_key_value_heads": heads}
+    if pick.random() < 0.7:
+        plain, rotated = 2 * pick.choice(SMALL_PRIMES), 2 * pick.choice(SMALL_PRIMES)
+        found |= {"swa_qk_nope_head_dim": plain, "swa_head_dim": plain + rotated}
+        found |= {"swa_qk_rope_head_dim": rotated} if pick.random() < 0.5 else {}
+    if pick.random() < 0.7:
+        found["qk_nope_head_dim"] = 2 * pick.choice(SMALL_PRIMES)
+    if pick.random() < 0.2:
+        found["moe_layer_freq"] = [pick.randint(0, 1) for _ in range(layers)]
+    return found
+
+
+def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """A kind for every layer: the class names 54 where none is given, and takes no other number."""
+    found: dict[str, Any] = {"num_mem_blocks": pick.choice([1, 2, 2, 3])}
+    if pick.random() < 0.1:
+        given.pop("layers_block_type", None)
+        return {**found, "num_hidden_layers": 54}
+    return {**found, "layers_block_type": [pick.choice(["hybrid", "linear_attention"]) for _ in range(layers)]}
+
+
+FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str, Any]]] = {
+    "dots3_note_text": _dots3_note_text,
+    "gemma4_text": _gemma4_text,
+    "gpt_neo": lambda _, layers, __: {"attention_types": [[["global"], layers]]},
+    "jamba": _jamba,
+    "zamba2": _zamba2,
+}
+"""What changes in a draw of a type: from what was drawn and the number of layers."""
