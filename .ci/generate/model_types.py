@@ -39,7 +39,6 @@ WRITTEN = {
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",
-    "hy_v4": "residual_streams",
     "jetmoe": "attention_of_experts",
     "longcat_flash": "two_blocks",
     "mllama": "cross_attention",

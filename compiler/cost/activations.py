@@ -15,6 +15,8 @@ from parcompile.model.family import Family, Norm
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
 
+from .streams import mixture_bytes
+
 SCORE_BYTES = 5
 """Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
 
@@ -140,6 +142,7 @@ def eager_layer_bytes(
         # All streams, and what corrects each; three norms, of two routers and of LAuReL, two routers' inputs, and the
         # stream that is scaled.
         stream += 2 * width * shape.altup.num_streams * h + 3 * h * (4 + normed) + 3 * width * h
+    stream += mixture_bytes(shape, width)
     heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
     if shape.mla is not None:
         mla = shape.mla

@@ -9,10 +9,13 @@ Of packed documents S is the length of a document.
 
 from __future__ import annotations
 
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
 
 from .kinds import mean_over_layers
 from .recurrent import mixer_parameters, scan_flops_per_token
+from .streams import head_parameters, mixture_parameters
 
 CONVENTION = (
     "6 N + 12 L a dh S per token (arXiv 2204.02311, appendix B): head counted, no causal discount, no recompute"
@@ -27,6 +30,11 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
         queries, rank = heads * mla.qk_head_dim, mla.q_lora_rank
         attention = h * queries if rank is None else rank * (h + queries)
         attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        gates = heads * shape.attention_gate
+        if FAMILIES.get(shape.model_type, Family()).query_gate and rank is not None:
+            attention += rank * (queries + 2 * gates)  # from the compressed queries with and without their norm
+        else:
+            attention += h * gates
         return (
             attention + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
         )
@@ -48,6 +56,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
         attention += 3 * h * shape.layer_inputs.width  # its share of the projection for all layers, and its own two
     if shape.altup is not None:
         attention += 2 * h * (shape.altup.laurel_rank + shape.altup.num_streams)
+    attention += mixture_parameters(shape)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -113,6 +122,7 @@ def matmul_parameters(shape: ModelShape) -> float:
     total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
     if shape.altup is not None:
         total += 2 * (shape.altup.num_streams - 1) * shape.hidden_size**2
+    total += head_parameters(shape)
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
     return total + _instead(shape)
 

@@ -18,6 +18,7 @@ from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradient
 from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
 from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes
+from .streams import head_bytes
 from .workload import FRAMEWORKS, Workload
 
 LOSS_CHUNK_ELEMENTS = 2**25
@@ -122,8 +123,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
             share = work.tp if work.sequence_parallel else 1
-            streams = 1 if work.shape.altup is None else work.shape.altup.num_streams
-            inputs = streams * work.shape.hidden_size * work.element_bytes / share
+            inputs = work.shape.residual_streams * work.shape.hidden_size * work.element_bytes / share
             kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
@@ -133,7 +133,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         if work.framework == "deepspeed":
             # The parts of a second embedding are those of all layers, also where one layer is recomputed.
             parts = parts_bytes(work) if work.recomputes_layers else 0.0
-            kept["stream"] += (projection_bytes(work, stage) + parts) * held
+            kept["stream"] += (projection_bytes(work, stage) + parts + head_bytes(work, stage)) * held
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.

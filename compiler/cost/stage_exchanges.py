@@ -2,7 +2,7 @@
 
 | group | message | times |
 |---|---|---|
-| pp | hidden states [b, S/c, h] to the next stage; with sequence parallelism a share | micro-batches · chunks |
+| pp | hidden states [b, S/c, h], all streams; with sequence parallelism a share; to the next | micro-batches · chunks |
 | pp | their gradients to the stage before | the same |
 | pp | beside each of both, where a loss balances experts: two fp32 numbers for each expert | the same |
 | embedding | all-reduce of the gradient of a tied embedding, between the first and the last stage | once a step |
@@ -57,7 +57,7 @@ def hidden_bytes(work: Workload) -> float:
     """Hidden states of a micro-batch as one rank hands them on, with the layers' parts of a second embedding."""
     inputs = work.shape.layer_inputs
     further = 0 if inputs is None else work.shape.num_hidden_layers * inputs.width
-    whole = work.split_tokens * (work.shape.hidden_size + further) * work.element_bytes
+    whole = work.split_tokens * (work.shape.residual_streams * work.shape.hidden_size + further) * work.element_bytes
     return whole / (work.tp if work.sequence_parallel or FRAMEWORKS[work.framework].scatters_exchange else 1)
 
 

@@ -60,6 +60,7 @@ CORRECTED = frozenset(
         "glm4_moe_lite",
         "glm_moe_dsa",
         "hy_v3",
+        "hy_v4",
         "kimi_linear",
         "kolibri1",
         "laguna",
@@ -105,7 +106,6 @@ _NEAREST = {
     "falcon_mamba": "jamba",
     "mamba": "jamba",
     "mamba2": "bamba",
-    "hy_v4": "deepseek_v32",
     "zamba": "zamba2",
     "recurrent_gemma": "gemma2",
 }

@@ -35,6 +35,8 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append(f"{family.recurrent.kind.value}s {where}")
     if family.layer_shapes:
         found.append("layers of different shapes")
+    if family.altup or family.hyper_streams:
+        found.append("several residual streams")
     if family.layer_inputs:
         found.append("an input of each layer")
     if family.runs:

@@ -189,6 +189,8 @@ class Family:
     """The class ties its head to the embedding in no configuration."""
     altup: Callable[[Mapping[str, Any]], AltUp | None] | None = None
     """Its residual streams, where it has several."""
+    hyper_streams: tuple[str, int] | None = None
+    """The key of the number of its residual streams, where learned mixtures join them (hyper-connections)."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

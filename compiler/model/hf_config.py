@@ -113,6 +113,7 @@ def shape_from_config(config: Config) -> ModelShape:
         shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
+        hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
         stated=() if table is None else _stated(table, family, config),
     )
     if table is not None:

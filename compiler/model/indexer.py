@@ -79,6 +79,17 @@ def scheduled_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ..
     return _checked("index_skip_topk_offset", found, num_layers)
 
 
+def every_fourth(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """The kinds of Hunyuan 4's layers: a list, or the first two and every fourth from there (`HYV4Config`).
+
+    Raises:
+        LayersError: they do not fit the layers.
+    """
+    if (given := config.get("indexer_types")) is not None:
+        return _checked("indexer_types", given, num_layers)
+    return tuple(FULL if layer == 0 or layer % 4 == 1 else SHARED for layer in range(num_layers))
+
+
 def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):

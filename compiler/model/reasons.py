@@ -52,21 +52,14 @@ REASONS: Mapping[str, Reason] = {
     "compressed_keys": Reason(
         "compressed keys",
         "queries see keys that stand for whole windows of tokens, which a learned projection compresses, besides those "
-        "of single tokens, and its layers mix several residual streams (hyper-connections): the ring passes keys of "
-        "single tokens, and the compiler describes layers with one residual stream, or with those of Gemma 3n",
-        "a type whose indexer chooses keys of single tokens: deepseek_v32, glm_moe_dsa or axk2",
-    ),
-    "residual_streams": Reason(
-        "hyper-connections",
-        "its layers read and write several residual streams through mixtures that they learn (hyper-connections: "
-        "attn_hc, ffn_hc): the compiler describes layers with one residual stream, or with those of Gemma 3n",
-        "a type with latent attention, an indexer and one residual stream: deepseek_v32, glm_moe_dsa or axk2",
+        "of single tokens: the ring passes keys of single tokens",
+        "a type whose indexer chooses keys of single tokens: deepseek_v32, glm_moe_dsa, axk2, or hy_v4, which has "
+        "several residual streams too",
     ),
     "hashed_ngrams": Reason(
         "embeddings of n-grams",
-        "layers add embeddings that are found by hashes of neighbouring tokens, mix several residual streams "
-        "(hc_count), and let an indexer choose keys by means over blocks of tokens: ranks exchange no token ids along "
-        "the sequence, and the compiler describes layers with one residual stream, or with those of Gemma 3n",
+        "layers add embeddings that are found by hashes of neighbouring tokens, and let an indexer choose keys by "
+        "means over blocks of tokens: ranks exchange no token ids along the sequence",
         "a type with gated delta nets and experts: qwen3_next or qwen3_5_moe_text",
     ),
     "encoder_decoder": Reason(

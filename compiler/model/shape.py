@@ -106,6 +106,8 @@ class ModelShape:
     blocks: LayerBlocks | None = None
     """Where a layer is one block: which are of which kind."""
     altup: AltUp | None = None
+    hyper_streams: int = 0
+    """Residual streams that every block reads and writes through mixtures of its own (hyper-connections); 0: none."""
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     indexer: IndexerShape | None = None
@@ -200,6 +202,11 @@ class ModelShape:
     def kv_replicas(self, tp: int) -> int:
         """Consecutive tp ranks that hold the same kv heads; the most of all layers."""
         return max(1, tp // self.kv_units[-1])
+
+    @property
+    def residual_streams(self) -> int:
+        """How many hidden states of each token a layer hands on."""
+        return max(1, self.hyper_streams) if self.altup is None else self.altup.num_streams
 
     @property
     def value_dim(self) -> int:

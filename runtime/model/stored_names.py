@@ -43,6 +43,20 @@ _RENAMED = (
     (r"\.post_self_attn_layernorm\.weight$", ".post_attn_norm.weight"),
     (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),
     (r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),
+    (r"\.self_attn\.sinks$", ".self_attn.learnable_sink_param"),
+    (r"\.gate_proj\.", ".linear_gate."),
+    *(
+        (pattern, replacement.format(prefix))
+        for prefix in ("hc_pre.", "")  # as transformers writes them back, and as published
+        for pattern, replacement in (
+            (r"\.attn_hc\.(?=\w+$)", ".{}hc_attn_layer.hc_"),
+            (r"\.ffn_hc\.(?=\w+$)", ".{}hc_mlp_layer.hc_"),
+            (r"\.hc_head\.hc_(?=\w+$)", ".{}hc_head.hc_head_"),
+            (r"\.attn_hc\.(?=\w+$)", ".hc_attn_layer.{}hc_"),
+            (r"\.ffn_hc\.(?=\w+$)", ".hc_mlp_layer.{}hc_"),
+            (r"\.hc_head\.hc_(?=\w+$)", ".hc_head.{}hc_head_"),
+        )
+    ),
     (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
     (r"\.self_attn\.q_gate_proj\.", ".self_attn.q_b_proj."),
     (r"\.self_attn\.o_proj\.", ".attn.o_proj."),

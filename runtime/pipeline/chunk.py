@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parcompile.layout.stages import Stage
 from parcompile.model.families import FAMILIES
+from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
@@ -45,6 +46,7 @@ class ChunkForward:
         family = FAMILIES[plan.spec.model.shape.model_type]
         self._base: Any = model.get_submodule(family.base)
         self._norm = family.final_norm
+        self._streams = _streams_dim(plan.spec.model.shape)
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
         self._stages: Sequence[Stage] = Holding(plan, pp_rank).stages
@@ -69,7 +71,9 @@ class ChunkForward:
         hand_on = getattr(balance, "hand_on", None)
         parts = LayerParts(self._base, stage.layers, received[-1] if received else None) if self._has_parts else None
         if received:
-            batch = {**batch, "inputs_embeds": received[0].detach()}
+            # Base models make all streams of one, which nobody looks at here.
+            one = received[0] if self._streams is None else received[0].select(self._streams, 0)
+            batch = {**batch, "inputs_embeds": one.detach()}
             del batch["input_ids"]
         if hand_on is not None:
             balance.begin(received[1] if received else None)
@@ -161,17 +165,28 @@ def _config_of(config: Any, layers: range, count: int) -> Any:
     return local
 
 
+def _streams_dim(shape: ModelShape) -> int | None:
+    """Where hidden states have their streams: [N, B, s, H] of Gemma 3n, [B, s, N, H] of others; None: of [B, s, H]."""
+    if shape.altup is not None:
+        return 0
+    return 2 if shape.hyper_streams else None
+
+
 def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Like]:
     """Shapes and types of what goes from stage to stage for a micro-batch: hidden states [B, s, H] in `dtype`.
 
-    Under sequence parallelism s is the rank's share of the sequence. A loss that balances experts adds what it counts,
+    Under sequence parallelism s is the rank's share of the sequence. Of a model with several residual streams all go. A
+    loss that balances experts adds what it counts,
     a second embedding the parts of all layers.
     """
     spec = mesh.plan.spec
     rows, length = batch["input_ids"].shape
     share = mesh.size("tp") if spec.parallelism.sequence_parallel else 1
     shape = rows, -(-length // share), spec.model.shape.hidden_size
-    found: list[Like] = [(shape, dtype)]
+    hidden: tuple[int, ...] = shape
+    if (dim := _streams_dim(spec.model.shape)) is not None:
+        hidden = *shape[:dim], spec.model.shape.residual_streams, *shape[dim:]
+    found: list[Like] = [(hidden, dtype)]
     if hasattr(without_peft(model).loss_function, "hand_on"):
         assert spec.model.shape.moe is not None
         found.append(((2, spec.model.shape.moe.num_experts), torch.float32))

@@ -56,7 +56,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("deepseek_v32", "keys chosen by an indexer"),
         ("deepseek_v4", "keys that stand for whole windows of tokens"),
         ("deepseek_v4", "nearest type that works: deepseek_v32"),
-        ("hy_v4", "several residual streams through mixtures that they learn"),
+        ("hy_v4", "several residual streams"),
         ("qwen4_exp_text", "hashes of neighbouring tokens"),
         ("longcat_flash", "zero_expert_num give back what they take"),
         ("cpmant", "lets every token see all others, later ones too"),

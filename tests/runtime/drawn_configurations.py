@@ -72,6 +72,9 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, 0.5], [0.2, 1.0]),
     "swiglu_alpha": (1.0, 2.5),
     "swiglu_limit": (0.5, 7.0),
+    "hc_mult": (1, 2, 5),
+    "hc_magnitude": (0.7, 3.0),
+    "hc_eps": (1e-6, 0.1),
     "topk_method": ("greedy", "group_limited_greedy"),
     "intermediate_size": (24, 56),
 }

@@ -183,6 +183,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 6,
     },
     "axk2": {**_ROUTED, **_LATENT, **_INDEXED, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v4": {
+        **_ROUTED,
+        **_LATENT,
+        **_INDEXED,
+        "hc_mult": 3,
+        "pad_token_id": 0,
+        "swiglu_limit": 0.5,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "mistral4": {
         **_ROUTED,
         **_LATENT,
@@ -608,6 +617,7 @@ RELATIVES = (
     *ONE_LAYOUT,
     *("cwm", "iquestcoder", "ministral3", "vaultgemma", "jais2", "hunyuan_v1_dense", "persimmon"),
     *("flex_olmo", "minimax_m2", "mellum", "glm4_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v2", "minicpm3"),
+    "hy_v4",
 )
 """Families that differ from others in what is one's own of several already: the tests run them in few layouts, the
 others in each; `benchmarks/models.py` runs all in each."""

@@ -26,7 +26,7 @@ FAMILIES = (
     "gpt_oss",  # sinks, and experts with biases
     "zamba2",  # blocks that layers share
     # stored under names of the published code, joined or in parts; some have parameters that nothing trains
-    *("hrm_text", "axk2", "lfm3", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("hrm_text", "axk2", "lfm3", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "hy_v4"),
 )
 
 

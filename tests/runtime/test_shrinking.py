@@ -87,6 +87,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         # Two stages of four layers would part layers from those whose keys they use.
         "gemma4_text": {"num_kv_shared_layers": 0},
         "dots3_note_text": windows,
+        # A stage begins with a layer that has an indexer.
+        "hy_v4": {"indexer_types": (["full"] + ["shared"] * 3) * 2},
     }.get(family, {})
     lists = {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "sliding_window": 300}
     known = planned_config(family_plan(family, 1, {})).to_dict()

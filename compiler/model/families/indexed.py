@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parcompile.model.family import Family, Latent, Refusal
-from parcompile.model.indexer import Indexer, scheduled_kinds
+from parcompile.model.indexer import Indexer, every_fourth, scheduled_kinds
 
-from .traits import EVERY_LAYER, routed
+from .traits import EVERY_LAYER, all_heads, routed
 
 _COUNTS = ("n_routed_experts", "num_local_experts")
 
@@ -61,8 +61,25 @@ _GROUPS = Refusal(
     "n_group and topk_group are given together, or neither is",
 )
 
+_KEYS_OF_QUERIES = Refusal(
+    "num_key_value_heads",
+    lambda config: (
+        config.get("num_key_value_heads") is not None
+        and config["num_key_value_heads"] != config.get("num_attention_heads", 32)
+    ),
+    "transformers makes it num_attention_heads whatever it says: write that, or leave it out",
+)
+_CLAMP = Refusal(
+    "swiglu_limit",
+    lambda config: isinstance(config.get("swiglu_limit"), int | float) and config["swiglu_limit"] <= 0,
+    "transformers 5.23 clamps experts by it, while its documentation says that 0 or less leaves them as they are: "
+    "write a large number in place of it",
+)
+
 _V32, _GLM, _AX = Latent(), Latent(2048, 512, 192, 64, 256), Latent(384, 128, 64, 32, 64)
+_HY = Latent(1536, 512, 192, 64, 256)
 _V32_INDEXER, _GLM_INDEXER, _AX_INDEXER = Indexer(), Indexer(heads=32, kinds=scheduled_kinds), Indexer(heads=16)
+_HY_INDEXER = Indexer(heads=16, kinds=every_fourth)
 
 INDEXED: Mapping[str, Family] = {
     "deepseek_v32": Family(
@@ -85,5 +102,15 @@ INDEXED: Mapping[str, Family] = {
         norm_gate=("gated_norm_rank", 16),
         experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types"),
         refusals=_refusals(_AX, _AX_INDEXER, EVERY_LAYER, _GROUPS),
+    ),
+    "hy_v4": Family(
+        latent=_HY,
+        indexer=_HY_INDEXER,
+        kv_heads=all_heads,
+        gate="gate_proj",
+        sinks="sinks",
+        hyper_streams=("hc_mult", 4),
+        experts=routed(256, 8, 768, by_layer="mlp_layer_types", dense_by_default=1),
+        refusals=_refusals(_HY, _HY_INDEXER, _KEYS_OF_QUERIES, _CLAMP),
     ),
 }

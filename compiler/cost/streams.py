@@ -1,0 +1,47 @@
+"""What hyper-connections cost: every block reads all residual streams of a token and writes to all of them.
+
+A mixture takes the streams side by side, in fp32, for as many numbers as it needs: one for each stream to read it, and
+one to write it (transformers models/hy_v4/modeling_hy_v4.py: HYV4HyperConnection, HYV4HyperHead).
+"""
+
+from __future__ import annotations
+
+from parcompile.layout.stages import Stage
+from parcompile.model.shape import ModelShape
+
+from .workload import Workload
+
+FP32_BYTES = 4
+MIXTURES = 2
+"""Of a layer: in front of attention and of the MLP."""
+
+
+def mixture_parameters(shape: ModelShape) -> int:
+    """Parameters of a layer's mixtures that multiply each token."""
+    return MIXTURES * 2 * shape.hyper_streams**2 * shape.hidden_size
+
+
+def head_parameters(shape: ModelShape) -> int:
+    """Those of the mixture behind the last layer, which reads only."""
+    return shape.hyper_streams**2 * shape.hidden_size
+
+
+def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
+    """What a layer's mixtures keep of a token: the streams, and what each block adds to them, in fp32."""
+    if not shape.hyper_streams:
+        return 0.0
+    return MIXTURES * (_streams(shape, element_bytes) + FP32_BYTES * shape.hidden_size)
+
+
+def head_bytes(work: Workload, stage: Stage) -> float:
+    """What the mixture behind the last layer keeps of a micro-batch."""
+    if not work.shape.hyper_streams or not stage.has_head:
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    return work.split_tokens * _streams(work.shape, work.element_bytes) / share
+
+
+def _streams(shape: ModelShape, element_bytes: float) -> float:
+    """All streams of a token, and their copy in fp32, where they are not."""
+    copied = FP32_BYTES if element_bytes < FP32_BYTES else 0
+    return shape.hyper_streams * shape.hidden_size * (element_bytes + copied)
