@@ -4,18 +4,15 @@
 
 Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
 `compiler/model/families/`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
-part. A reason is read from the code of the model where a word of it decides (a scan), and
-written below where none does.
+part. A reason follows from what the type is, or is
+written below.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import io
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +51,6 @@ WRITTEN = {
     "zaya": "mixed_tokens",
 }
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
-WORDS = (("state_space", r"selective_scan|mamba_chunk_scan|mamba_ssm"),)
-
-
-def code(model: str) -> str:
-    """The source of the module of a model class; empty where it cannot be loaded here."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            return inspect.getsource(sys.modules[getattr(transformers, model).__module__])
-        except Exception:
-            return ""
 
 
 def text_type(config: type[Any]) -> str | None:
@@ -76,7 +63,7 @@ def text_type(config: type[Any]) -> str | None:
     return found or None
 
 
-def reason(name: str, config: type[Any], model: str) -> str:
+def reason(name: str, config: type[Any]) -> str:
     """The key of what stands in the way."""
     if name in WRITTEN:
         return WRITTEN[name]
@@ -87,10 +74,6 @@ def reason(name: str, config: type[Any], model: str) -> str:
             return "encoder_decoder"
     if ENCODERS.search(name):
         return "encoder"
-    source = code(model)
-    for key, words in WORDS:
-        if re.search(words, source):
-            return key
     if getattr(config, "sub_configs_defaults", None) or getattr(config, "sub_configs", None):
         return "multimodal"
     return "no_table"
@@ -101,12 +84,11 @@ def entries() -> dict[str, dict[str, str]]:
     names = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     found = {}
     for name in sorted(names.keys() - FAMILIES.keys()):
-        model = names[name] if isinstance(names[name], str) else names[name][0]
         try:
             config = CONFIG_MAPPING[name]
         except Exception:
             continue
-        found[name] = {"reason": reason(name, config, model)}
+        found[name] = {"reason": reason(name, config)}
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             found[name]["only"] = "multimodal"
         if (text := text_type(config)) is not None:

@@ -78,7 +78,7 @@ def layer_bytes(
         )
     h, width = shape.hidden_size, float(element_bytes)
     norms = shape.norms_per_layer * 2 * h
-    kv_heads = max(shape.num_key_value_heads / tp, 1.0)
+    kv_heads = _kv_heads(shape, tp)
     heads = shape.num_attention_heads / tp
     if shape.mla is not None:
         mla = shape.mla
@@ -143,7 +143,7 @@ def eager_layer_bytes(
         # stream that is scaled.
         stream += 2 * width * shape.altup.num_streams * h + 3 * h * (4 + normed) + 3 * width * h
     stream += mixture_bytes(shape, width)
-    heads, kv_heads = shape.num_attention_heads / tp, _own(max(shape.num_key_value_heads / tp, 1.0), shape)
+    heads, kv_heads = shape.num_attention_heads / tp, _own(_kv_heads(shape, tp), shape)
     if shape.mla is not None:
         mla = shape.mla
         attention = width * heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim)
@@ -168,6 +168,11 @@ def eager_layer_bytes(
     else:
         mlp = width * kept * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * shape.blocks_per_layer * h)
+
+
+def _kv_heads(shape: ModelShape, tp: int) -> float:
+    """Of a rank: one at least, where layers attend."""
+    return max(shape.num_key_value_heads / tp, 1.0) if shape.attends else 0.0
 
 
 def _own(kv_heads: float, shape: ModelShape) -> float:

@@ -179,7 +179,7 @@ def _changed(work: Workload, names: tuple[str, ...]) -> Iterator[tuple[Workload,
 
 
 def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
-    """The layout with these values; None where heads, layers, tokens, ranks or the batch do not divide."""
+    """The layout with these values; None where heads, states, layers, tokens, ranks or the batch do not divide."""
     fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in settings.items()}
     tp, pp, cp, nodes = (int(fields.get(name, getattr(work, name))) for name in ("tp", "pp", "cp", "nodes"))
     micro, batch = int(fields.get("micro_batch", work.micro_batch)), work.global_batch
@@ -187,6 +187,9 @@ def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
     if rest or not dp or batch % (dp * micro) or ("sequence_parallel" in fields and tp == 1):
         return None
     if (dp * cp) % int(fields.get("ep", work.ep)):
+        return None
+    states = work.shape.recurrent
+    if states is not None and states.units % tp:
         return None
     if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
         return None

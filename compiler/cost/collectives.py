@@ -202,7 +202,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
             share = repeated * size // layout.local_shape[layout.dim]
             # Keys of a head that a few ranks share; what all heads of a Mamba-2 layer share, every rank has.
-            over = KV_REPLICA if layout.replicas == tp // work.shape.num_key_value_heads else Axis.TP
+            attends = work.shape.attends
+            over = KV_REPLICA if attends and layout.replicas == tp // work.shape.num_key_value_heads else Axis.TP
             send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)

@@ -65,6 +65,8 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
     if work.shape.kinds:
         kinds = [(len(layers), replace(work, shape=one)) for layers, one in work.shape.by_kind]
         return _mean([(count, context_cost(one, context, values)) for count, one in kinds])
+    if not work.shape.attends:
+        return ContextCost(context, 0.0, 0.0, 0.0, 0.0, 0.0)
     sizes = sizes_of(work)
     sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recomputes_layers)
     attention = attention_seconds(work, values)
@@ -233,7 +235,7 @@ def simplest(ranked: list[ContextCost], attention: float) -> ContextCost:
 
 def choices(work: Workload) -> list[dict[str, Any]]:
     """Every implementation as the plan lists it: those that are possible by their seconds, then the others."""
-    if work.cp == 1:
+    if work.cp == 1 or not work.shape.attends:
         return []
     possible, refused = candidates(work)
     return [

@@ -17,7 +17,7 @@ from .layer_inputs import NORM_BYTES, parts_bytes, projection_bytes, table_gradi
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
 from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
 from .shared_blocks import kept_of_use, uses
-from .stage_exchanges import buffer_bytes
+from .stage_exchanges import buffer_bytes, stream_bytes
 from .streams import head_bytes
 from .workload import FRAMEWORKS, Workload
 
@@ -123,7 +123,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
             share = work.tp if work.sequence_parallel else 1
-            inputs = work.shape.residual_streams * work.shape.hidden_size * work.element_bytes / share
+            inputs = work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work) / share
             kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
@@ -183,7 +183,7 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
     h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
     if not routed or moe is None:
-        width = max(one.intermediate_size for _, one in work.shape.by_kind) / work.tp
+        width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.gated_mlp else 1

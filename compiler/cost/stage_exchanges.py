@@ -20,6 +20,7 @@ from .workload import FRAMEWORKS, Workload
 
 BALANCE_BYTES = 8
 """Of each expert: the sum of its probabilities and how often it was chosen, in fp32."""
+_FP32_BYTES = 4
 
 
 def stage_exchanges(work: Workload, stage: int) -> Collectives:
@@ -57,8 +58,14 @@ def hidden_bytes(work: Workload) -> float:
     """Hidden states of a micro-batch as one rank hands them on, with the layers' parts of a second embedding."""
     inputs = work.shape.layer_inputs
     further = 0 if inputs is None else work.shape.num_hidden_layers * inputs.width
-    whole = work.split_tokens * (work.shape.residual_streams * work.shape.hidden_size + further) * work.element_bytes
+    streams = work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work)
+    whole = work.split_tokens * (streams + further * work.element_bytes)
     return whole / (work.tp if work.sequence_parallel or FRAMEWORKS[work.framework].scatters_exchange else 1)
+
+
+def stream_bytes(work: Workload) -> int:
+    """Of a feature of the hidden states between the layers."""
+    return max(work.element_bytes, _FP32_BYTES) if work.shape.wide_stream else work.element_bytes
 
 
 def _embedding_gradient_bytes(work: Workload) -> int:

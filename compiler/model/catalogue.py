@@ -103,9 +103,6 @@ _NEAREST = {
     "longcat_flash": "deepseek_v3",
     "phi4_multimodal": "phi3",
     "kimi_k2": "deepseek_v3",
-    "falcon_mamba": "jamba",
-    "mamba": "jamba",
-    "mamba2": "bamba",
     "zamba": "zamba2",
     "recurrent_gemma": "gemma2",
 }

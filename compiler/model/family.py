@@ -183,6 +183,10 @@ class Family:
     """The second embedding, of which every layer gets a part."""
     layer_blocks: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
+    attends: bool = True
+    """Whether any layer attends; otherwise each carries a state, and has no MLP."""
+    wide_stream: Switch = False
+    """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False
     """Hybrid layers use transformer blocks in turn, in front of their Mamba-2 layer (`shared_blocks.py`)."""
     never_tied: bool = False
@@ -247,7 +251,7 @@ class Family:
         of_states = () if states is None else (states.input_bias, states.convolution_bias, states.output_bias)
         found: list[Switch | None] = [
             *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias),
-            *(self.norm_bias, self.gate_key, self.qk_norm_key),
+            *(self.norm_bias, self.gate_key, self.qk_norm_key, self.wide_stream),
             *(one[0] for one in of_states),
             states.norm[0] if states is not None and states.norm is not None else None,
             "tie_word_embeddings",

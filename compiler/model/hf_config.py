@@ -57,7 +57,7 @@ def shape_from_config(config: Config) -> ModelShape:
         raise ModelConfigError(wrong[1], wrong[0])
     family = FAMILIES[name]
     read = ConfigReader(config, family, family.keys)
-    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads") if family.attends else 0
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
@@ -67,13 +67,15 @@ def shape_from_config(config: Config) -> ModelShape:
             message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
             raise ModelConfigError(message, key)
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
-    kv_heads = family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
+    kv_heads = _kv_heads(read, family, config, heads)
     norms = family.norms_of(config)
     block_kinds = _block_kinds(family, config)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
     shared = _shared_blocks(read, family, config)
     if shared is not None:
         blocks = LayerBlocks(attention=shared.layers, mlp=shared.layers, experts=())
+    if not family.attends:
+        blocks = LayerBlocks((), (), ())
     layers = read.size("num_hidden_layers") if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
     shape = ModelShape(
@@ -85,9 +87,7 @@ def shape_from_config(config: Config) -> ModelShape:
         head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden * (INPUTS if shared else 1), heads),
         intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
-        max_position_embeddings=_LONG_CONTEXT
-        if shared and config.get("use_long_context")
-        else read.size("max_position_embeddings"),
+        max_position_embeddings=_positions(read, family, config),
         tie_word_embeddings=not family.never_tied and family.is_on("tie_word_embeddings", config),
         rotary=not (family.positions or family.fixed_positions),
         alibi=family.is_on(family.alibi, config),
@@ -103,6 +103,7 @@ def shape_from_config(config: Config) -> ModelShape:
         norms_per_layer=len(norms),
         norm_names=norms,
         norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
+        wide_stream=family.is_on(family.wide_stream, config),
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
         mla=mla,
@@ -120,6 +121,20 @@ def shape_from_config(config: Config) -> ModelShape:
         norms = norm_names(shape)
         shape = replace(shape, norms_per_layer=len(norms), norm_names=norms)
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
+
+
+def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:
+    if not family.attends:
+        return 0
+    return family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
+
+
+def _positions(read: ConfigReader, family: Family, config: Config) -> int:
+    if not family.attends:
+        return 0
+    if family.shared_blocks and config.get("use_long_context"):
+        return _LONG_CONTEXT
+    return read.size("max_position_embeddings")
 
 
 def _stated(table: Table, family: Family, config: Config) -> tuple[tuple[str, Hashable], ...]:
@@ -203,6 +218,8 @@ def _user_module_shape(config: Config) -> ModelShape:
 
 def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: Config) -> int:
     """The width of the dense MLP."""
+    if not family.attends:
+        return 0
     by_layer = config.get("intermediate_size")
     if family.layer_shapes is not None and isinstance(by_layer, list) and by_layer:
         return int(max(by_layer))  # each layer has its own
@@ -225,6 +242,8 @@ def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads
 
 
 def _head_dim(read: ConfigReader, family: Family, hidden: int, heads: int) -> int:
+    if not family.attends:
+        return 0
     if family.own_head_dim and read.has("head_dim"):
         width = read.size("head_dim")
         if family.hidden_is_heads and heads * width != hidden:

@@ -28,12 +28,6 @@ REASONS: Mapping[str, Reason] = {
         "it is more than a causal language model (a vision or audio tower beside one)",
         "the text part alone, where its type works",
     ),
-    "state_space": Reason(
-        "state-space layers without attention",
-        "none of its layers attends: the compiler describes state-space layers in models that have attention too, and "
-        "asks every configuration for the heads of its attention",
-        "a type with state-space layers and attention: bamba, falcon_h1, granitemoehybrid, jamba or nemotron_h",
-    ),
     "gated_units": Reason(
         "RG-LRU layers",
         "in its recurrent layers each channel decays by a gate of its own, which a matrix for each head's channels "

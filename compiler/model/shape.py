@@ -68,11 +68,13 @@ class ModelShape:
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
+    """0, as are the other sizes of attention and MLP, where no layer attends."""
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    """0: a state has no positions, and no end."""
     tie_word_embeddings: bool
     rotary: bool = True
     """Positions without end (rotary, or ALiBi biases); otherwise a table of `max_position_embeddings` rows."""
@@ -94,6 +96,8 @@ class ModelShape:
     norm_names: tuple[str, ...] = ()
     """Of the norms of a layer; empty where the model is no Hugging Face model."""
     norm_bias: bool = False
+    wide_stream: bool = False
+    """Hidden states between the layers are in fp32, whatever the type of the weights."""
     sliding_window: int | None = None
     value_head_dim: int | None = None
     """Width of a value head; None: `head_dim`."""
@@ -125,6 +129,11 @@ class ModelShape:
     """
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether any layer attends."""
+        return self.num_attention_heads > 0
 
     @property
     def attention_inputs(self) -> int:
@@ -172,7 +181,7 @@ class ModelShape:
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
         """The layers that attend, by kind: the numbers of each kind, and a model all of whose layers are of it."""
-        if not self.kinds:
+        if not self.kinds and self.attends:
             yield self.attention_layers, self
         for kind in self.kinds:
             own = {one.name: getattr(kind.shape, one.name) for one in fields(LayerShape)}
@@ -201,7 +210,7 @@ class ModelShape:
 
     def kv_replicas(self, tp: int) -> int:
         """Consecutive tp ranks that hold the same kv heads; the most of all layers."""
-        return max(1, tp // self.kv_units[-1])
+        return max(1, tp // self.kv_units[-1]) if self.attends else 1
 
     @property
     def residual_streams(self) -> int:

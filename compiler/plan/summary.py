@@ -65,6 +65,8 @@ def _context(plan: Plan) -> dict[str, str]:
     parallelism = plan.spec.parallelism
     if parallelism.cp == 1:
         return {}
+    if not plan.spec.model.shape.attends:
+        return {"cp": f"{parallelism.cp_layout.value}, states from piece to piece; no layer attends"}
     seconds: dict[str, float] = {}
     for one in choices(workload_of(plan.spec)):
         if one["seconds"] is not None:

@@ -163,7 +163,8 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     "C008",
     "a setting of context parallelism has no effect",
     """cp_implementation selects how the ranks of one sequence exchange keys and values. With cp 1 there is no
-    exchange. Only usp and double_ring read hierarchical_cp_sizes.""",
+    exchange, and where no layer attends (mamba, mamba2) there are no keys. Only usp and double_ring read
+    hierarchical_cp_sizes.""",
     wrong={"parallelism": {"cp": 4, "hierarchical_cp_sizes": [2, 2]}},
     right={"parallelism": {"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
     severity=Severity.INFO,
@@ -178,6 +179,8 @@ def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
     cp = spec.axis(Axis.CP)
     if cp == 1 and spec.given(*_NAME):
         yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
+    elif spec.given(*_NAME) and not spec.shape.attends:
+        yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect: no layer attends")
     sizes = spec.given_sizes
     if sizes is None or (cp > 1 and spec.named_implementation == AUTO and sizes[0] * sizes[1] != cp):
         return  # W012 speaks of another product

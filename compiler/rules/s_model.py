@@ -152,7 +152,7 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
-    if spec.shape.rotary and not spec.shape.alibi and length > limit:
+    if spec.shape.attends and spec.shape.rotary and not spec.shape.alibi and length > limit:
         # transformers 5 keeps both in rope_parameters.
         rope = spec.model_config.get("rope_parameters") or spec.model_config
         base = rope.get("rope_theta", "of the family")

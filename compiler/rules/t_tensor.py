@@ -22,7 +22,7 @@ _TP = ("parallelism", "tp")
 def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
     shape = spec.shape
-    sizes = [*shape.head_counts] or [shape.num_attention_heads]
+    sizes = [*shape.head_counts]
     if shape.recurrent is not None:
         sizes.append(shape.recurrent.units)
     if shape.dense(range(shape.num_hidden_layers)):
@@ -120,6 +120,8 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
     tp, paired = spec.axis(Axis.TP), spec.shape.paired_heads
+    if not spec.shape.attends:
+        return
     indivisible = [heads for heads in spec.shape.kv_units if heads % tp and tp % heads]
     units = indivisible[0] if indivisible else spec.shape.kv_units[0]
     heads = units * (2 if paired else 1)
@@ -186,7 +188,8 @@ def groups_divide(spec: Resolution) -> Iterator[Finding]:
     shape, tp = spec.shape.recurrent, spec.axis(Axis.TP)
     if shape is not None and shape.units % tp:
         channels = shape.kind is RecurrentKind.MAMBA1
-        told = f"hidden_size x {shape.groups_key} =" if channels else shape.groups_key
+        expanded = channels and shape.groups_key != "intermediate_size"
+        told = f"hidden_size x {shape.groups_key} =" if expanded else shape.groups_key
         units = "channels" if channels else "groups" if shape.groups > 1 else "heads"
         yield _indivisible(
             spec,

@@ -78,7 +78,7 @@ class _Layout:
 def sequence_length_of(config: Mapping[str, Any]) -> int:
     """Tokens of a sequence that a model's configuration leads to: its positions, as those of its text part."""
     try:
-        known = shape_from_config(text_part(config)).max_position_embeddings
+        known = shape_from_config(text_part(config)).max_position_embeddings or _UNKNOWN
     except ModelConfigError:
         known = _UNKNOWN  # whoever reads the model next says what is wrong with it
     return min(known, LONGEST)

@@ -89,7 +89,9 @@ class _Injection:
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         share_blocks(self.model, path, self.spec.model.shape)
         replaced = put_on_interface(self.model, self.family)
-        if self.mesh.device.type != "meta" and not replaced:  # where no rank runs, the compiler's rule X004 has to do
+        attends = self.spec.model.shape.attends
+        # Where no rank runs, the compiler's rule X004 has to do.
+        if attends and self.mesh.device.type != "meta" and not replaced:
             masked = masked_layers(self.spec.model.shape)
             check_masks(self.model, path, self.spec.training.sequence_length, masked)
         if self.mesh.size("pp") > 1:

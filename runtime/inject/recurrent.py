@@ -205,6 +205,7 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": state_space_scan,
     "mamba_selective_scan": mamba_scan,
     "mamba2_split_conv1d_scan_combined": fused_layer,
+    "mamba_inner_fn": fused_layer,
 }
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
 

@@ -103,6 +103,8 @@ def shrunk(plan: Plan) -> Plan:
 def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     """One or two kv heads on a rank, a few query heads for each; as many ranks as before share a kv head."""
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    if not shape.attends:
+        return _without_attention(plan)
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     exchanging = plan.spec.parallelism.context.head_ranks
     ratio, family = heads // kv_heads, FAMILIES[shape.model_type]
@@ -127,6 +129,17 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     if "head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim"):
         found["head_dim"] = shape.head_dim
     return found
+
+
+def _without_attention(plan: Plan) -> dict[str, Any]:
+    """A few features of hidden states for each rank, and as many channels or heads for each as before."""
+    model, hidden = plan.spec.model, _HIDDEN_OF_A_HEAD * plan.spec.parallelism.tp
+    states, found = model.shape.recurrent, {"hidden_size": hidden}
+    assert states is not None
+    if states.groups_key in model.hf_config and states.kind is RecurrentKind.MAMBA1:
+        # A key of the channels goes before what says how often the hidden size they are.
+        found[states.groups_key] = hidden * max(states.values // model.shape.hidden_size, 1)
+    return found | _state_space(plan, hidden)
 
 
 def _windowed_latent(shape: ModelShape, heads: int) -> dict[str, Any]:
@@ -212,6 +225,8 @@ def _states(plan: Plan) -> dict[str, Any]:
 def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     """A narrow MLP, and a few narrow experts of every group."""
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    if not shape.attends:
+        return {}  # nor has any layer an MLP
     found: dict[str, Any] = {"intermediate_size": min(shape.intermediate_size, _WIDTH_OF_A_RANK * tp)}
     experts = FAMILIES[shape.model_type].experts
     if experts is not None:

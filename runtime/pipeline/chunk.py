@@ -47,6 +47,7 @@ class ChunkForward:
         self._base: Any = model.get_submodule(family.base)
         self._norm = family.final_norm
         self._streams = _streams_dim(plan.spec.model.shape)
+        self._is_wide = plan.spec.model.shape.wide_stream
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
         self._stages: Sequence[Stage] = Holding(plan, pp_rank).stages
@@ -83,6 +84,8 @@ class ChunkForward:
                 return self._forward(**batch)
             self._base(**{name: batch[name] for name in _FOR_BASE if name in batch})
         (hidden,) = ends
+        if self._is_wide:
+            hidden = hidden.float()  # a stage without layers hands on what the embedding gives
         further = () if parts is None else (parts.hand_on(),)
         return (hidden, *further) if hand_on is None else (hidden, hand_on(), *further)
 
@@ -175,9 +178,9 @@ def _streams_dim(shape: ModelShape) -> int | None:
 def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Like]:
     """Shapes and types of what goes from stage to stage for a micro-batch: hidden states [B, s, H] in `dtype`.
 
-    Under sequence parallelism s is the rank's share of the sequence. Of a model with several residual streams all go. A
-    loss that balances experts adds what it counts,
-    a second embedding the parts of all layers.
+    Where a model keeps its hidden states in fp32 they are handed on as such. Under sequence parallelism s is the rank's
+    share of the sequence. Of a model with several residual streams all go. A loss that balances experts adds what it
+    counts, a second embedding the parts of all layers.
     """
     spec = mesh.plan.spec
     rows, length = batch["input_ids"].shape
@@ -186,7 +189,7 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     hidden: tuple[int, ...] = shape
     if (dim := _streams_dim(spec.model.shape)) is not None:
         hidden = *shape[:dim], spec.model.shape.residual_streams, *shape[dim:]
-    found: list[Like] = [(hidden, dtype)]
+    found: list[Like] = [(hidden, torch.float32 if spec.model.shape.wide_stream else dtype)]
     if hasattr(without_peft(model).loss_function, "hand_on"):
         assert spec.model.shape.moe is not None
         found.append(((2, spec.model.shape.moe.num_experts), torch.float32))

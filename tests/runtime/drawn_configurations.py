@@ -215,9 +215,12 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
     keys, heads = states.state_space, choose.choice([8, 16])
     switches = {keys.convolution_bias[0], keys.input_bias[0], keys.output_bias[0]} | set((keys.norm or ())[:1])
     # What follows from other keys is left out.
-    width = (
-        {} if FAMILIES[family].shared_blocks else {keys.head_dim[0]: "auto" if keys.expand else choose.choice([4, 6])}
-    )
+    if FAMILIES[family].shared_blocks:
+        width: dict[str, Any] = {}
+    elif keys.expand and keys.head_dim[1]:  # no class that has a default takes "auto"
+        width = {keys.head_dim[0]: tiny_config(family)["hidden_size"] * keys.expand[1] // heads}
+    else:
+        width = {keys.head_dim[0]: "auto" if keys.expand else choose.choice([4, 6])}
     return {
         keys.heads[0]: heads,
         **width,
@@ -293,7 +296,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         # A layer of each kind at least.
         attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
         choose.shuffle(attends)
-        if states.beside_attention:
+        if states.beside_attention or not FAMILIES[family].attends:
             return {}
         if states.attending_period is not None:
             return _periods(choose, family, layers)

@@ -393,6 +393,25 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "rescale_prenorm_residual": False,
     },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 6, "time_step_rank": 3},
+    "falcon_mamba": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 6,
+        "time_step_rank": 3,
+        "intermediate_size": 48,
+        "mixer_rms_eps": 0.01,
+    },
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+        "state_size": 6,
+        "chunk_size": 4,
+        "time_step_limit": [0.01, 2.0],
+    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "num_local_experts": 4,
@@ -508,6 +527,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 OWN_KEYS = (
     *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder"),
+    *("mamba", "falcon_mamba", "mamba2"),
 )
 """Families whose configurations have other keys than Llama's."""
 
@@ -578,6 +598,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
         },
+    ),
+    "mamba, 48 channels": (
+        "mamba",
+        {
+            "intermediate_size": 48,
+            "time_step_rank": "auto",
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mamba2, 2 groups": (
+        "mamba2",
+        {"n_groups": 2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
     ),
     "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
     "glm_moe_dsa, shared choice": (

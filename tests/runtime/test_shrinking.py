@@ -115,6 +115,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
                 del more[states.state_space.head_dim[0]]
             if states.state_space.expand is None:
                 more |= {states.state_space.head_dim[0]: 8, states.state_space.groups[0]: 4}
+            elif not FAMILIES[family].attends:
+                more |= {states.state_space.head_dim[0]: 32, states.state_space.groups[0]: 4}
         more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}
     if "mlp_layer_types" in tiny_config(family):
         more |= {"mlp_layer_types": ["dense"] + ["sparse"] * 7}

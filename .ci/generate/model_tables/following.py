@@ -55,6 +55,17 @@ def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) ->
     return found
 
 
+def _mamba(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
+    """The rank of step sizes as a word or a number."""
+    return {"time_step_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
+
+
+def _mamba2(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
+    """Heads times their width are `expand` times the hidden size, which the class checks."""
+    heads, width, expand = pick.choice(SMALL_PRIMES), pick.choice(SMALL_PRIMES), pick.choice([1, 2, 3])
+    return {"num_heads": heads, "head_dim": width * expand, "expand": expand, "hidden_size": heads * width}
+
+
 def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
     """A kind for every layer: the class names 54 where none is given, and takes no other number."""
     found: dict[str, Any] = {"num_mem_blocks": pick.choice([1, 2, 2, 3])}
@@ -69,6 +80,8 @@ FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str,
     "gemma4_text": _gemma4_text,
     "gpt_neo": lambda _, layers, __: {"attention_types": [[["global"], layers]]},
     "jamba": _jamba,
+    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
+    "mamba2": _mamba2,
     "zamba2": _zamba2,
 }
 """What changes in a draw of a type: from what was drawn and the number of layers."""

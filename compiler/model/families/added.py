@@ -9,6 +9,7 @@ from parcompile import entry_points
 from parcompile.model.family import Family
 
 from .alibi import ALIBI
+from .attention_free import ATTENTION_FREE
 from .biased import BIASED
 from .dense import DENSE
 from .dots3 import DOTS3
@@ -38,6 +39,7 @@ BUILT_IN: Mapping[str, Family] = {
     **HYBRIDS,
     **KIMI_DELTA,
     **STATE_SPACE,
+    **ATTENTION_FREE,
     **GEMMA,
     **MIMO,
 }

@@ -17,8 +17,8 @@ def recurrent_rows(rows: Rows, hidden: int, shape: RecurrentShape, traits: Recur
     if shape.kind is RecurrentKind.MAMBA2:
         mamba2_rows(rows.of(shape.layers), traits.module, hidden, shape)
         return
-    if shape.kind is RecurrentKind.MAMBA1:
-        mamba1_rows(rows.of(shape.layers), traits.module, hidden, shape)
+    if traits.selective is not None:
+        mamba1_rows(rows.of(shape.layers), traits.module, hidden, shape, norms=traits.selective.norms)
         return
     kinds = {RecurrentKind.SHORT_CONVOLUTION: _short_convolution}
     kinds.get(shape.kind, _heads)(rows.of(shape.layers), hidden, shape, traits)

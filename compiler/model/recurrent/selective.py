@@ -34,6 +34,10 @@ class SelectiveKeys:
     convolution_bias: tuple[str, bool] = ("mamba_conv_bias", True)
     bias: tuple[str, bool] = ("mamba_proj_bias", False)
     """Of the projections of the input and of the output."""
+    width: str = ""
+    """A key of the channels, which goes before `expand`."""
+    norms: bool = True
+    """Whether norms of what step sizes are projected from, of B and of C have weights."""
 
 
 def selective_shape(
@@ -41,12 +45,13 @@ def selective_shape(
 ) -> RecurrentShape:
     """The sizes of Mamba-1 layers, whose channels are heads of one feature."""
     hidden = size("hidden_size", None)
+    counted = keys.width in config
     automatic = config.get(keys.step_rank) in (None, "auto")
     bias = _is_on(keys.bias, config)
     return RecurrentShape(
         RecurrentKind.MAMBA1,
         layers,
-        heads=size(*keys.expand) * hidden,
+        heads=size(keys.width, None) if counted else size(*keys.expand) * hidden,
         groups=1,
         key_dim=size(*keys.state),
         value_dim=1,
@@ -56,7 +61,7 @@ def selective_shape(
         output_bias=bias,
         gated_norm=False,
         chunk=1,
-        groups_key=keys.expand[0],
+        groups_key=keys.width if counted else keys.expand[0],
         step_rank=-(-hidden // _FEATURES_OF_A_RANK) if automatic else size(keys.step_rank, None),
     )
 

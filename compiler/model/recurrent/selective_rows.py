@@ -11,10 +11,10 @@ STEP, WRITE, READ = "dt_layernorm", "b_layernorm", "c_layernorm"
 """The norms of what the step sizes are projected from, of what writes to the states and of what reads them."""
 
 
-def mamba1_rows(rows: Rows, name: str, hidden: int, shape: RecurrentShape) -> None:
+def mamba1_rows(rows: Rows, name: str, hidden: int, shape: RecurrentShape, *, norms: bool) -> None:
     """Adds the rows of a Mamba-1 layer's module.
 
-    Every rank has the norms and uses them for its own channels: their gradients are parts.
+    Every rank has the norms, where they have weights, and uses them for its own channels: their gradients are parts.
     """
     channels, state = shape.values, shape.key_dim
     rows.add(f"{name}.A_log", (channels, state), column(channels))
@@ -27,5 +27,5 @@ def mamba1_rows(rows: Rows, name: str, hidden: int, shape: RecurrentShape) -> No
     rows.linear(f"{name}.x_proj", shape.selected, channels, row(channels))
     rows.linear(f"{name}.dt_proj", channels, shape.step_rank, column(channels), bias=True)
     rows.linear(f"{name}.out_proj", hidden, channels, row(channels), bias=shape.output_bias)
-    for norm, width in ((STEP, shape.step_rank), (WRITE, state), (READ, state)):
+    for norm, width in ((STEP, shape.step_rank), (WRITE, state), (READ, state)) if norms else ():
         rows.add(f"{name}.{norm}.weight", (width,), partial=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .kind import RecurrentKind
 
@@ -25,8 +25,8 @@ class RecurrentShape:
     """Tokens that the causal convolution in front of the recurrence sees; 1: there is none."""
     projection_bias: bool = False
     convolution_bias: bool = False
-    groups_key: str = "hidden_size"
-    """The configuration's key of the groups."""
+    groups_key: str = field(default="hidden_size", compare=False)
+    """The configuration's key of the groups. Configurations that say the same in other words are of one shape."""
     gate_rank: int = 0
     """Features between the two projections of a gate, where it has two; 0: gates are projected at once."""
     beside_attention: bool = False

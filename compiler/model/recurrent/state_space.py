@@ -52,7 +52,8 @@ def state_space_shape(
     """
     heads, groups = size(*keys.heads), size(*keys.groups)
     name = keys.head_dim[0]
-    given = config.get(name) not in (None, "auto")
+    told_alone = keys.expand is None and keys.width is None
+    given = config.get(name) not in (None, "auto") or (keys.head_dim[1] is not None and not told_alone)
     if keys.width is not None and (keys.width[0] not in config or config[keys.width[0]] is not None):
         features, told = size(*keys.width), keys.width[0]
     elif keys.expand is not None:
@@ -63,9 +64,9 @@ def state_space_shape(
         features, told = heads * head_dim, name
     if features % heads:
         raise LayerListError(f"{told} {features} / {keys.heads[0]} {heads} is not whole", keys.heads[0])
-    if given and size(name, None) * heads != features:
+    if given and (width := size(*keys.head_dim)) * heads != features:
         raise LayerListError(
-            f"{keys.heads[0]} {heads} x {name} {config[name]} = {heads * config[name]} is not {told} {features}", name
+            f"{keys.heads[0]} {heads} x {name} {width} = {heads * width} is not {told} {features}", name
         )
     if heads % groups:
         raise LayerListError(

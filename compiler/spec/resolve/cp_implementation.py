@@ -69,6 +69,9 @@ class ContextValues(ModelValues, TrainingValues):
             # Nobody shares a sequence: there is nothing to choose.
             self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, "cp 1")
             return ContextParallel(CpImplementation.RING, 1)
+        if name == AUTO and not self.shape.attends:
+            self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, "no layer attends")
+            return ContextParallel(CpImplementation.RING, cp)
         if name == AUTO or (sizes is None and CpImplementation(name).has_levels):
             return self._chosen(name, sizes)
         if not CpImplementation(name).has_levels:
