@@ -112,7 +112,7 @@ def command(
 
 def _name_other_implementation(work: Workload) -> None:
     """Says which implementation of context parallelism is better for such documents than the one of the plan."""
-    if work.cp == 1 or work.document_length is None:
+    if work.cp == 1 or work.document_length is None or not work.shape.attends:
         return
     better = cheapest(work, candidates(work)[0]).context
     if better != work.context:

@@ -213,9 +213,10 @@ def check_small_copy(mesh: Mesh) -> None:
         check.compare(model)
     except RunError as error:
         shape = small.plan.spec.model.shape
+        heads = f"{shape.num_attention_heads} heads, " if shape.attends else ""
         raise RunError(
             f"{error} (found in a small model of the same configuration: {shape.num_hidden_layers} layers, "
-            f"{shape.num_attention_heads} heads, {small.plan.spec.training.sequence_length} tokens)",
+            f"{heads}{small.plan.spec.training.sequence_length} tokens)",
             everywhere=True,
         ) from error
 

@@ -637,7 +637,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 ONE_LAYOUT = (
     *("qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "olmo_hybrid", "minimax", "kimi_linear", "bailing_hybrid"),
-    *("bamba", "falcon_h1", "jamba", "nemotron_h", "granitemoehybrid", "zamba2"),
+    *("bamba", "falcon_h1", "jamba", "nemotron_h", "granitemoehybrid", "zamba2", "mamba", "falcon_mamba", "mamba2"),
     *("glm_moe_dsa", "axk2", "dots3_note_text", "mistral4"),
     *("glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "cohere2_moe", "kolibri1", "granitemoeshared"),
     *("bitnet", "cohere_compass_text", "gemma4_unified_text", "gemma3n_text", "mimo_v2_flash", "lfm3", "hrm_text"),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp2 x cp2, sequence parallel": (
         {"tp": 2, "cp": 2, "sequence_parallel": True},
-        ("gemma3_text", "mixtral", "granitemoehybrid", "jamba", "minimax", "lfm2"),
+        ("gemma3_text", "mixtral", "granitemoehybrid", "jamba", "minimax", "lfm2", "falcon_mamba", "mamba2"),
     ),
     "tp2": (
         {"tp": 2},

@@ -25,6 +25,7 @@ FAMILIES = (
     *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "granitemoe"),
     "gpt_oss",  # sinks, and experts with biases
     "zamba2",  # blocks that layers share
+    *("mamba, 48 channels", "mamba2"),  # no attention
     # stored under names of the published code, joined or in parts; some have parameters that nothing trains
     *("hrm_text", "axk2", "lfm3", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "hy_v4"),
 )

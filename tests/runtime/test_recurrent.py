@@ -222,7 +222,7 @@ def documents_of_model() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.ranks
 def test_packed_documents_reset_the_state_of_whole_models_which_recompute() -> None:
-    families = ("qwen3_5_text", "lfm2", "bamba", "jamba", "minimax")
+    families = ("qwen3_5_text", "lfm2", "bamba", "jamba", "minimax", "falcon_mamba", "mamba2")
     plans = [recomputing(family, RANKS) for family in families]
     ranks = run_ranks(RANKS, trained, plans, timeout=120)
     ids, _, labels = documents_of_model()
@@ -250,7 +250,7 @@ def recomputing(family: str, cp: int) -> Any:
     return replace(plan, spec=replace(plan.spec, training=training))
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "jamba", "nemotron_h", "zamba2"])
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "jamba", "nemotron_h", "zamba2", "mamba", "mamba2"])
 def test_preflight_counts_the_messages_that_the_estimate_names(family: str) -> None:
     """Blocks side by side, one block for each layer, an MLP beside experts, what groups share, and shared blocks."""
     from parcompile.runtime.preflight import preflight

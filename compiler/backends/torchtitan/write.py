@@ -143,6 +143,9 @@ def losses(plan: Plan) -> list[Loss]:
     spec, shape = plan.spec, plan.spec.model.shape
     parallelism, training = spec.parallelism, spec.training
     found = order_loss(parallelism, "torchtitan", _ORDERS) + sequence_loss(spec, "torchtitan")
+    if not shape.attends:
+        name = f"model_type {shape.model_type}"
+        found.append(Loss(name, "torchtitan has no model without attention", "another target", fatal=True))
     if shape.num_key_value_heads % parallelism.tp:
         found.append(
             Loss(
