@@ -9,7 +9,9 @@ from export_runs import faults
 
 pytestmark = pytest.mark.ranks
 
-FAMILIES = ("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe", "gpt_oss", "nemotron_h", "zamba2", "falcon_mamba")
+FAMILIES = (
+    *("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe", "gpt_oss", "nemotron_h", "zamba2", "falcon_mamba"),
+)
 """Fused weights, scales, experts stored under other names, buffers; sinks and biases of experts.
 
 Of Nemotron-H all names are others, and its configuration has a number that JSON has no name for.

@@ -250,7 +250,9 @@ def recomputing(family: str, cp: int) -> Any:
     return replace(plan, spec=replace(plan.spec, training=training))
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1", "jamba", "nemotron_h", "zamba2", "mamba", "mamba2"])
+@pytest.mark.parametrize(
+    "family", ["granitemoehybrid", "falcon_h1", "jamba", "nemotron_h", "zamba2", "mamba", "mamba2"]
+)
 def test_preflight_counts_the_messages_that_the_estimate_names(family: str) -> None:
     """Blocks side by side, one block for each layer, an MLP beside experts, what groups share, and shared blocks."""
     from parcompile.runtime.preflight import preflight
