@@ -11,6 +11,7 @@ written below.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from parcompile.model.catalogue import TYING
 from parcompile.model.families import FAMILIES
 
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
@@ -93,10 +95,30 @@ def entries() -> dict[str, dict[str, str]]:
             found[name]["only"] = "multimodal"
         if (text := text_type(config)) is not None:
             found[name]["text"] = text
-            with contextlib.suppress(Exception):
-                if config().tie_word_embeddings:
-                    found[name]["tied"] = "yes"
+            if kind := tying(config, text):
+                found[name]["tied"] = kind
     return found
+
+
+def tying(config: type[Any], text: str) -> str:
+    """Who says whether the head of a multimodal model is tied: the first key of `TYING` that does as its class does."""
+    said = list(itertools.product((None, False, True), repeat=2))
+    found = []
+    for whole, inner in said:
+        given: dict[str, Any] = {"text_config": {"model_type": text, **_stated(inner)}, **_stated(whole)}
+        with contextlib.suppress(Exception):
+            found.append(bool(getattr(config(**given), "tie_word_embeddings", False)))
+    if len(found) < len(said):
+        return ""  # no such model can be built
+    kinds = [kind for kind, rule in TYING.items() if [rule(*pair) for pair in said] == found]
+    if not kinds:
+        pairs = dict(zip(said, found, strict=True))
+        raise SystemExit(f"{config.__name__} ties its head in a way that TYING does not have: {pairs}")
+    return kinds[0]
+
+
+def _stated(tied: bool | None) -> dict[str, bool]:
+    return {} if tied is None else {"tie_word_embeddings": tied}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,33 @@ from .tables import counts_of, table_of
 TEXT_PARTS = frozenset(
     {
         *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "exaone4_5", "fast_vlm", "fuyu"),
-        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2"),
+        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "got_ocr2"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
-        *("ovis2", "perception_lm", "pp_chart2table", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "shieldgemma2"),
-        *("qwen3_5", "qwen3_5_moe", "qianfan_ocr", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+        *("ovis2", "perception_lm", "pp_chart2table", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *(
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qianfan_ocr",
+            "shieldgemma2",
+            "smolvlm",
+            "video_llama_3",
+            "video_llava",
+            "vipllava",
+        ),
     }
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
-TEXT_ALIKE: Mapping[str, str] = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+TEXT_ALIKE: Mapping[str, str] = {
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4_moe",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
 """Multimodal types whose text part rotates each feature by one of three positions, and the type that computes the same
 of text alone: the three positions of a token of text are one."""
 
@@ -110,6 +126,17 @@ ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}
 """Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""
 
 
+TYING: Mapping[str, Callable[[bool | None, bool | None], bool]] = {
+    "": lambda whole, _: bool(whole),
+    "yes": lambda whole, _: whole is None or whole,
+    "either": lambda whole, text: bool(whole or text),
+    "either or yes": lambda whole, text: bool(whole) or text is None or text,
+    "unless both": lambda whole, text: whole is not False or text is not False,
+    "text": lambda whole, text: bool(text if whole is None else whole),
+}
+"""Whether a multimodal model ties its head, from what the whole and its text part say (None: nothing)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelType:
     """A model type."""
@@ -125,8 +152,8 @@ class ModelType:
     note: str = ""
     causal: bool = True
     """transformers builds it as a causal language model, and not only as a multimodal one."""
-    tied: bool = False
-    """Whether its class ties the head to the embedding where a configuration does not say."""
+    tied: str = ""
+    """Of a multimodal model, who says whether the head is tied to the embedding: a key of `TYING`."""
 
     @property
     def text_works(self) -> bool:
@@ -182,7 +209,7 @@ def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
     reason = REASONS[entry["reason"]]
     note = f"its layers are those of {ALIKE[name]}, as which it is planned and trained" if name in ALIKE else ""
     described = name in FAMILIES or table_of(name) is not None
-    return ModelType(name, False, described, reason, text, nearest, note, "only" not in entry, "tied" in entry)
+    return ModelType(name, False, described, reason, text, nearest, note, "only" not in entry, entry.get("tied", ""))
 
 
 _KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")

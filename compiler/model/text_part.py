@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, model_types
+from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
 
 Config = Mapping[str, Any]
 
@@ -39,10 +39,28 @@ _QWEN2_VL: Config = {
 _DEFAULTS: Mapping[str, Config] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
+    "glm4v": {"max_position_embeddings": 32768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    "glm4v_moe": {"attention_bias": True, "max_position_embeddings": 65536, "vocab_size": 151424},
     "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
+    "qwen3_vl_moe": {
+        "intermediate_size": 5632,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500000.0,
+    },
 }
 """What the class of a text part has for a key that is left out, where the class that it is read as has another value.
 Source: the configuration classes of transformers 5.23."""
+_ALWAYS: Mapping[str, Config] = {
+    "glm4v": {"attention_bias": True},
+    "glm4v_moe": {"use_qk_norm": False},
+    "qwen3_vl_moe": {"norm_topk_prob": True, "use_sliding_window": False},
+}
+"""What the class of a text part does whatever a configuration says of these keys, which it does not read."""
 
 
 def text_part(config: Config) -> Config:
@@ -50,8 +68,8 @@ def text_part(config: Config) -> Config:
 
     A type of code that comes with the weights is read as the type of transformers that has its layers.
 
-    What the text part leaves out keeps the default of its own class, except for `tie_word_embeddings`, which
-    transformers reads from the whole model whatever its text part says.
+    What the text part leaves out keeps the default of its own class, except for `tie_word_embeddings`: the class of
+    the whole decides whether that of the whole counts, or that of the text part (`TYING`).
     """
     name = config.get("model_type")
     inner = config.get("text_config", _flat_part(config))
@@ -66,8 +84,8 @@ def text_part(config: Config) -> Config:
     kind = ALIKE.get(str(kind), kind)
     if not (kind in model_types() and model_types()[str(kind)].works):
         return config  # refused, with the reasons of both
-    tied = config.get("tie_word_embeddings", known.tied) or (name in _FLAT and inner.get("tie_word_embeddings"))
-    return {**inner, "model_type": kind, "tie_word_embeddings": bool(tied)}
+    tied = TYING[known.tied](config.get("tie_word_embeddings"), inner.get("tie_word_embeddings"))
+    return {**inner, "model_type": kind, "tie_word_embeddings": tied}
 
 
 def _flat_part(config: Config) -> Config | None:
@@ -78,7 +96,7 @@ def _flat_part(config: Config) -> Config | None:
 
 def _of_one_position(name: str, inner: Config) -> Config:
     """The text part of this type, as one of the type that computes the same of text alone."""
-    found = {**_DEFAULTS[name], **inner, "model_type": TEXT_ALIKE[name]}
+    found = {**_DEFAULTS[name], **inner, **_ALWAYS.get(name, {}), "model_type": TEXT_ALIKE[name]}
     for key in ("rope_parameters", "rope_scaling"):
         rope = found.get(key)
         if not isinstance(rope, Mapping):
