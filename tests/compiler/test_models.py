@@ -70,7 +70,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("qwen3_5", "the text part is trained alone; the towers of other media are left as they are"),
         ("gemma3n", "Its text part gemma3n_text works: tp, cp, dp, sequence parallelism\n"),
         ("aya_vision", "text part: cohere2, which works, but with text alone aya_vision does not compute what cohere2"),
-        ("qwen3_vl_moe", "text part: qwen3_vl_moe_text, which is refused"),
+        ("qwen3_omni_moe_thinker", "text part: qwen3_omni_moe_text, which is refused"),
         ("Qwen3.5-MoE", "qwen3_5_moe is multimodal"),
         ("gpt-oss", "gpt_oss works"),
         ("openai/gpt-oss-20b", "gpt_oss works"),
