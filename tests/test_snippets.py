@@ -25,7 +25,7 @@ SPEC = {
     "training": {"sequence_length": 32, "global_batch_size": 2, "micro_batch_size": 1, "precision": "fp32"},
 }
 DRIVER = """
-import os, runpy, sys
+import os, runpy, socket, sys
 
 import deepspeed, peft, tokenizers, torch, transformers  # once for all: a child starts with them
 import torch.utils.checkpoint
@@ -50,12 +50,14 @@ if not os.path.exists("model"):
     tokenizer.save_pretrained("model")
     import parcompile
     parcompile.compile("spec.json", "plan")
-for number, file in enumerate(sys.argv[1:]):
+for file in sys.argv[1:]:
     child = os.fork()
     if not child:
         code = 1
         try:
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
+            with socket.socket() as listener:  # a port that is free now; those behind one that was need not be
+                listener.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
             runpy.run_path(file, run_name="__main__")
             code = 0
         except BaseException as error:
@@ -103,10 +105,8 @@ def test_the_programs_of_the_runtime_run_in_one_process_each(tmp_path: Path) -> 
         for number, (program, _) in enumerate(programs(name)):
             files.append(f"{name}_{number}.py")
             (tmp_path / files[-1]).write_text(program, encoding="utf-8")
-    finder = [sys.executable, str(ROOT / "examples" / "free_port.py")]
-    port = subprocess.run(finder, capture_output=True, text=True, check=True).stdout.strip()
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, *files],
         cwd=tmp_path,
