@@ -33,7 +33,7 @@ def test_the_table_of_a_published_model_has_its_number_of_parameters(preset: Pre
 def test_every_type_is_in_the_file_once_and_what_is_left_out_has_its_reason() -> None:
     assert not set(covered()) & set(left_out())
     assert all(reason for reason in left_out().values())
-    assert len(covered()) >= 168
+    assert len(covered()) >= 169
 
 
 def test_the_file_is_small_and_holds_a_row_on_each_line() -> None:
@@ -127,3 +127,40 @@ def test_the_last_layers_have_no_keys_where_they_share_those_of_earlier_ones() -
         number for number in range(7) if f"model.language_model.layers.{number}.self_attn.k_proj.weight" in shapes
     ]
     assert layers in ([0, 1, 2, 3, 4], [])
+
+
+def test_blocks_that_layers_share_stand_under_the_first_layers_that_use_them() -> None:
+    """With the adapters of all uses, those that the block serves; older words for the kinds of layers say the same."""
+    table = table_of("zamba2")
+    assert table is not None
+    given = {"num_hidden_layers": 6, "num_mem_blocks": 2, "hidden_size": 64, "num_attention_heads": 4}
+    found = parameters(table, given | {"layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"]})
+    today = ["hybrid", "linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"]
+    assert found == parameters(table, given | {"layers_block_type": today})
+    shared = [one.name.split(".") for one in found if ".shared_transformer." in one.name]
+    assert {name[2] for name in shared} == {"0", "2"}
+    adapters = {(name[2], name[6]) for name in shared if name[5] == "gate_up_proj_adapter_list"}
+    assert adapters == {("0", "0"), ("0", "2"), ("2", "1"), ("2", "3")}
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ({}, ["full_attention"] * 3),
+        ({"full_attn_idxs": [1]}, ["conv", "full_attention", "conv"]),
+        ({"layer_types": ["conv", "attention", "conv"]}, ["conv", "full_attention", "conv"]),
+    ],
+)
+def test_layers_that_attend_are_listed_by_number_or_by_kind(given: dict[str, Any], kinds: list[str]) -> None:
+    table = table_of("lfm2")
+    assert table is not None
+    assert complete(table, {"num_hidden_layers": 3, **given})["layer_types"] == kinds
+
+
+def test_other_names_of_keys_of_lfm2_win() -> None:
+    table = table_of("lfm2")
+    assert table is not None
+    given = {"tie_embedding": False, "tie_word_embeddings": True, "block_ff_dim": 96, "intermediate_size": 64}
+    shapes = {one.name: one.shape for one in parameters(table, given | {"block_multiple_of": 32})}
+    assert shapes["model.layers.0.feed_forward.w1.weight"] == (64, 2560)  # two thirds of 96, which 32 divides
+    assert "lm_head.weight" in shapes

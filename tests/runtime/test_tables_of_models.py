@@ -16,6 +16,7 @@ from families import FAMILIES, tiny_config
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.tables import covered, left_out, parameters, table_of
+from parcompile.model.tables.completing import OLDER_KINDS
 from parcompile.model.tables.cutting import COLUMNS, ROWS, WHOLE, cut_dim
 
 GENERATOR = Path(__file__).parents[2] / ".ci" / "generate" / "model_tables"
@@ -77,6 +78,38 @@ def test_the_rows_of_a_family_are_the_derived_ones(family: str) -> None:
         assert [(name, one.shape) for name, one in by_hand.expanded()] == derived, config
         compared += 1
     assert compared
+
+
+def test_older_words_for_kinds_of_layers_are_those_of_transformers() -> None:
+    from transformers.configuration_utils import _LEGACY_LAYER_TYPE_REMAP
+
+    assert OLDER_KINDS == _LEGACY_LAYER_TYPE_REMAP
+
+
+def test_an_interrupted_run_goes_on_with_the_same_generator_only(
+    generator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import running
+    from collecting import LeftOutError
+
+    studied: list[str] = []
+
+    def study(name: str, seconds: int) -> Any:
+        studied.append(name)
+        if name == "gpt2" and studied.count("gpt2") == 1:
+            raise KeyboardInterrupt
+        raise LeftOutError(f"{name} in {seconds} s")
+
+    monkeypatch.setattr(running, "study", study)
+    part = tmp_path / "tables.json.part"
+    with pytest.raises(KeyboardInterrupt):
+        running.run(["llama", "gpt2"], 5, 1, part)
+    assert part.exists()
+    assert running.run(["llama", "gpt2"], 5, 1, part) == {"llama": "llama in 5 s", "gpt2": "gpt2 in 5 s"}
+    assert studied == ["llama", "gpt2", "gpt2"]
+    assert not part.exists()
+    part.write_text('of another generator\n["llama", "of another time"]\n', encoding="utf-8")
+    assert running.run(["llama"], 5, 1, part) == {"llama": "llama in 5 s"}
 
 
 def test_every_style_of_transformers_plans_is_known() -> None:

@@ -43,6 +43,8 @@ def main() -> None:
         sys.exit(f"not causal language models of transformers {transformers.__version__}: {', '.join(unknown)}")
     stored: dict[str, Any] = read(given.file)
     if given.check:
+        if none := sorted(set(given.types) - set(stored["types"])):
+            sys.exit(f"no table of these types is in the file: {', '.join(none)}")
         sys.exit(check(stored, given.types or list(stored["types"]), given.check, given.seed))
     done = {*stored["types"], *stored["left_out"]} if given.missing else set()
     names = [name for name in given.types or sorted(CLASSES) if name not in done]

@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+from parcompile.model.tables.completing import with_kinds_of_today  # noqa: E402
 from parcompile.runtime.model.model_class import UNLISTED, causal_model  # noqa: E402
 
 logging.disable(logging.CRITICAL)
@@ -106,7 +107,9 @@ class ModelType:
     def configuration(self, given: dict[str, Any]) -> tuple[Any, Sample]:
         """The configuration that the class makes of flat values; raises whatever the class raises."""
         config = self.config_class(**nest(given))
-        raw = {**self.defaults, **{self._canonical(key): value for key, value in given.items()}}
+        said = {self._canonical(key): value for key, value in given.items()}
+        said = {key: with_kinds_of_today(key.rpartition(".")[2], value) for key, value in said.items()}
+        raw = {**self.defaults, **said}
         return config, Sample(given, raw, {**raw, **self._flat(config)})
 
     def model(self, given: dict[str, Any]) -> Sample:

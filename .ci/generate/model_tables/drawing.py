@@ -13,6 +13,8 @@ from building import ModelType
 from following import FOLLOWING, SMALL_PRIMES
 from keys import Keys
 
+from parcompile.model.tables.completing import NAMED_ANEW, OLDER_KINDS
+
 PRIMES = tuple(n for n in range(101, 1500) if all(n % d for d in range(2, 39)))
 
 SHARED = re.compile(r"shared_layers$")
@@ -87,7 +89,7 @@ class Draws(Keys):
         if isinstance(default, bool):
             return not default if "None" not in hint else pick.choice([not default, None])
         if key in self.words:
-            return [pick.choice(self.words[key]) for _ in range(layers)] if self.words[key] else _NOTHING
+            return self._kinds(key, layers) if self.words[key] else _NOTHING
         if isinstance(default, list) or (default is None and "list" in hint):
             return self._list(key, default, layers, hint)
         if default is None and "float" in hint and "int" not in hint:
@@ -109,6 +111,13 @@ class Draws(Keys):
         if key in self.optional and pick.random() < 0.25:
             return 0
         return self._number(last, default, layers, group, odd)
+
+    def _kinds(self, key: str, layers: int) -> list[str]:
+        """A word for each layer; now and then those of files that are older than transformers' words."""
+        pick, words = self.random, self.words[key]
+        older = {new: old for old, new in OLDER_KINDS.items() if new in words} if pick.random() < 0.1 else {}
+        found = [pick.choice(words) for _ in range(layers)]
+        return [older.get(one, one) for one in found] if key.rpartition(".")[2] in NAMED_ANEW else found
 
     def _list(self, key: str, default: Any, layers: int, hint: str) -> Any:
         pick, last = self.random, key.rpartition(".")[2]

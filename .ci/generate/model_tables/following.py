@@ -31,12 +31,17 @@ def _gemma4_text(_: dict[str, Any], layers: int, pick: random.Random) -> dict[st
     return {"layer_types": own + rest, "num_kv_shared_layers": shared}
 
 
+_DOTS3_PARTS = (
+    *("num_attention_heads", "num_key_value_heads", "qk_nope_head_dim", "swa_num_attention_heads"),
+    *("swa_num_key_value_heads", "swa_head_dim", "swa_qk_nope_head_dim", "swa_qk_rope_head_dim"),
+)
+
+
 def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
     """As many keys as queries, for both kinds of layers; widths of heads that are those of their parts."""
     for key in list(given):
-        if key.removeprefix("swa_") in ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim"):
+        if key in _DOTS3_PARTS:
             del given[key]
-    given.pop("swa_qk_rope_head_dim", None)
     found: dict[str, Any] = {"q_lora_rank": given.get("q_lora_rank") or 1024}
     found["topk_group"] = min(given.get("topk_group", 1), given.get("n_group", 1))
     found["n_shared_experts"] = max(given.get("n_shared_experts", 1), 1)

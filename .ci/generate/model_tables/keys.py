@@ -83,9 +83,9 @@ class Keys:
                 self._other_name(name, owner)
             elif default.isdigit():
                 self.keys[name], self.kind.defaults[name], self.kind.hints[name] = int(default), int(default), "int"
-            elif default in ("True", "False"):
-                self.keys[name] = self.kind.defaults[name] = default == "True"
-                self.kind.hints[name] = "bool"
+            elif otherwise := re.search(r"(?:^|^None if .* else )(True|False)$", default):
+                self.keys[name] = self.kind.defaults[name] = otherwise[1] == "True"
+                self.kind.hints[name] = "bool | None" if default.startswith("None") else "bool"
             elif "pattern" in last and letters:
                 self.keys[name], self.kind.hints[name], self.letters[name] = None, "str", letters
             elif re.search("^use_|bias$", last):

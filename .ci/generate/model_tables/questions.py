@@ -76,7 +76,7 @@ class Questions:
             elif "pattern" in key and any(isinstance(value, str) for value in values):
                 letters = sorted({letter for value in values if isinstance(value, str) for letter in value})
                 self.layered += [f"{key}[layer] == {letter!r}" for letter in letters[:_WORDS]]
-            elif any(type(value) is int and 0 <= value < 12 for value in values):
+            if any(type(value) is int and 0 <= value < 12 for value in values):
                 small.append(key)
         for key in lists:
             entries = {json.dumps(entry) for value in held[key] if isinstance(value, list) for entry in value}

@@ -11,6 +11,8 @@ from collecting import LeftOutError
 from structure import Structure
 from trees import At, Learner, UnlearnableError
 
+from parcompile.model.tables.expression import evaluate
+
 Held: TypeAlias = "list[dict[str, dict[tuple[int, ...], tuple[int, ...]]]]"
 """For each model: shapes by row, and by the numbers in the name."""
 Counts: TypeAlias = "list[Counter[tuple[str, tuple[int, ...]]]]"
@@ -78,10 +80,11 @@ def _most(learner: Learner, stack: str, samples: Sequence[At], counts: Counts) -
     most: dict[int, int] = {}
     for at, one in samples:
         most[at] = max(most.get(at, 0), counts[at][stack, one])
-    for at, one in samples:
-        counts[at][stack, one] = most[at]
     there = [at for at, number in most.items() if number]
-    return learner.size([(at, ()) for at in there], [most[at] for at in there], layered=False)
+    found = learner.size([(at, ()) for at in there], [most[at] for at in there], layered=False)
+    for at, one in samples:
+        counts[at][stack, one] = evaluate(found, learner.configs[at]) or 0
+    return found
 
 
 def _rows(

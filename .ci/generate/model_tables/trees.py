@@ -42,7 +42,8 @@ class Learner:
     def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
         """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
         texts, answers = self._asked(samples, labels, layered=layered)
-        wanted = np.array([sorted(set(labels)).index(label) for label in labels])
+        numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
+        wanted = np.array([numbers[label] for label in labels])
 
         def grow(at: np.ndarray, depth: int) -> Tree:
             here = wanted[at]

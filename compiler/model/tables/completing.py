@@ -20,6 +20,15 @@ class TableError(ValueError):
 
 GIVEN = "given."
 """In what follows, before a key: its value before anything followed (`given.num_hidden_layers`)."""
+OLDER_KINDS: Mapping[str, str] = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+"""What files call a kind of layer, where transformers has another word now: its `remap_legacy_layer_types`."""
+NAMED_ANEW = ("layer_types", "layers_block_type")
+"""Keys that list kinds of layers, with older words too."""
 _WITH_PARAMETERS = ("xielu",)
 """Activations that have parameters."""
 
@@ -47,11 +56,19 @@ def given(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(table.defaults)
     for key, value in flat(config, table.nested).items():
         owner, dot, name = key.rpartition(".")
-        found[owner + dot + table.names.get(owner + dot + name, name)] = value
+        canonical = table.names.get(owner + dot + name, name)
+        found[owner + dot + canonical] = with_kinds_of_today(canonical, value)
     for key, default in table.fixed.items():
         if found.get(key) != default:
             raise TableError(f"{key} is {found[key]!r}: parameters are derived for {default!r} only", key)
     return found
+
+
+def with_kinds_of_today(name: str, value: Any) -> Any:
+    """The value of a key; where it lists kinds of layers, by the words that transformers has for them now."""
+    if name not in NAMED_ANEW or not isinstance(value, list | tuple):
+        return value
+    return [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in value]
 
 
 def stated(table: Table, config: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
