@@ -100,14 +100,25 @@ class Dispatched:
 
     def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
         """As the experts of transformers: of each token the sum of what its experts give, by their weights."""
+        try:
+            return self._dispatched(hidden_AH, chosen_Ak, weights_Ak)
+        except BaseException:
+            # Recomputation stops by an exception once backward has what it needs: the block never asks for the shared
+            # expert then, and what it was computed from, a whole layer, would stay until the next micro-batch.
+            if self._shared is not None:
+                self._shared.forget()
+            raise
+
+    def _dispatched(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
         routing = route(chosen_Ak, self._experts, self._group, self._sharing)
         start, stop = routing.tokens
-        rows_RH = rows_of(hidden_AH[start:stop], routing)
-        on_their_way = start_exchange(rows_RH, routing.send, routing.receive, self._group)
+        on_their_way = start_exchange(
+            rows_of(hidden_AH[start:stop], routing), routing.send, routing.receive, self._group
+        )
         if self._shared is not None:
             self._shared.compute(hidden_AH)
-        rows_QH = on_their_way.wait()
-        rows_NH = gather_rows(rows_QH, routing.gathered, self._holders)
+        rows_NH = gather_rows(on_their_way.wait(), routing.gathered, self._holders)
+        del on_their_way  # it keeps what was sent
         done_NH = self._local(rows_NH, routing.expert_of_row)
         done_QH = sum_rows(done_NH, routing.gathered, self._holders)
         back_RH = exchange(done_QH, routing.receive, routing.send, self._group)

@@ -32,6 +32,10 @@ class SharedExpert:
             self._ahead = hidden_AH, self._compute(hidden_AH)
         self._was_called = False
 
+    def forget(self) -> None:
+        """Lets go of what was computed: the block does not ask for it."""
+        self._ahead, self._was_called = None, False
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """The result for these hidden states [.., H]."""
         ahead, self._ahead = self._ahead, None

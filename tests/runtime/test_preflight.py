@@ -34,6 +34,10 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
+from parcompile.runtime.preflight.sharded import build_sharded
+from parcompile.runtime.preflight.stand_in import stand_in
+from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.spec.workload import workload_of
 
 STAGES = {
@@ -496,3 +500,26 @@ def test_memory_of_dealt_experts_agrees_with_its_estimate() -> None:
     )
     report = preflight(plan, [0, 7])
     assert report.agrees, report.text()
+
+
+@pytest.mark.parametrize(
+    ("family", "parallelism"),
+    [
+        ("deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}),  # a shared expert behind the others
+        ("qwen3_next", {"ep": 2}),  # before them
+    ],
+)
+def test_nothing_of_a_layer_that_is_recomputed_stays_for_the_next_micro_batch(
+    family: str, parallelism: dict[str, Any]
+) -> None:
+    """Recomputation stops within the experts; a shared expert that was computed ahead kept its whole layer alive."""
+    config = tiny_config(family, hidden_size=64)
+    training = {"sequence_length": 2048, "global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16"}
+    training["activation_checkpointing"] = "full"
+    plan = make_plan(8, parallelism, model=config, training=training, whole_model=True)
+    with stand_in(plan, 0) as mesh, MetaTracker(mesh) as tracker:
+        model, _ = build_sharded(mesh, tracker)
+        step = run_step(model, mesh, tracker)
+    static = step.static.weights + step.static.master + step.static.moments + step.static.gradients + step.static.bucket
+    layer = 2048 * 64 * 2
+    assert step.taken.held - static < layer  # positions, and tables of attention
