@@ -39,7 +39,6 @@ WRITTEN = {
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",
     "jetmoe": "attention_of_experts",
-    "longcat_flash": "two_blocks",
     "mllama": "cross_attention",
     "qwen4_exp_text": "hashed_ngrams",
     "recurrent_gemma": "gated_units",

@@ -91,7 +91,7 @@ def layer_bytes(
         active = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
         # Routing makes a copy of each token for each of its experts, on the way there and back.
         mlp = projections * active / tp + row_copies * experts.num_experts_per_token * h
-        mlp += experts.num_experts
+        mlp += experts.num_choices
     else:
         mlp = projections * shape.intermediate_size / tp
     stream = norms / tp if sequence_parallel else float(norms)
@@ -160,7 +160,7 @@ def eager_layer_bytes(
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
         mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
-        mlp += 4.0 * experts.num_experts
+        mlp += 4.0 * experts.num_choices
         mlp += width * kept * experts.shared_intermediate_size / tp
         if family.experts is not None and family.experts.beside_mlp:
             # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.

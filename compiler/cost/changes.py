@@ -194,7 +194,7 @@ def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
     if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
         return None
     if "pp" in fields:
-        if work.shape.num_hidden_layers % pp:
+        if work.shape.num_hidden_layers % (pp * work.shape.layers_per_module):
             return None
         fields["stage_layers"] = None
     return replace(work, **fields, dp=dp, micro_batches=batch // (dp * micro))

@@ -126,7 +126,8 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
     passes = routed_layers(work.shape, stage) * work.micro_batches
     if moe is None or not passes:
         return {}
-    rows = sent_rows(work, moe.num_experts_per_token)
+    # What goes to experts that give back what they take stays.
+    rows = int(sent_rows(work, moe.num_experts_per_token) * moe.num_experts / moe.num_choices)
     row_bytes = work.shape.hidden_size * work.element_bytes
     counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
     again = 2 if work.recomputes_layers else 1

@@ -47,6 +47,8 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
 def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     """Parameters of one layer that multiply each token: routed experts count as often as a token visits them.
 
+    Where some experts give back what they take, every choice counts as equally frequent.
+
     Of layers of different shapes the mean.
     """
     if shape.kinds:
@@ -60,8 +62,8 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
-        width = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
-        return attention + projections * h * width + h * experts.num_experts
+        width = experts.computed_per_token * experts.intermediate_size + experts.shared_intermediate_size
+        return attention + projections * h * width + h * experts.num_choices
     return attention + projections * h * shape.intermediate_size
 
 

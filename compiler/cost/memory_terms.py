@@ -105,9 +105,10 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         )
         if work.recomputes_layers:
             # Each layer's input is kept; one layer at a time is recomputed whole.
-            one = largest
-            layers = bool(stage.layers)
-            kept = {part: getattr(one, part) * tokens * layers for part in kept}
+            layers, together = bool(stage.layers), work.shape.layers_per_module
+            # Of layers that are one module all: one of them has its experts.
+            recomputed = (largest, *[dense] * (together - 1))
+            kept = {part: sum(getattr(one, part) for one in recomputed) * tokens * layers for part in kept}
             carried = kept_bytes(work) if states else 0.0
             if uses(work.shape, stage.layers):
                 # A layer with a shared block has all of them.
@@ -124,7 +125,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
             share = work.tp if work.sequence_parallel else 1
             inputs = work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work) / share
-            kept["stream"] += (len(stage.layers) - untrained) * inputs * work.split_tokens * held
+            kept["stream"] += (len(stage.layers) - untrained) / together * inputs * work.split_tokens * held
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
                 kept["attention"] += states * exchanged_bytes(work) * held
@@ -189,7 +190,7 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     projections = 2 if work.shape.gated_mlp else 1
     slices = work.tp if work.ep == 1 else work.expert_slices
     width = moe.intermediate_size / slices
-    experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
+    experts, rows = moe.num_choices / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
     if work.ep == 1:
         # With many tokens the peak is where rows are weighted, by what a router gives in fp32 or casts.

@@ -189,7 +189,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks is not None else 1
-    rows = collectives * routed * (shape.moe.num_experts_per_token if shape.moe else 0) * activation / work.tp
+    rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
     tp_calls = crossings * (2 if work.sequence_parallel else 1)
     if work.ep > 1 and work.expert_slices > 1:

@@ -12,16 +12,20 @@ COUNT_BYTES = 8
 """Before rows travel, ranks tell each other how many go to each expert: a number of so many bytes."""
 
 
-def owned_experts(experts: int, ep: int, rank: int) -> tuple[int, int]:
-    """The experts `[start, stop)` of a rank.
+Ranges = tuple[tuple[int, int], ...]
+"""Stretches `[start, stop)` of experts, ascending."""
+
+
+def owned_experts(experts: int, ep: int, rank: int, idle: int = 0) -> Ranges:
+    """The experts of a rank; of further `idle` ones behind them, with which nothing is computed, a run of their own.
 
     Raises:
         ValueError: the experts do not divide, or there is no such rank.
     """
-    if experts % ep or not 0 <= rank < ep:
+    if experts % ep or idle % ep or not 0 <= rank < ep:
         raise ValueError(f"{experts} experts on ep {ep}, rank {rank}: it needs experts % ep = 0 and 0 ≤ rank < ep")
-    share = experts // ep
-    return rank * share, (rank + 1) * share
+    runs = [(0, experts // ep), (experts, idle // ep)]
+    return tuple((first + rank * share, first + (rank + 1) * share) for first, share in runs if share)
 
 
 def balanced_rows(rows: int, ep: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from parcompile.model.table import Parameter, Part, Split
 
-from .experts import owned_experts
+from .experts import Ranges, owned_experts
 
 
 class SplitError(ValueError):
@@ -24,7 +24,7 @@ class TensorLayout:
 
     `full_shape` includes padding. `ranges[rank]` are the pieces `[start, stop)` along `dim` that the rank holds, in
     order; None when every rank holds the whole tensor. `replicas` consecutive ranks hold the same slice. `ep` ranks
-    share the experts, which lie along `expert_dim`.
+    share the experts, which lie along `expert_dim`; the last `idle_experts` of them are dealt apart from the others.
     """
 
     full_shape: tuple[int, ...]
@@ -33,6 +33,7 @@ class TensorLayout:
     replicas: int
     ep: int = 1
     expert_dim: int = 0
+    idle_experts: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -44,9 +45,11 @@ class TensorLayout:
             shape[self.expert_dim] //= self.ep
         return tuple(shape)
 
-    def experts(self, ep_rank: int) -> tuple[int, int] | None:
-        """The experts `[start, stop)` of a rank of ep; None when every rank has all of them, or it holds none."""
-        return owned_experts(self.full_shape[self.expert_dim], self.ep, ep_rank) if self.ep > 1 else None
+    def experts(self, ep_rank: int) -> Ranges | None:
+        """The experts of a rank of ep; None when every rank has all of them, or it holds none."""
+        if self.ep == 1:
+            return None
+        return owned_experts(self.full_shape[self.expert_dim] - self.idle_experts, self.ep, ep_rank, self.idle_experts)
 
     @property
     def local_numel(self) -> int:
@@ -93,7 +96,7 @@ def tensor_layout(
         assert expert_tp is not None
         return _folded(tensor_layout(parameter, expert_tp, ep=ep), tp, expert_tp)
     split, shape = parameter.split, parameter.shape
-    experts = (1, 0) if parameter.expert_dim is None else (ep, parameter.expert_dim)
+    experts = (1, 0, 0) if parameter.expert_dim is None else (ep, parameter.expert_dim, parameter.idle_experts)
     if split is None:
         return TensorLayout(shape, None, None, tp, *experts)
     if split.pads_vocabulary:

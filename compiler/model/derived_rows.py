@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 from .cutting.attention import attention_cut
 from .cutting.cut import STREAM, Cut
@@ -41,10 +43,11 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
     assert table is not None, shape.model_type
     stated = dict(values)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if stated[key := own_key(family, name) or name] != getattr(shape, name):
-            raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {getattr(shape, name)}")
+        wanted = getattr(shape, name) // (family.layers_per_module if name == "num_hidden_layers" else 1)
+        if stated[key := own_key(family, name) or name] != wanted:
+            raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {wanted}")
     stack = f"{family.base}.{family.layers}"
-    every = repeated(table, stack, values)
+    every = [_of_layers(one, stack, family) for one in repeated(table, stack, values)]
     # A linear of width 0 is not built, nor is its bias: there is no shared expert where their number is 0.
     empty = {_module(one) for one in every if 0 in one.shape}
     found = [(one, _parameter(one, stack, shape, family)) for one in every if _module(one) not in empty]
@@ -60,6 +63,7 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
         (*first, *late),
         shape.num_hidden_layers,
         len(first),
+        layers_per_module=family.layers_per_module,
     )
 
 
@@ -69,7 +73,9 @@ def norm_names(shape: ModelShape) -> tuple[str, ...]:
     if family.norm is Norm.NOTHING:
         return family.norms  # they have no parameters
     prefix, end = f"{family.base}.{family.layers}.{{layer}}.", ".weight"
-    inner = (one.name.removeprefix(prefix) for one in derived_rows(shape).layer if one.sequence_parallel)
+    inner = (
+        _of_one(one.name.removeprefix(prefix), family) for one in derived_rows(shape).layer if one.sequence_parallel
+    )
     names = (name.removesuffix(end) for name in inner if name.endswith(end))
     return tuple(dict.fromkeys(name for name in names if "." not in name))
 
@@ -89,13 +95,40 @@ def _by_kind(stack: str, rows: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return tuple(one for held in modules.values() for one in held)
 
 
+_ITEM = re.compile(r"^([^.]+)\.(\d+)\.")
+"""A module of a layer that is a list, and the place in it."""
+
+
+def _of_layers(one: Repeated, stack: str, family: Family) -> Repeated:
+    """The same, with the numbers of layers where a module holds several: in lists one of each, else the first."""
+    if one.layers is None or family.layers_per_module == 1:
+        return one
+    item = _ITEM.match(one.name.removeprefix(f"{stack}.{{layer}}."))
+    place = 0 if item is None else int(item[2])
+    return replace(one, layers=tuple(family.layers_per_module * module + place for module in one.layers))
+
+
+def _of_one(own: str, family: Family) -> str:
+    """The name of a parameter in a layer, without the place of the layer in its module."""
+    return own if family.layers_per_module == 1 else _ITEM.sub(r"\1.", own)
+
+
 def _parameter(one: Repeated, stack: str, shape: ModelShape, family: Family) -> Parameter:
     cut = _outside(one, family) if one.layers is None else _inside(one, stack, shape, family)
     layers: Layers | None = one.layers
     if one.layers is not None and one.layers == tuple(range(one.layers[0], one.layers[-1] + 1)):
         layers = range(one.layers[0], one.layers[-1] + 1)
     return Parameter(
-        one.name, one.shape, cut.split, cut.expert_dim, layers, cut.sequence_parallel, cut.partial, cut.trained
+        one.name,
+        one.shape,
+        cut.split,
+        cut.expert_dim,
+        layers,
+        cut.sequence_parallel,
+        cut.partial,
+        cut.trained,
+        layers_per_module=family.layers_per_module,
+        idle_experts=0 if cut.expert_dim is None or shape.moe is None else one.shape[0] - shape.moe.num_experts,
     )
 
 
@@ -110,7 +143,7 @@ def _outside(one: Repeated, family: Family) -> Cut:
 
 
 def _inside(one: Repeated, stack: str, shape: ModelShape, family: Family) -> Cut:
-    own = one.name.removeprefix(f"{stack}.{{layer}}.")
+    own = _of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
     layers = one.layers or ()
     here = shape.of_layer(layers[0])
     experts = family.experts
@@ -120,7 +153,7 @@ def _inside(one: Repeated, stack: str, shape: ModelShape, family: Family) -> Cut
     if experts is not None and routed:
         if own.startswith(f"{experts.block}."):
             return block_cut(own.removeprefix(f"{experts.block}."), one, family, experts)
-        if experts.beside and own.startswith(f"{experts.beside}."):
+        if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
             return beside_cut(own.removeprefix(f"{experts.beside}."), one.shape)
     prefix = f"{family.mlp}." if family.mlp else ""
     module = own.removeprefix(prefix)

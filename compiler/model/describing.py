@@ -39,6 +39,10 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("layers of different shapes")
     if family.altup or family.hyper_streams:
         found.append("several residual streams")
+    if family.layers_per_module > 1:
+        found.append("two layers in a module")
+    if family.experts and family.experts.identities:
+        found.append("experts that give back what they take")
     if family.layer_inputs:
         found.append("an input of each layer")
     if family.runs:

@@ -62,13 +62,16 @@ class Experts:
     shared_is_optional: bool = False
     """transformers builds none for a count of 0."""
     beside: str = ""
-    """An MLP beside the block, with a fused `input_linear` and an `output_linear`, as wide as the shared expert."""
+    """An MLP beside the block, as wide as the shared expert; it has a fused `input_linear` and an `output_linear`, or
+    is `mlp` itself."""
     norm_after: str = ""
     """A norm at the end of the block, of what routed and shared experts give together."""
     shared_gate: str = ""
     count: tuple[str, int | None] = ("num_local_experts", 8)
     count_alias: str | None = None
     """Another name of that key, which transformers reads and may write too."""
+    identities: tuple[str, int] | None = None
+    """The key of how many further experts give back what they take, in place of computing."""
     per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
     chosen_alias: str | None = None
     width: tuple[str, int | None] = ("intermediate_size", None)
@@ -134,6 +137,8 @@ class Family:
     Where "recurrent" is among them, the module that stands in the place of attention comes there, behind the norms of
     its own layers, and not where the attention is.
     """
+    layers_per_module: int = 1
+    """Layers in one module of `layers`: its attentions, MLPs and norms are lists of so many; the first has experts."""
     transposed: bool = False
     """Linears are stored as [in, out], as GPT-2's `Conv1D` is."""
     attention: str = "self_attn"

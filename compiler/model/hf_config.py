@@ -61,6 +61,8 @@ def shape_from_config(config: Config) -> ModelShape:
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
+    if (by_modules := _by_modules(config, family)) is not config:
+        config, read = by_modules, ConfigReader(by_modules, family, family.keys)
     table = None if by_hand(name) else table_of(name)
     for key in sorted(family.switches):
         if key in config and config[key] is None and key not in family.null_is_off:
@@ -76,7 +78,7 @@ def shape_from_config(config: Config) -> ModelShape:
         blocks = LayerBlocks(attention=shared.layers, mlp=shared.layers, experts=())
     if not family.attends:
         blocks = LayerBlocks((), (), ())
-    layers = read.size("num_hidden_layers") if block_kinds is None else len(block_kinds)
+    layers = read.size("num_hidden_layers") * family.layers_per_module if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
     shape = ModelShape(
         model_type=name,
@@ -108,6 +110,7 @@ def shape_from_config(config: Config) -> ModelShape:
         moe=experts_from(read, family, config, blocks),
         mla=mla,
         indexer=_indexer(read, family, config),
+        layers_per_module=family.layers_per_module,
         runs=runs,
         recurrent=_recurrent(read, family, config, layers),
         blocks=blocks,
@@ -135,6 +138,16 @@ def _positions(read: ConfigReader, family: Family, config: Config) -> int:
     if family.shared_blocks and config.get("use_long_context"):
         return _LONG_CONTEXT
     return read.size("max_position_embeddings")
+
+
+def _by_modules(config: Config, family: Family) -> Config:
+    """The same with a count of modules, where these hold several layers and the configuration counts layers."""
+    key, together = family.keys.get("num_hidden_layers"), family.layers_per_module
+    count = config.get("num_hidden_layers")
+    if together == 1 or key is None or not isinstance(count, int):
+        return config
+    others = {name: value for name, value in config.items() if name != "num_hidden_layers"}
+    return {key: count // together, **others}
 
 
 def _stated(table: Table, family: Family, config: Config) -> tuple[tuple[str, Hashable], ...]:

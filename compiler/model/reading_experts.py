@@ -16,7 +16,7 @@ def experts_from(read: ConfigReader, family: Family, config: Config, blocks: Lay
     """
     if family.experts is None or not _has_experts(read, family, family.experts, config, blocks):
         return None
-    return _moe(read, family.experts)
+    return _moe(read, family.experts, family.layers_per_module)
 
 
 def _has_experts(
@@ -31,7 +31,7 @@ def _has_experts(
     return not experts.switch or family.is_on(experts.switch, config)
 
 
-def _moe(read: ConfigReader, experts: Experts) -> MoeShape:
+def _moe(read: ConfigReader, experts: Experts, layers_per_module: int) -> MoeShape:
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
@@ -52,8 +52,11 @@ def _moe(read: ConfigReader, experts: Experts) -> MoeShape:
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
         shared_width *= max(shared, 1)
     layers = _layers_of_period(read, experts)
+    if layers_per_module > 1:
+        layers = tuple(range(0, layers_per_module * read.size("num_hidden_layers"), layers_per_module))
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
+        num_identities=read.number(*experts.identities) if experts.identities else 0,
         num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),

@@ -92,13 +92,6 @@ REASONS: Mapping[str, Reason] = {
         "a router chooses for each token which projections of queries and outputs an attention uses: the compiler "
         "describes one projection for all tokens, and no experts inside of attention",
     ),
-    "two_blocks": Reason(
-        "two blocks in a layer",
-        "a layer has two attentions, two MLPs, and experts beside them whose sum joins behind the second MLP; of the "
-        "experts, zero_expert_num give back what they take: the compiler describes layers with one attention and one "
-        "MLP",
-        "a type with latent attention and experts: deepseek_v3, glm4_moe_lite or mistral4",
-    ),
     "shared_blocks": Reason(
         "blocks that several layers share",
         "its hybrid layers use the same transformer blocks in turn (shared_transformer, shared_transf), whose weights "

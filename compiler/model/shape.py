@@ -23,6 +23,8 @@ class MoeShape:
     num_experts_per_token: int
     intermediate_size: int
     """Hidden width of one expert."""
+    num_identities: int = 0
+    """Further experts that give back what they take: the router chooses among them too."""
     num_shared_experts: int = 0
     """Experts that every token passes through, as one MLP of this many widths."""
     shared_intermediate_size: int = 0
@@ -31,6 +33,16 @@ class MoeShape:
     """Layers before this one keep the dense MLP."""
     layers: tuple[int, ...] | None = None
     """The layers with experts, where dense ones stand between them; None: all from the first on."""
+
+    @property
+    def num_choices(self) -> int:
+        """What the router chooses among."""
+        return self.num_experts + self.num_identities
+
+    @property
+    def computed_per_token(self) -> float:
+        """Experts of a token that compute, when every choice is as frequent as the others."""
+        return self.num_experts_per_token * self.num_experts / self.num_choices
 
     def routed(self, num_layers: int) -> range | tuple[int, ...]:
         """The layers with experts, of a model of so many layers."""
@@ -67,6 +79,7 @@ class ModelShape:
     model_type: str
     hidden_size: int
     num_hidden_layers: int
+    """As transformers counts them: each attends."""
     num_attention_heads: int
     """0, as are the other sizes of attention and MLP, where no layer attends."""
     num_key_value_heads: int
@@ -120,6 +133,8 @@ class ModelShape:
     """Layers that carry a state in the place of attention."""
     shared_blocks: SharedBlocks | None = None
     """Transformer blocks that several layers use."""
+    layers_per_module: int = 1
+    """Consecutive layers that are one module, which is never cut between stages."""
     runs: LayerRuns | None = None
     """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
     stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False, compare=False)

@@ -58,6 +58,10 @@ class Parameter:
 
     first: int = 0
     """The layer that its name calls 0."""
+    layers_per_module: int = 1
+    """Consecutive layers that its name calls by one number."""
+    idle_experts: int = 0
+    """The last entries of `expert_dim`, with which no rank computes: they are dealt apart from the others."""
 
     @property
     def numel(self) -> int:
@@ -67,7 +71,11 @@ class Parameter:
     @property
     def numbers(self) -> Layers | None:
         """Those layers as its name counts them."""
-        return None if self.layers is None else tuple(layer - self.first for layer in self.layers)
+        return None if self.layers is None else tuple(map(self.number, self.layers))
+
+    def number(self, layer: int) -> int:
+        """What its name calls a layer."""
+        return (layer - self.first) // self.layers_per_module
 
     @property
     def count(self) -> int:
@@ -89,6 +97,8 @@ class ParameterTable:
     """How many of those before the layers the model registers behind them and the last norm."""
     last_norm: int = 0
     """How many parameters that norm has, where some are registered late."""
+    layers_per_module: int = 1
+    """Consecutive layers whose parameters the model registers together."""
 
     def __iter__(self) -> Iterator[Parameter]:
         """Each row once, layers not repeated."""
@@ -103,10 +113,12 @@ class ParameterTable:
             yield parameter.name, parameter
         for parameter in self.after[: self.registered_first]:
             yield parameter.name, parameter
-        for index in range(self.num_layers):
+        for first in range(0, self.num_layers, self.layers_per_module):
+            together = range(first, first + self.layers_per_module)
             for parameter in self.layer:
-                if parameter.layers is not None and index in parameter.layers:
-                    yield parameter.name.format(layer=index - parameter.first), parameter
+                for index in together if parameter.layers is not None else ():
+                    if index in (parameter.layers or ()):
+                        yield parameter.name.format(layer=parameter.number(index)), parameter
         behind = max(self.registered_first, self.last_norm)
         late = (*self.after[self.registered_first : behind], *self.before[early:], *self.after[behind:])
         for parameter in late:

@@ -18,6 +18,11 @@ def layer_numbers(stages: Sequence[Stage]) -> list[int]:
     return [layer for stage in stages for layer in stage.layers]
 
 
+def module_numbers(layers: Sequence[int], layers_per_module: int) -> list[int]:
+    """What the model calls the modules of these layers, in order."""
+    return list(dict.fromkeys(layer // layers_per_module for layer in layers))
+
+
 class Holding:
     """What a pp rank holds of a plan's model.
 
@@ -29,7 +34,7 @@ class Holding:
     def __init__(self, plan: Plan, pp_rank: int) -> None:
         table = plan.parameters
         self.stages = plan.spec.virtual_stages[pp_rank]
-        self._layers = frozenset(layer_numbers(self.stages))
+        self._modules = frozenset(module_numbers(layer_numbers(self.stages), table.layers_per_module))
         self._layer_prefix = table.layer[0].name.partition("{layer}")[0]
         self._before = frozenset(row.name for row in table.before)
         self._after = frozenset(row.name for row in table.after)
@@ -55,7 +60,7 @@ class Holding:
     def __contains__(self, name: str) -> bool:
         """Whether a parameter of the whole model is here. A tied embedding is the head's weight too."""
         if name.startswith(self._layer_prefix):
-            return int(name.removeprefix(self._layer_prefix).partition(".")[0]) in self._layers
+            return int(name.removeprefix(self._layer_prefix).partition(".")[0]) in self._modules
         if name in self._before:
             return self.has_embedding or (name == self._tied and self.has_head)
         return self.has_head

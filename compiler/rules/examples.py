@@ -44,6 +44,20 @@ HYBRID: Mapping[str, Any] = {
 }
 """A model three quarters of whose layers carry a state in the place of attention."""
 
+PAIRED: Mapping[str, Any] = {
+    "model_type": "longcat_flash",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+"""A model of 8 layers, of which two each are one module."""
+
 SHARED_KEYS: Mapping[str, Any] = {
     "model_type": "gemma4_text",
     "hidden_size": 1024,

@@ -269,8 +269,9 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     "L008",
     "virtual stages of layers that are not alike",
     """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
-    counted as those of one stretch. Where layers that carry a state stand between layers that attend, or some layers
-    have an indexer and others take its choice, one stretch has not as many of each as the others.""",
+    counted as those of one stretch. Where layers that carry a state stand between layers that attend, layers with
+    experts between dense ones, or some layers have an indexer and others take its choice, one stretch has not as many
+    of each as the others.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2},
@@ -290,6 +291,8 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
         kinds = f"{len(recurrent.layers)} of {layers} layers that carry a state ({recurrent.kind.value})"
     elif indexer is not None and spec.shape.shares_choices:
         kinds = f"{len(indexer.layers)} of {layers} layers that have an indexer"
+    elif spec.shape.moe is not None and spec.shape.moe.layers is not None:
+        kinds = f"{len(spec.shape.moe.layers)} of {layers} layers that have experts"
     if spec.virtual_stages > 1 and kinds:
         yield Finding(
             f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}",

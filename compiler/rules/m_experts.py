@@ -57,10 +57,16 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
         removal = Fix("remove ep", Safety.CHANGES_COST, (Edit(_EP, remove=True),))
         message = f"ep {ep}, but {spec.shape.model_type} has no experts"
         yield Finding(message, _EP, help="remove ep", fixes=(removal,), related=related)
-    elif moe is not None and moe.num_experts % ep:
-        near = nearest_divisors(ep, moe.num_experts, count=4)
+    elif moe is not None and (moe.num_experts % ep or moe.num_identities % ep):
+        # What the experts that give back what they take have in memory is dealt too.
+        count, kind = (
+            (moe.num_experts, "experts")
+            if moe.num_experts % ep
+            else (moe.num_identities, "experts that give back what they take")
+        )
+        near = nearest_divisors(ep, moe.num_experts, *filter(None, [moe.num_identities]), count=4)
         yield Finding(
-            f"{moe.num_experts} experts on ep {ep}: {moe.num_experts} / {ep} is not whole; nearest: {listed(near[:2])}",
+            f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}",
             _EP,
             help="choose an ep that divides the experts",
             fixes=tuple(Fix(f"set ep to {size}", layout_change(spec), (Edit(_EP, size),)) for size in near),
@@ -113,18 +119,18 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
 def enough_experts(spec: Resolution) -> Iterator[Finding]:
     """Fires when top-k exceeds the number of experts."""
     moe = spec.shape.moe
-    if moe is None or moe.num_experts_per_token <= moe.num_experts:
+    if moe is None or moe.num_experts_per_token <= moe.num_choices:
         return
     path = model_path(spec, "num_experts_per_tok", *_EXPERTS)
     fixes: tuple[Fix, ...] = ()
     if path[-1] == "num_experts_per_tok":
-        edit = Edit(path, moe.num_experts)
-        title = f"set num_experts_per_tok to {moe.num_experts}"
+        edit = Edit(path, moe.num_choices)
+        title = f"set num_experts_per_tok to {moe.num_choices}"
         fixes = (Fix(title, Safety.CHANGES_NUMERICS, (edit,)),)
     yield Finding(
-        f"num_experts_per_tok {moe.num_experts_per_token} > {moe.num_experts} experts",
+        f"num_experts_per_tok {moe.num_experts_per_token} > {moe.num_choices} experts",
         path,
-        help=f"write {moe.num_experts} or less",
+        help=f"write {moe.num_choices} or less",
         fixes=fixes,
         related=also(spec, *(("model", name) for name in _EXPERTS if name != path[-1])),
     )

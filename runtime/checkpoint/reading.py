@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parcompile.layout.experts import Ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan.holding import Holding, expert_places, model_parallel_places
@@ -156,7 +157,7 @@ class SavedRun:
         """The weights in full precision and the tensors that the optimizer keeps for each of them."""
         return [MASTER, *self.shards(0, 0)[0].moments]
 
-    def whole(self, name: str, kind: str = MASTER, experts: tuple[int, int] | None = None) -> Tensor | None:
+    def whole(self, name: str, kind: str = MASTER, experts: Ranges | None = None) -> Tensor | None:
         """A parameter, or what the optimizer keeps for it, whole and without padding.
 
         Of a parameter that holds experts, `experts` are the first and the last but one that are wanted; None: all.
@@ -183,26 +184,36 @@ class SavedRun:
             raise RunError(f"{name} in {self.note.folder}: {error}") from None
 
     def _held(
-        self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, experts: tuple[int, int] | None
+        self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, experts: Ranges | None
     ) -> Tensor | None:
         """What the ranks of one place on tp and pp hold of a parameter: the wanted experts of all of them.
 
         Experts that are not cut may be with another tp rank.
         """
-        dim, first = layout.expert_dim, 0
-        found: list[Tensor] = []
+        if layout.ep == 1 and experts is None:
+            return self._local(name, kind, place, layout, 0)
+        dim = layout.expert_dim
+        everything = ((0, layout.full_shape[dim]),)
+        wanted, found = experts or everything, dict[int, Tensor]()
         for ep_rank in range(layout.ep):
-            held = layout.experts(ep_rank)
-            if held is not None and experts is not None and (held[1] <= experts[0] or experts[1] <= held[0]):
+            held = layout.experts(ep_rank) or everything
+            if not any(_common(one, other) for one in held for other in wanted):
                 continue
             holder = place if layout.ep == 1 else (place[0], self._tp_rank(place[1], ep_rank))
             local = self._local(name, kind, holder, layout, ep_rank)
             if local is None:
                 return None
-            first = first if found or held is None else held[0]
-            found.append(local)
-        joined = found[0] if len(found) == 1 else torch.cat(found, dim)
-        return joined if experts is None else joined.narrow(dim, experts[0] - first, experts[1] - experts[0])
+            if held == wanted:
+                return local
+            stretches = torch.split(local, [stop - start for start, stop in held], dim)
+            found.update(zip((start for start, _ in held), stretches, strict=True))
+        parts = [
+            part.narrow(dim, common.start - first, len(common))
+            for asked in wanted
+            for first, part in sorted(found.items(), key=lambda one: one[0])
+            if (common := _common((first, first + part.shape[dim]), asked))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _tp_rank(self, tp_rank: int, ep_rank: int) -> int:
         """The tp rank itself where it has these experts; else the one that has."""
@@ -248,6 +259,11 @@ class SavedRun:
         places = zip(self._expert_places[tp_rank], shards, strict=True)
         held = [(place.expert_dp, number) for number, (place, _) in enumerate(places) if place.ep == ep_rank]
         return [shards[number] for _, number in sorted(held)]
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
+    """What two stretches `[start, stop)` have in common."""
+    return range(max(one[0], other[0]), min(one[1], other[1]))
 
 
 def _place(place: tuple[int, int]) -> str:

@@ -1,6 +1,7 @@
 """Expert parallelism: the routed experts of a layer are dealt over the ep ranks, and tokens travel to them and back."""
 
 from .experts import deal_experts
+from .identities import pass_on
 from .marking import for_deepspeed, is_dealt, mark_dealt, take_over_norm
 
-__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "mark_dealt", "take_over_norm"]
+__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "mark_dealt", "pass_on", "take_over_norm"]

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.slices import Slices
+from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 
 from .exchange import exchange, gather_rows, start_exchange, sum_rows
+from .identities import PassedOn
 from .marking import mark_dealt
 from .routing import Sharing, in_order_of_choices, route, rows_of
 from .shared import SharedExpert
@@ -55,19 +56,36 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
         }
         for kind, piece in pieces.items():
             parameter: nn.Parameter = getattr(module, kind)
-            assert piece.experts is not None
-            start, stop = piece.experts
-            local = parameter.detach().narrow(piece.layout.expert_dim, start, stop - start)
-            if not piece.is_cut:  # what tensor parallelism cuts afterwards is copied there
-                local = take_ranges(local, piece.layout.expert_dim, [(0, stop - start)])
+            local = _dealt(parameter.detach(), piece)
             setattr(module, kind, nn.Parameter(local, requires_grad=parameter.requires_grad))
             mark_dealt(getattr(module, kind), dist.get_world_size(group), group_size(tp) if folds else 1)
-            if folds:
+            if folds or (piece.is_cut and len(piece.experts or ()) > 1):
                 mark_shard(getattr(module, kind))
         if pieces:
             block = model.get_submodule(name.rpartition(".")[0])
             shared = getattr(block, shared_name, None) if shared_name else None
             Dispatched(module, group, tp, None if folds else tp, shared)
+
+
+def _dealt(whole: Tensor, piece: Slice) -> Tensor:
+    """This rank's experts. What tensor parallelism cuts afterwards is copied there; several stretches are cut here."""
+    assert piece.experts is not None
+    along = piece.layout.expert_dim
+    if len(piece.experts) == 1:
+        ((start, stop),) = piece.experts
+        local = whole.narrow(along, start, stop - start)
+        return local if piece.is_cut else take_ranges(local, along, [(0, stop - start)])
+    parts = torch.empty(piece.layout.local_shape, dtype=whole.dtype, device=whole.device)
+    sizes = [stop - start for start, stop in piece.experts]
+    for part, (start, stop) in zip(torch.split(parts, sizes, along), piece.experts, strict=True):
+        stretch = whole.narrow(along, start, stop - start)
+        if piece.ranges is None or piece.dim is None:
+            part.copy_(stretch)
+            continue
+        widths = [last - first for first, last in piece.ranges]
+        for slice_, (first, last) in zip(torch.split(part, widths, piece.dim), piece.ranges, strict=True):
+            slice_.copy_(stretch.narrow(piece.dim, first, last - first))
+    return parts
 
 
 class Dispatched:
@@ -91,10 +109,12 @@ class Dispatched:
     ) -> None:
         experts: Any = module
         self._module, self._group, self._experts = module, group, int(experts.num_experts)
+        passing = experts.forward if isinstance(experts.forward, PassedOn) else None
+        self._identities = 0 if passing is None else passing.count
         self._holders = holders
         self._shared = None if shared is None else SharedExpert(shared)
         self._sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
-        self._compute: Callable[..., Tensor] = experts.forward
+        self._compute: Callable[..., Tensor] = experts.forward if passing is None else passing.computed
         experts.num_experts = self._experts // dist.get_world_size(group)
         experts.forward = self
 
@@ -110,11 +130,15 @@ class Dispatched:
             raise
 
     def _dispatched(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
-        routing = route(chosen_Ak, self._experts, self._group, self._sharing)
+        routing = route(chosen_Ak, self._experts, self._group, self._sharing, self._identities)
         start, stop = routing.tokens
-        on_their_way = start_exchange(
-            rows_of(hidden_AH[start:stop], routing), routing.send, routing.receive, self._group
-        )
+        sent_RH, kept_H = rows_of(hidden_AH[start:stop], routing), None
+        if self._identities:
+            # What experts give back unchanged lies behind the others, and stays.
+            sent_RH, kept_H = torch.split(sent_RH, [sum(routing.send), len(sent_RH) - sum(routing.send)])
+            kept_H = kept_H.clone()  # not with all that is sent
+        on_their_way = start_exchange(sent_RH, routing.send, routing.receive, self._group)
+        del sent_RH
         if self._shared is not None:
             self._shared.compute(hidden_AH)
         rows_NH = gather_rows(on_their_way.wait(), routing.gathered, self._holders)
@@ -122,7 +146,7 @@ class Dispatched:
         done_NH = self._local(rows_NH, routing.expert_of_row)
         done_QH = sum_rows(done_NH, routing.gathered, self._holders)
         back_RH = exchange(done_QH, routing.receive, routing.send, self._group)
-        each_TkH = in_order_of_choices(back_RH, routing)
+        each_TkH = in_order_of_choices(back_RH if kept_H is None else torch.cat([back_RH, kept_H]), routing)
         done_TH = (each_TkH * weights_Ak[start:stop].unsqueeze(-1)).sum(1).to(hidden_AH.dtype)
         return F.pad(done_TH, (0, 0, start, len(hidden_AH) - stop))
 

@@ -54,7 +54,7 @@ class Routing:
     places: Tensor
     """[R], the other way round."""
     send: list[int]
-    """Rows for each rank of ep."""
+    """Rows for each rank of ep; what is left of R stays."""
     receive: list[int]
     """Rows from each rank of ep."""
     gathered: list[int]
@@ -63,7 +63,7 @@ class Routing:
     """[N], which of this rank's experts each row is for."""
 
 
-def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sharing) -> Routing:
+def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sharing, identities: int = 0) -> Routing:
     """Exchanges with the other ranks how many rows go to each expert.
 
     The host waits for these numbers, once: an all-to-all of unequal parts wants its sizes there, on CUDA too. Nothing
@@ -74,13 +74,15 @@ def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sh
         experts: how many there are over all ranks.
         group: the ranks over which they are dealt.
         sharing: which of the tokens this rank sends.
+        identities: further experts behind them, which give back what they take: rows for them are sent to nobody, and
+            are the last of R.
     """
     ranks, local = dist.get_world_size(group), experts // dist.get_world_size(group)
     # Without values, as preflight has it, every rank stands for the one with most tokens.
     tp_rank = 0 if chosen_Ak.is_meta else sharing.tp_rank
     start, stop = sharing.tokens(len(chosen_Ak), tp_rank=tp_rank)
     chosen_R = chosen_Ak[start:stop].reshape(-1)
-    counts = _counts(chosen_Ak, experts, sharing)  # [holders, experts]
+    counts = _counts(chosen_Ak, experts + identities, sharing)[:, :experts]  # [holders, experts]
     # To each rank the numbers of its experts, by holder.
     leaving = counts.view(-1, ranks, local).transpose(0, 1).contiguous()
     coming = torch.empty_like(leaving)
@@ -90,7 +92,8 @@ def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sh
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     work.wait()
     own = sharing.tp_rank - sharing.holders.start
-    send, receive, gathered = _sizes(leaving, coming, len(chosen_R), dist.get_rank(group), own)
+    leave = len(chosen_R) * experts // (experts + identities)
+    send, receive, gathered = _sizes(leaving, coming, leave, dist.get_rank(group), own)
     ids = torch.arange(local, device=coming.device).repeat(sharing.slices * ranks)
     rows, by_holder = sum(gathered), coming.transpose(0, 1).flatten()
     of_rows = ids.new_empty(rows) if coming.is_meta else ids.repeat_interleave(by_holder, output_size=rows)

@@ -13,6 +13,9 @@ from parcompile.runtime.model.slices import Slices
 EXPERTS = "moe_tp_experts"
 """The entry of a module whose experts are cut, each of them, over all tp ranks."""
 
+_PASSED_ON = "moe_identity_expert"
+"""The entry of an expert that gives back what it takes, which `expert_parallel.pass_on` sees to."""
+
 _OWN = "local_params"
 """The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
 
@@ -22,7 +25,7 @@ _ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
 _PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
 # weights part by part, and a norm over all heads sums its squares over the ranks.
-_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _OWN)
+_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _PASSED_ON, _OWN)
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -56,7 +59,7 @@ def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Mod
             raise RunError(
                 f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
             )
-        if style in (EXPERTS, _OWN):
+        if style in (EXPERTS, _PASSED_ON, _OWN):
             continue
         if style == _GATHERED and id(model.get_submodule(name)) in apart:
             continue

@@ -23,7 +23,7 @@ from parcompile.runtime.collectives import (
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
-from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
+from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
 
 from .biases import add_once
 from .regions import Region
@@ -84,7 +84,7 @@ def _cut(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
         for kind, parameter in list(module.named_parameters(recurse=False)):
             whole = ".".join(part for part in (name, child_name, kind) if part)
             piece = slices.of(whole)
-            if piece.ranges is None or piece.dim is None:
+            if piece.ranges is None or piece.dim is None or is_sharded(parameter):
                 if is_bias_of_row(whole, slices):
                     add_once(module, kind, region.group)
                 continue

@@ -15,7 +15,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import deal_experts
+from parcompile.runtime.expert_parallel import deal_experts, pass_on
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
@@ -99,6 +99,7 @@ class _Injection:
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         use_pieces(self.model, self.mesh)
         use_indexers(self.model, self.mesh)
+        pass_on(self.model, self.mesh)
         deal_experts(self.model, self.mesh, self.slices)
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:
@@ -171,7 +172,9 @@ class _Injection:
         for parent_name, layers in blocks.items():
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
-            if parent_name.endswith(f".{self.family.attention}") and parent_name not in whole:
+            item = shape.layers_per_module > 1 and parent_name.rpartition(".")[2].isdigit()
+            attention = parent_name.rpartition(".")[0] if item else parent_name
+            if attention.endswith(f".{self.family.attention}") and parent_name not in whole:
                 own, pairs = shape, 2 if shape.paired_heads else 1
                 if shape.kinds:
                     own = shape.of_layer(int(parent_name.removeprefix(f"{path}.").partition(".")[0]))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parcompile.layout.experts import Ranges
 from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
@@ -160,7 +161,7 @@ class PretrainedFolder:
         """
         stored, dim, ranges = self._slice(name), piece.dim, piece.ranges
         if piece.experts is not None:
-            stored = _Narrowed(stored, *piece.experts)
+            stored = _Narrowed(stored, piece.experts)
         if dim is None or ranges is None:
             whole: Tensor = stored[...]
             return whole
@@ -219,13 +220,14 @@ def _is_multimodal(folder: Path) -> bool:
 class _Narrowed:
     """Some of the first dim of a stored tensor."""
 
-    def __init__(self, stored: Any, start: int, stop: int) -> None:
-        self._stored, self._held = stored, slice(start, stop)
+    def __init__(self, stored: Any, experts: Ranges) -> None:
+        self._stored, self._experts = stored, experts
 
     def get_shape(self) -> list[int]:
-        return [self._held.stop - self._held.start, *self._stored.get_shape()[1:]]
+        return [sum(stop - start for start, stop in self._experts), *self._stored.get_shape()[1:]]
 
     def __getitem__(self, index: Any) -> Tensor:
-        place = (self._held, *(index[1:] if isinstance(index, tuple) else ()))
-        found: Tensor = self._stored[place]
-        return found
+        rest = index[1:] if isinstance(index, tuple) else ()
+        places = [(slice(start, stop), *rest) for start, stop in self._experts]
+        parts: list[Tensor] = [self._stored[place] for place in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -126,7 +126,7 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])
     found |= _windowed_latent(shape, fewer)
-    if "head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim"):
+    if shape.mla is None and ("head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim")):
         found["head_dim"] = shape.head_dim
     return found
 
@@ -240,6 +240,8 @@ def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     per_token = shape.moe.num_experts_per_token
     in_group = max(2, -(-per_token // chosen), -(-2 * per_token // groups))
     count = min(shape.moe.num_experts, groups * in_group)
+    if experts.identities is not None:
+        found[experts.identities[0]] = min(shape.moe.num_identities, count)
     for name in (experts.count[0], experts.count_alias):
         if name is not None and (name == experts.count[0] or name in plan.spec.model.hf_config):
             found[name] = count
@@ -271,10 +273,11 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     # Layers that come once in a period stay where they are: up to the first of the last kind.
     periodic = _has_periods(shape)
     chosen = list(dict.fromkeys(kinds.values()))
-    wanted = -(-max(max(chosen) + 1 if periodic else len(chosen), least) // stages) * stages
+    unit = stages * shape.layers_per_module
+    wanted = -(-max(max(chosen) + 1 if periodic else len(chosen), least) // unit) * unit
     if wanted >= shape.num_hidden_layers:
         return list(range(shape.num_hidden_layers))
-    if periodic:
+    if periodic or shape.layers_per_module > 1:
         return list(range(wanted))
     chosen += [layer for layer in range(shape.num_hidden_layers) if layer not in chosen][: wanted - len(chosen)]
     assert len(PipelineSplit(split.pp, split.virtual).counts(wanted)) == stages
@@ -292,7 +295,7 @@ def _has_periods(shape: ModelShape) -> bool:
 
 def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: PipelineSplit) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
-    found: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    found: dict[str, Any] = {"num_hidden_layers": len(layers) // shape.layers_per_module}
     if shape.runs is not None:
         found["num_layers_per_stack"] = None  # then the other counts the layers of a stack
     if hasattr(config, "num_attention_heads_per_layer"):

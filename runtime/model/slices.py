@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.experts import Ranges
 from parcompile.layout.tensor import TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
 from parcompile.plan.holding import Holding
@@ -30,8 +32,8 @@ class Slice:
     repeated: tuple[tuple[int, int], ...] = ()
     """The rows of this slice that those ranks hold too."""
 
-    experts: tuple[int, int] | None = None
-    """The experts `[start, stop)` that this rank holds, where they are dealt over ep."""
+    experts: Ranges | None = None
+    """The experts that this rank holds, where they are dealt over ep."""
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor; the tensor itself where that is all of it."""
@@ -123,15 +125,20 @@ def cut(
     whole: Tensor,
     layout: TensorLayout,
     ranges: tuple[tuple[int, int], ...] | None,
-    experts: tuple[int, int] | None = None,
+    experts: Ranges | None = None,
 ) -> Tensor:
     """These ranges, and of these experts, of a whole tensor; the tensor itself where that is all of it."""
     if experts is not None:
-        start, stop = experts
-        whole = whole.narrow(layout.expert_dim, start, stop - start)
+        whole = of_experts(whole, layout.expert_dim, experts)
     if ranges is None or layout.dim is None:
         return whole if experts is None else whole.clone()
     return take_ranges(whole, layout.dim, ranges, padded_size=layout.full_shape[layout.dim])
+
+
+def of_experts(whole: Tensor, dim: int, experts: Ranges) -> Tensor:
+    """These experts of all, which lie along `dim`; a view where they are one stretch."""
+    parts = [whole.narrow(dim, start, stop - start) for start, stop in experts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def slice_of(slices: Slices, name: str, shape: tuple[int, ...]) -> Slice:

@@ -20,7 +20,7 @@ from parcompile.layout.stages import Stage
 from parcompile.model.families import FAMILIES
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
-from parcompile.plan.holding import Holding
+from parcompile.plan.holding import Holding, module_numbers
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import without_peft
@@ -50,6 +50,7 @@ class ChunkForward:
         self._is_wide = plan.spec.model.shape.wide_stream
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
+        self._layers_per_module = plan.parameters.layers_per_module
         self._stages: Sequence[Stage] = Holding(plan, pp_rank).stages
         self._held: Any = getattr(self._base, self._name)
 
@@ -92,7 +93,8 @@ class ChunkForward:
     @contextlib.contextmanager
     def _only(self, stage: Stage, received: tuple[Tensor, ...], ends: list[Tensor]) -> Iterator[None]:
         """Within it the base model has the chunk's layers alone, and a configuration that speaks of no others."""
-        layers: list[Any] = [self._held.get_submodule(str(number)) for number in stage.layers] or [_pass_on]
+        numbers = module_numbers(stage.layers, self._layers_per_module)
+        layers: list[Any] = [self._held.get_submodule(str(number)) for number in numbers] or [_pass_on]
         if received:
             layers[0] = _Entered(layers[0], received[0])
         seen, config = vars(self._base), self._base.config

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.plan import Plan
-from parcompile.plan.holding import Holding, layer_numbers
+from parcompile.plan.holding import Holding, layer_numbers, module_numbers
 from parcompile.runtime.errors import RunError
 
 
@@ -56,7 +56,7 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
     path = plan.parameters.layer[0].name.partition(".{layer}")[0]
     layers: Any = model.get_submodule(path)
     kept = nn.ModuleList()
-    for number in layer_numbers(held.stages):
+    for number in module_numbers(layer_numbers(held.stages), plan.parameters.layers_per_module):
         kept.add_module(str(number), layers[number])
     _put(model, path, kept)
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.before}):

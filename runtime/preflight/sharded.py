@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ class Held:
     ranges: Ranges | None
     source: str | None
     """The parameter that they came from; None when several."""
-    experts: tuple[int, int] | None = None
-    """Of a parameter that holds experts, the range of them that was copied; None: all."""
+    experts: Ranges | None = None
+    """Of a parameter that holds experts, those that were copied; None: all."""
 
 
 Builder = Callable[[], nn.Module]
@@ -76,7 +76,7 @@ def _held(
     if original is not None:
         return Held(name, shape, parameter.nbytes, None, original[0])
     ranges, sources = [], set()
-    experts: tuple[int, int] | None = None
+    experts: list[tuple[int, int]] = []
     for _, piece in sorted(tracker.copies_into(parameter), key=lambda copy: copy[0]):
         found = whole.get(_storage(piece))
         if found is None or piece.numel() == 0:
@@ -86,18 +86,19 @@ def _held(
         if dealt:
             along = piece_of.layout.expert_dim
             first = piece.storage_offset() // found[1].stride(along)
-            experts = first, first + piece.shape[along]
+            experts.append((first, first + piece.shape[along]))
         sources.add(found[0])
         if dim is None:
             continue
         start = piece.storage_offset() // found[1].stride(dim) % found[1].shape[dim]
         ranges.append((start, start + piece.shape[dim]))
     source = sources.pop() if len(sources) == 1 else None
-    held = None if dim is None and experts is not None else tuple(_joined(ranges))
-    return Held(name, shape, parameter.nbytes, held, source, experts)
+    # Every stretch of experts is cut alike, and every range of them taken from the same stretches.
+    held = None if dim is None and experts else tuple(_joined(dict.fromkeys(ranges)))
+    return Held(name, shape, parameter.nbytes, held, source, tuple(dict.fromkeys(experts)) or None)
 
 
-def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Neighbouring ranges as one."""
     pending: tuple[int, int] | None = None
     for start, stop in ranges:

@@ -58,7 +58,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("deepseek_v4", "nearest type that works: deepseek_v32"),
         ("hy_v4", "several residual streams"),
         ("qwen4_exp_text", "hashes of neighbouring tokens"),
-        ("longcat_flash", "zero_expert_num give back what they take"),
+        ("longcat_flash", "  two layers in a module\n  experts that give back what they take\n"),
         ("cpmant", "lets every token see all others, later ones too"),
         ("mllama", "nothing trains their parameters"),
         ("zamba", "weights are tied over layers"),

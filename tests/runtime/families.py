@@ -208,6 +208,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "longcat_flash": {
+        **_LATENT,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 4,
+        "ffn_hidden_size": 48,
+        "max_position_embeddings": 64,
+        "n_routed_experts": 8,
+        "zero_expert_num": 4,
+        "moe_topk": 3,
+        "expert_ffn_hidden_size": 24,
+    },
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "use_bias": True},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "hy_v3": {
@@ -526,7 +539,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 OWN_KEYS = (
     *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt"),
-    *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder"),
+    *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "longcat_flash"),
     *("mamba", "falcon_mamba", "mamba2"),
 )
 """Families whose configurations have other keys than Llama's."""

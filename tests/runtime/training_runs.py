@@ -232,18 +232,22 @@ def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tenso
             local = result["parameters"][name]
             assert tuple(local.shape) == layout.local_shape, name
             tp_rank = plan.groups.grid.coordinates(result["rank"])["tp"]
-            dim, offset, dealt = layout.dim or 0, 0, full
+            dim, stretches = layout.dim or 0, [(full, local)]
             if layout.ep > 1:
                 experts = layout.experts(plan.groups.of_rank("ep", result["rank"]).index(result["rank"]))
                 assert experts is not None
-                dealt = full.narrow(layout.expert_dim, experts[0], experts[1] - experts[0])
-            pieces = [(0, dealt.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
-            for start, stop in pieces:
-                place = dealt.narrow(dim, start, stop - start)
-                piece = local.narrow(dim, offset, stop - start)
-                assert torch.equal(place, piece) or bool(place.isnan().all()), f"replicas of {name} differ"
-                place.copy_(piece)
-                offset += stop - start
+                held = local.split([stop - start for start, stop in experts], layout.expert_dim)
+                dealt = [full.narrow(layout.expert_dim, start, stop - start) for start, stop in experts]
+                stretches = list(zip(dealt, held, strict=True))
+            for target, source in stretches:
+                offset = 0
+                pieces = [(0, target.shape[0])] if layout.ranges is None else layout.ranges[tp_rank]
+                for start, stop in pieces:
+                    place = target.narrow(dim, start, stop - start)
+                    piece = source.narrow(dim, offset, stop - start)
+                    assert torch.equal(place, piece) or bool(place.isnan().all()), f"replicas of {name} differ"
+                    place.copy_(piece)
+                    offset += stop - start
         assert not full.isnan().any(), f"{name} is not covered"
         whole[name] = full[tuple(slice(size) for size in parameter.shape)]
     return whole

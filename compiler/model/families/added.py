@@ -21,6 +21,7 @@ from .indexed import INDEXED
 from .kimi_delta import KIMI_DELTA
 from .latent import LATENT
 from .llama4 import LLAMA4
+from .longcat import LONGCAT
 from .mimo import MIMO
 from .shared_experts import SHARED_EXPERTS
 from .state_space import STATE_SPACE
@@ -35,6 +36,7 @@ BUILT_IN: Mapping[str, Family] = {
     **LATENT,
     **INDEXED,
     **DOTS3,
+    **LONGCAT,
     **LLAMA4,
     **HYBRIDS,
     **KIMI_DELTA,
