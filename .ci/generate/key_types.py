@@ -10,6 +10,7 @@ names, and those that its source names or writes itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -43,9 +44,15 @@ def keys_of(name: str) -> set[str]:
     found |= set(PreTrainedConfig().to_dict())
     for base in kind.__mro__:
         if base.__module__.startswith("transformers."):
-            source = inspect.getsource(base)
-            found |= {*_QUOTED.findall(source), *_WRITTEN.findall(source)}
+            found |= _named_by(base)
     return found
+
+
+@functools.cache
+def _named_by(base: type) -> frozenset[str]:
+    """The keys that the source of a class names or writes; most types derive from a few."""
+    source = inspect.getsource(base)
+    return frozenset({*_QUOTED.findall(source), *_WRITTEN.findall(source)})
 
 
 def key_types() -> dict[str, dict[str, list[str]]]:

@@ -40,7 +40,7 @@ _DOTS3_PARTS = (
 def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
     """As many keys as queries, for both kinds of layers; widths of heads that are those of their parts."""
     for key in list(given):
-        if key in _DOTS3_PARTS:
+        if key in _DOTS3_PARTS or key == "use_dsa":
             del given[key]
     found: dict[str, Any] = {"q_lora_rank": given.get("q_lora_rank") or 1024}
     found["topk_group"] = min(given.get("topk_group", 1), given.get("n_group", 1))
@@ -55,6 +55,11 @@ def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) ->
         found |= {"swa_qk_rope_head_dim": rotated} if pick.random() < 0.5 else {}
     if pick.random() < 0.7:
         found["qk_nope_head_dim"] = 2 * pick.choice(SMALL_PRIMES)
+    kinds = ("full_attention", "indexed_attention", "sliding_attention")
+    found["layer_types"] = [pick.choice(kinds) for _ in range(layers)] if pick.random() < 0.5 else None
+    found["use_sliding_window"] = pick.random() < 0.6
+    if pick.random() < 0.7:
+        found["use_dsa"] = pick.choice([True, False, None])
     if pick.random() < 0.2:
         found["moe_layer_freq"] = [pick.randint(0, 1) for _ in range(layers)]
     return found

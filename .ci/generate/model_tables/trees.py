@@ -42,6 +42,10 @@ class Learner:
     def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
         """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
         texts, answers = self._asked(samples, labels, layered=layered)
+        rare = self.questions.rare
+        order = sorted(range(len(texts)), key=lambda number: texts[number] in rare)
+        texts, answers = [texts[number] for number in order], answers[order]
+        likely = sum(text not in rare for text in texts)
         numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
         wanted = np.array([numbers[label] for label in labels])
 
@@ -49,13 +53,9 @@ class Learner:
             here = wanted[at]
             if (here == here[0]).all():
                 return labels[at[0]]
-            best, least = None, _entropy(here) - 1e-9
-            for number in range(len(texts)):
-                yes = answers[number, at]
-                if 0 < yes.sum() < len(at):
-                    found = _entropy(here[yes]) + _entropy(here[~yes])
-                    if found < least - 1e-9:
-                        best, least = number, found
+            best = self._telling(answers[:likely], at, here)
+            if best is None and (by_chance := self._telling(answers[likely:], at, here)) is not None:
+                best = likely + by_chance
             if best is None or depth > _DEPTH:
                 best = self._balanced(answers, at) if depth <= _DEPTH else None
             if best is None:
@@ -90,6 +90,18 @@ class Learner:
                 yield value({**self.configs[at], **dict(zip(INDICES, indices, strict=False))})
             except _CANNOT:
                 yield None
+
+    @staticmethod
+    def _telling(answers: np.ndarray, at: np.ndarray, here: np.ndarray) -> int | None:
+        """The first question of those that tell most about the labels; None where none tells anything."""
+        best, least = None, _entropy(here) - 1e-9
+        for number in range(len(answers)):
+            yes = answers[number, at]
+            if 0 < yes.sum() < len(at):
+                found = _entropy(here[yes]) + _entropy(here[~yes])
+                if found < least - 1e-9:
+                    best, least = number, found
+        return best
 
     @staticmethod
     def _balanced(answers: np.ndarray, at: np.ndarray) -> int | None:
