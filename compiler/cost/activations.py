@@ -112,8 +112,9 @@ def eager_layer_bytes(
 
     An RMSNorm keeps its input in fp32 and, mostly in the type of the weights, the normalised input; a LayerNorm keeps
     its input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
-    projections, the activation's output and the product. The inputs of the two blocks are kept whole, gathered under
-    sequence parallelism. `parcompile preflight` compares this with what is really kept.
+    projections, the activation's output and the product; functions that transformers writes out keep more
+    (`model/activation.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
+    `parcompile preflight` compares this with what is really kept.
     """
     if shape.kinds:
         return LayerBytes.mean(
@@ -155,7 +156,7 @@ def eager_layer_bytes(
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
-    kept = 4 if shape.gated_mlp else 2
+    kept = (4 if shape.gated_mlp else 2) + shape.activation_numbers
     if moe and shape.moe is not None:
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.

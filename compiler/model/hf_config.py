@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
 
+from .activation import kept_numbers
 from .catalogue import refusal
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import by_hand, norm_names
@@ -94,6 +95,7 @@ def shape_from_config(config: Config) -> ModelShape:
         rotary=not (family.positions or family.fixed_positions),
         alibi=family.is_on(family.alibi, config),
         gated_mlp=family.gated,
+        activation_numbers=kept_numbers(name, config),
         qkv_bias=family.is_on(family.qkv_bias, config),
         attention_output_bias=family.is_on(family.output_bias, config),
         mlp_bias=family.is_on(family.mlp_bias, config),

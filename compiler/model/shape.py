@@ -93,6 +93,8 @@ class ModelShape:
     """Positions without end (rotary, or ALiBi biases); otherwise a table of `max_position_embeddings` rows."""
     alibi: bool = False
     gated_mlp: bool = True
+    activation_numbers: int = 0
+    """Numbers that the activation of an MLP keeps for each of its features beside its input and its result."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

@@ -338,6 +338,35 @@ def test_models_of_real_width_agree_with_their_estimates(
     assert report.agrees, report.text()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 3, "n_head": 12, "n_positions": 2048},
+        {"model_type": "openai-gpt", "n_embd": 1024, "n_layer": 3, "n_head": 16, "n_positions": 1024, "afn": "gelu"},
+        {
+            "model_type": "opt",
+            "hidden_size": 1024,
+            "word_embed_proj_dim": 1024,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 16,
+            "ffn_dim": 4096,
+            "max_position_embeddings": 2048,
+            "dropout": 0.0,
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_what_the_function_of_an_mlp_keeps_agrees_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.05)
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if "n_embd" in config else {}
+    training = {"sequence_length": 1024, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
+    model = {**config, **dropouts, "vocab_size": 4000}
+    report = preflight(make_plan(1, {}, model=model, training=training, whole_model=True), [0])
+    assert report.agrees, report.text()
+
+
 GEMMA4 = {
     "model_type": "gemma4_text",
     "hidden_size": 1536,
