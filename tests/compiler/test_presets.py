@@ -81,12 +81,17 @@ LAYOUTS = {
     "llama-4-scout": (16, 8, 1, 2, 1),
     "mimo-v2-flash": (32, 8, 1, 2, 8),
     "minimax-m2.5": (16, 8, 1, 1, 16),
+    "mamba-130m": (1, 1, 2, 1, 1),
+    "mamba-370m": (1, 2, 1, 1, 1),
+    "mamba-790m": (1, 2, 2, 1, 1),
+    "mamba-1.4b": (1, 2, 1, 2, 1),
+    "mamba-2.8b": (1, 8, 1, 1, 1),
 }
 
 
 def spec_of(name: str, nodes: int, tp: int, cp: int, pp: int, ep: int, **training: Any) -> dict[str, Any]:
     shape = shape_from_config(presets()[name].config)
-    length = min(shape.max_position_embeddings, 4096)
+    length = min(shape.max_position_embeddings or 4096, 4096)
     dp = nodes * 8 // (tp * cp * pp)
     return {
         "version": 1,
@@ -111,7 +116,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 66
+    assert len(LAYOUTS) == 71
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

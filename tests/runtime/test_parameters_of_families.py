@@ -386,6 +386,7 @@ LEFT_OUT = {
         "num_nextn_predict_layers",
     ),
     "gemma4_text": ("per_layer_config",),
+    "mamba": ("use_mambapy", "use_associative_scan", "tie_word_embeddings"),
     "nemotron_h": (
         *("layers_block_type", "mtp_layers_block_type", "num_nextn_predict_layers", "time_step_limit"),
         *("mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep", "output_router_logits"),
@@ -427,7 +428,7 @@ def test_a_preset_states_every_key_that_its_class_reads(name: str) -> None:
     assert preset.source.startswith(f"https://huggingface.co/{preset.hf_name}/")
 
 
-NOT_ROTARY = {"gpt2", "nemotron_h"}
+NOT_ROTARY = {"gpt2", "nemotron_h", "mamba"}
 
 
 @pytest.mark.parametrize("family", sorted({preset.config["model_type"] for preset in presets().values()} - NOT_ROTARY))
