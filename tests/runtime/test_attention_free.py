@@ -42,7 +42,7 @@ def test_stages_in_bf16_hand_on_what_one_process_computes() -> None:
     kinds: list[tuple[str, dict[str, Any]]] = [*((family, {}) for family in FAMILIES)]
     kinds.append(("mamba2", {"residual_in_fp32": False}))
     plans = [family_plan(family, 2, {"pp": 2}, **changes) for family, changes in kinds]
-    ranks = run_ranks(2, train_in_bf16, plans)
+    ranks = run_ranks(2, train_in_bf16, plans, timeout=200)
     for place, (family, changes) in enumerate(kinds):
         plain = train_plain(family_plan(family, 1, {}, **changes), dtype=torch.bfloat16)
         for rank in ranks:
@@ -91,7 +91,7 @@ def test_adapters_of_the_input_projection_train_and_others_are_refused_by_name()
     """peft itself refuses those of the output projection."""
     peft = pytest.importorskip("peft")
     plans = [family_plan(family, 2, {"tp": 2, "sequence_parallel": True}) for family in FAMILIES]
-    ranks = run_ranks(2, train_adapters, plans)
+    ranks = run_ranks(2, train_adapters, plans, timeout=200)
     for place, family in enumerate(FAMILIES):
         plan = family_plan(family, 1, {})
         model = adapted(plan, ["in_proj"])
