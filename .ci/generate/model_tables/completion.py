@@ -20,7 +20,7 @@ _FEW = 3
 
 def completion(models: Collection, used: set[str]) -> dict[str, Any]:
     """Defaults and derived values of the keys that the rows read, and of those from which these follow."""
-    values = _Values(models.configs, next((key for key in models.draws.layer_keys if "." not in key), None))
+    values = _Values(models.configs, models.draws.layer_keys)
     derived: dict[str, str] = {}
     todo, seen = [key for key in sorted(used) if key not in ("layer", "item", "part")], set(used)
     while todo:
@@ -68,7 +68,7 @@ def _fixed(models: Collection) -> dict[str, Any]:
 class _Values:
     """What a class makes of the values that it is given."""
 
-    def __init__(self, configs: Sequence[Sample], layers: str | None) -> None:
+    def __init__(self, configs: Sequence[Sample], layers: Sequence[str]) -> None:
         self.configs, self.layers = configs, layers
         self.keys = keys_of(configs)
         self.rewritten = [key for key in self.keys if any(one.raw.get(key) != one.full.get(key) for one in configs)]
@@ -164,8 +164,8 @@ class _Values:
 
     def _depths(self, learner: Learner, at: list[int]) -> Iterator[tuple[str, list[int]]]:
         """What the number of layers may be, with what it is in the configurations of these numbers."""
-        if self.layers is not None:
-            yield self.layers, [learner.configs[one][self.layers] for one in at]
+        for key in self.layers:
+            yield key, [learner.configs[one][key] for one in at]
         for key in self.keys:
             held = [learner.configs[one].get(key) for one in at]
             if all(isinstance(one, list) for one in held):

@@ -27,6 +27,9 @@ class Draws(Keys):
     def __init__(self, kind: ModelType, seed: str) -> None:
         super().__init__(kind)
         self.random = random.Random(seed)
+        inner = {f"{key}.": cls.model_type for key, cls in kind.nested.items() if key.count(".") == 0}
+        self.holders = {"": kind.name, **inner}
+        """The types of the configuration and of those inside it, by what stands before their keys."""
         self.required: dict[str, Any] = {}
         """Values without which nothing is built."""
         self.refused: set[str] = set()
@@ -76,8 +79,11 @@ class Draws(Keys):
         if len(sizes) > 1 and only is None and pick.random() < 0.25:
             one, other = pick.sample(sizes, 2)
             given[one] = given[other]
-        if self.kind.name in FOLLOWING:
-            given |= FOLLOWING[self.kind.name](given, layers, pick)
+        for prefix, name in self.holders.items():
+            if name in FOLLOWING:
+                own = {key.removeprefix(prefix): given.pop(key) for key in list(given) if key.startswith(prefix)}
+                own |= FOLLOWING[name](own, own.get("num_hidden_layers", layers), pick)
+                given |= {prefix + key: value for key, value in own.items()}
         return {**self.required, **given}
 
     def _value(self, key: str, default: Any, layers: int, group: tuple[int, int], odd: bool) -> Any:

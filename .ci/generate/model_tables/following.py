@@ -76,6 +76,20 @@ def _mamba2(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
     return {"num_heads": heads, "head_dim": width * expand, "expand": expand, "hidden_size": heads * width}
 
 
+def _qwen4_exp_text(given: dict[str, Any], _: int, pick: random.Random) -> dict[str, Any]:
+    """All keys of the indexer, or none of them."""
+    keys = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+    for key in keys:
+        given.pop(key, None)
+    given.pop("output_gate_type", None)
+    if pick.random() < 0.5:
+        return {}
+    heads, small = pick.choice([1, 2]), pick.choice(SMALL_PRIMES)
+    return dict(
+        zip(keys, (heads * pick.choice([1, 2, 4]), heads, 2 * small, 16 * small, pick.choice([1, 2, 4])), strict=True)
+    )
+
+
 def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
     """A kind for every layer: the class names 54 where none is given, and takes no other number."""
     found: dict[str, Any] = {"num_mem_blocks": pick.choice([1, 2, 2, 3])}
@@ -92,6 +106,7 @@ FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str,
     "jamba": _jamba,
     **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
     "mamba2": _mamba2,
+    "qwen4_exp_text": _qwen4_exp_text,
     "zamba2": _zamba2,
 }
 """What changes in a draw of a type: from what was drawn and the number of layers."""
