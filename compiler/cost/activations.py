@@ -156,12 +156,16 @@ def eager_layer_bytes(
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
+    if shape.attention_gate:  # behind the sigmoid, and what it multiplied
+        attention += width * heads * (shape.attention_gate + shape.value_dim)
     kept = (4 if shape.gated_mlp else 2) + shape.activation_numbers
     if moe and shape.moe is not None:
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
         mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
         mlp += 4.0 * experts.num_choices
+        if shape.model_type in CLAMPED:
+            mlp += width * 2 * chosen * experts.intermediate_size / tp
         mlp += width * kept * experts.shared_intermediate_size / tp
         if family.experts is not None and family.experts.beside_mlp:
             # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.
@@ -188,5 +192,7 @@ FP32_NORMS = (
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
+CLAMPED = ("hy_v4", "minimax_m3_vl_text")
+"""Model types whose experts clamp both halves of the first projection, and keep them before and behind that."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

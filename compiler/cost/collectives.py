@@ -48,6 +48,7 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS
 from .context_exchanges import context_exchanges
 from .indexer import key_bytes
+from .memory import keeps_both_gradients
 from .recurrent import sent_over_cp
 from .shared_blocks import uses
 from .workload import Workload
@@ -60,6 +61,10 @@ LOSS_NUMBERS = 3
 
 _BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"))
 """Norms of what the MLP of a layer gives."""
+
+
+CONTROL_BYTES = 16
+"""Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +201,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
             if work.sums_partial_gradients_once:
                 partial += count * size
-            else:
+            elif size > CONTROL_BYTES:
                 send(Axis.TP, "all-reduce", count * times, size, tp)
         elif layout.ranges is not None and layout.replicas > 1:
             assert layout.dim is not None
@@ -272,6 +277,8 @@ def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) 
         return
     # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
     deepspeed = work.framework == "deepspeed"
+    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+        numel = padded_numel(numel, ranks)  # BF16_Optimizer reduces the gradients as they lie in its shards
     reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
     send(group, reduction, work.gradient_reductions, numel * width, ranks)
     weights = (padded_numel(numel, ranks) if work.framework == "deepspeed" else numel) * work.element_bytes

@@ -18,7 +18,7 @@ from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradient
 from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
 from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes, stream_bytes
-from .streams import head_bytes
+from .streams import added_bytes, head_bytes
 from .workload import FRAMEWORKS, Workload
 
 LOSS_CHUNK_ELEMENTS = 2**25
@@ -123,9 +123,10 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             else:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
-            share = work.tp if work.sequence_parallel else 1
-            inputs = work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work) / share
-            kept["stream"] += (len(stage.layers) - untrained) / together * inputs * work.split_tokens * held
+            inputs = _input_bytes(work)
+            kept["stream"] += (len(stage.layers) - untrained) / together * inputs * held
+            if work.shape.hyper_streams:
+                kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
             if work.framework == "deepspeed" and layers:
                 kept["attention"] += attending * _kept_attention(work) * tokens * held
                 kept["attention"] += states * exchanged_bytes(work) * held
@@ -134,7 +135,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         if work.framework == "deepspeed":
             # The parts of a second embedding are those of all layers, also where one layer is recomputed.
             parts = parts_bytes(work) if work.recomputes_layers else 0.0
-            kept["stream"] += (projection_bytes(work, stage) + parts + head_bytes(work, stage)) * held
+            kept["stream"] += (projection_bytes(work, stage) + parts) * held + head_bytes(work, stage)
         if FRAMEWORKS[work.framework].stores_scores:
             scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
             # Recomputed, those of one layer at a time.
@@ -201,13 +202,24 @@ def _in_flight_bytes(work: Workload, *, routed: bool) -> float:
     return max(0.0, of_weight) + came + 4 * rows / slices * h
 
 
+def _input_bytes(work: Workload) -> float:
+    """What goes into a layer of a micro-batch: all residual streams of a rank's tokens."""
+    share = work.tp if work.sequence_parallel else 1
+    return work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work) * work.split_tokens / share
+
+
 def _behind_mlp_bytes(work: Workload) -> float:
-    """What a layer keeps behind its MLP, and has let go of when that runs backward: Gemma's norm, gate and its norm."""
+    """What a layer keeps behind its MLP, and has let go of when that runs backward.
+
+    These are Gemma's norm, gate and its norm, and what is added to several residual streams.
+    """
     shape, inputs = work.shape, work.shape.layer_inputs
-    if not work.recomputes_layers or inputs is None:
+    if not work.recomputes_layers:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
-    of_token = (2 * NORM_BYTES + work.element_bytes) * shape.hidden_size + 4 * work.element_bytes * inputs.width
+    of_token = added_bytes(shape)
+    if inputs is not None:
+        of_token += (2 * NORM_BYTES + work.element_bytes) * shape.hidden_size + 4 * work.element_bytes * inputs.width
     return work.split_tokens * of_token / share
 
 

@@ -14,6 +14,8 @@ from .workload import Workload
 FP32_BYTES = 4
 MIXTURES = 2
 """Of a layer: in front of attention and of the MLP."""
+NUMBERS = 8
+"""Of a stream of a token that a mixture keeps: logits of both kinds, scaled, and behind the sigmoid."""
 
 
 def mixture_parameters(shape: ModelShape) -> int:
@@ -27,15 +29,24 @@ def head_parameters(shape: ModelShape) -> int:
 
 
 def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
-    """What a layer's mixtures keep of a token: the streams, and what each block adds to them, in fp32."""
+    """What a layer's mixtures keep of a token: the streams, what each block adds to them in fp32, and their numbers."""
     if not shape.hyper_streams:
         return 0.0
-    return MIXTURES * (_streams(shape, element_bytes) + FP32_BYTES * shape.hidden_size)
+    numbers = NUMBERS * FP32_BYTES * shape.hyper_streams
+    return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape) + numbers)
+
+
+def added_bytes(shape: ModelShape) -> float:
+    """What a block gives for a token, in fp32, as it is added to the streams."""
+    return float(FP32_BYTES * shape.hidden_size) if shape.hyper_streams else 0.0
 
 
 def head_bytes(work: Workload, stage: Stage) -> float:
-    """What the mixture behind the last layer keeps of a micro-batch."""
-    if not work.shape.hyper_streams or not stage.has_head:
+    """What the mixture behind the last layer keeps of a micro-batch.
+
+    With full recomputation it is gone when the largest layer is computed again.
+    """
+    if not work.shape.hyper_streams or not stage.has_head or work.recomputes_layers:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
     return work.split_tokens * _streams(work.shape, work.element_bytes) / share

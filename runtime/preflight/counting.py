@@ -22,11 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from parcompile.cost.collectives import CONTROL_BYTES
 from parcompile.layout.grid import Axis
 from parcompile.runtime.transport.continuing import continues
-
-CONTROL_BYTES = 16
-"""Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
 _KINDS = {
     "allreduce_": "all-reduce",
