@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family
+
 from .context_time import candidates, cheapest
 from .footprint import Footprint, footprint, is_safe
 from .recomputation import fewest_stages
@@ -149,7 +152,9 @@ def _sets(work: Workload, names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _values(work: Workload, name: str) -> list[Value]:
-    """What a value may become; of sizes, the smaller changes first."""
+    """What a value may become; of sizes, the smaller changes first. None of an axis that the runtime refuses."""
+    if name in FAMILIES.get(work.shape.model_type, Family()).refused_axes:
+        return []
     if name == "activation_checkpointing":
         return [] if work.recompute == "full" else ["full"]
     if name == "sequence_parallel":

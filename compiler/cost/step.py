@@ -162,7 +162,13 @@ def _uniform_terms(work: Workload) -> StepTerms:
     kept = layer_bytes(
         shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
     )
-    flops = 6 * mixed_matmul_parameters(shape, moe=moe) * tokens * again
+    # Where dense layers stand between those with experts, the mean of both.
+    mixed = shape.moe is not None and shape.moe.layers is not None and shape.blocks is None
+    sparse = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if mixed else 1.0
+    per_token = sparse * mixed_matmul_parameters(shape, moe=moe)
+    if sparse < 1:
+        per_token += (1 - sparse) * mixed_matmul_parameters(shape)
+    flops = 6 * per_token * tokens * again
     attending = len(shape.attention_layers) / shape.num_hidden_layers
     attention = 3 * attending * attention_flops_per_token(shape, work.attended_length) * tokens * attention_again
     # transformers' recurrence is computed again with its layer.
@@ -188,7 +194,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
-    routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks is not None else 1
+    routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks else sparse
     rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
     tp_calls = crossings * (2 if work.sequence_parallel else 1)

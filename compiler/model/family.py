@@ -98,6 +98,8 @@ class Experts:
     """Norms of the layer that it has with experts only."""
     by_layer: str | None = None
     """The key of a list that says "dense" or "sparse" for each layer, before all others."""
+    layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None
+    """The layers with experts, from the configuration and the number of layers, where no such list says it."""
 
 
 @dataclass(frozen=True, slots=True)

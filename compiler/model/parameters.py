@@ -228,7 +228,7 @@ def _latent_attention(rows: Rows, shape: ModelShape, family: Family) -> None:
 def _gated_norms(rows: Rows, shape: ModelShape, family: Family) -> None:
     """Norms behind which a rank gates its own tokens; those behind the first do so in layers with experts only."""
     h, every = shape.hidden_size, range(shape.num_hidden_layers)
-    dense = range(min(shape.moe.first_moe_layer, len(every))) if shape.moe is not None else every
+    dense = [layer for layer in every if not shape.routed(range(layer, layer + 1))]
     for place, name in enumerate(shape.norm_names):
         gated = tuple(layer for layer in every if place == 0 or layer not in dense)
         if plain := tuple(layer for layer in every if layer not in gated):

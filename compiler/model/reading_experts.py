@@ -5,6 +5,7 @@ from __future__ import annotations
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .family import Experts, Family
 from .layer_blocks import LayerBlocks
+from .layer_kind import LayersError
 from .shape import MoeShape
 
 
@@ -16,7 +17,7 @@ def experts_from(read: ConfigReader, family: Family, config: Config, blocks: Lay
     """
     if family.experts is None or not _has_experts(read, family, family.experts, config, blocks):
         return None
-    return _moe(read, family.experts, family.layers_per_module)
+    return _moe(read, family.experts, config, family.layers_per_module)
 
 
 def _has_experts(
@@ -31,7 +32,7 @@ def _has_experts(
     return not experts.switch or family.is_on(experts.switch, config)
 
 
-def _moe(read: ConfigReader, experts: Experts, layers_per_module: int) -> MoeShape:
+def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module: int) -> MoeShape:
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
@@ -51,9 +52,7 @@ def _moe(read: ConfigReader, experts: Experts, layers_per_module: int) -> MoeSha
     if experts.shared_width:
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
         shared_width *= max(shared, 1)
-    layers = _layers_of_period(read, experts)
-    if layers_per_module > 1:
-        layers = tuple(range(0, layers_per_module * read.size("num_hidden_layers"), layers_per_module))
+    first, layers = _layers(read, experts, config, layers_per_module)
     return MoeShape(
         num_experts=read.aliased(*experts.count, alias=experts.count_alias),
         num_identities=read.number(*experts.identities) if experts.identities else 0,
@@ -61,7 +60,7 @@ def _moe(read: ConfigReader, experts: Experts, layers_per_module: int) -> MoeSha
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),
         shared_intermediate_size=shared_width,
-        first_moe_layer=layers[0] if layers else _first_moe_layer(read, experts),
+        first_moe_layer=first,
         layers=layers,
     )
 
@@ -72,15 +71,30 @@ def _layers_of_period(read: ConfigReader, experts: Experts) -> tuple[int, ...] |
     return read.layers_of(experts.period, read.size("num_hidden_layers"))
 
 
-def _first_moe_layer(read: ConfigReader, experts: Experts) -> int:
-    """The layers before it are dense; other patterns are refused: a stage is counted by its first and last layer."""
+def _layers(
+    read: ConfigReader, experts: Experts, config: Config, layers_per_module: int
+) -> tuple[int, tuple[int, ...] | None]:
+    """The first layer with experts, and all of them where dense ones stand between or behind them."""
+    if layers_per_module > 1:
+        return 0, tuple(range(0, layers_per_module * read.size("num_hidden_layers"), layers_per_module))
+    if (periodic := _layers_of_period(read, experts)) is not None:
+        return periodic[0], periodic
     if experts.by_layer and (kinds := read.words(experts.by_layer)):
-        first = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
-        if "dense" in kinds[first:]:
-            raise ModelConfigError(
-                f"{experts.by_layer} has dense layers behind sparse ones: they have to come first", experts.by_layer
-            )
-        return first
+        count, found = len(kinds), [layer for layer, kind in enumerate(kinds) if kind != "dense"]
+    elif experts.layers is not None:
+        count = read.size("num_hidden_layers")
+        try:
+            found = list(experts.layers(config, count))
+        except LayersError as error:
+            raise ModelConfigError(str(error), error.key) from error
+    else:
+        return _first_moe_layer(read, experts), None
+    first = found[0] if found else count
+    return first, None if found == list(range(first, count)) else tuple(found)
+
+
+def _first_moe_layer(read: ConfigReader, experts: Experts) -> int:
+    """The layers before it are dense, where nothing lists the layers with experts."""
     if experts.beside_mlp:
         return 0
     if experts.dense_layers:

@@ -288,8 +288,9 @@ def _has_periods(shape: ModelShape) -> bool:
     """Whether a period and an offset say which layers attend, or have experts."""
     family = FAMILIES[shape.model_type]
     states, experts = family.recurrent, family.experts
+    alternate = shape.moe is not None and shape.moe.layers is not None
     return (states is not None and states.attending_period is not None) or (
-        experts is not None and experts.period is not None
+        experts is not None and (experts.period is not None or (alternate and not experts.by_layer))
     )
 
 
@@ -313,7 +314,8 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pipelin
         first = set(starts)
         found["indexer_types"] = [FULL if place in first else SHARED for place in range(len(layers))]
     if getattr(config, "moe_layers", None) is not None:
-        found["moe_layers"] = list(range(len(layers)))  # the numbers of layers, of which each has experts
+        # The numbers of the layers with experts.
+        found["moe_layers"] = [place for place, layer in enumerate(layers) if shape.routed(range(layer, layer + 1))]
     if "attention_types" in config.to_dict():
         # GPT-Neo's list of kinds follows from runs of them.
         found["attention_types"] = [[[kind], 1] for kind in found.pop("attention_layers")]
@@ -322,8 +324,8 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pipelin
         dense = sum(layer < shape.moe.first_moe_layer for layer in layers)
         if experts.dense_layers is not None:
             found[experts.dense_layers[0]] = dense
-        elif getattr(config, "mlp_only_layers", None):
-            found["mlp_only_layers"] = list(range(dense))
+        elif listed := getattr(config, "mlp_only_layers", None):
+            found["mlp_only_layers"] = [place for place, layer in enumerate(layers) if layer in listed]
     return found
 
 

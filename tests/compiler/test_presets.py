@@ -79,6 +79,7 @@ LAYOUTS = {
     "nemotron-h-56b": (8, 8, 1, 2, 1),
     "nemotron-3-nano-30b-a3b": (4, 4, 1, 1, 8),
     "llama-4-scout": (16, 8, 1, 2, 1),
+    "llama-4-maverick": (64, 8, 1, 16, 1),
     "mimo-v2-flash": (32, 8, 1, 2, 8),
     "minimax-m2.5": (16, 8, 1, 1, 16),
     "mamba-130m": (1, 1, 2, 1, 1),
@@ -116,7 +117,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 71
+    assert len(LAYOUTS) == 72
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

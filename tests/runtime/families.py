@@ -626,6 +626,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         {"n_groups": 2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
     ),
+    "llama4_text, dense layers between": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    "qwen3_moe, sparse steps": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "ernie4_5_moe, intervals": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 6, "moe_layer_start_index": 1, "moe_layer_interval": 2, "moe_layer_end_index": 4},
+    ),
     "bloom, 6 heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
     "glm_moe_dsa, shared choice": (
         "glm_moe_dsa",

@@ -163,7 +163,7 @@ def test_a_bias_of_packed_documents_has_the_columns_of_the_documents() -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FX"}, "index_topk_pattern"),
         ("glm_moe_dsa", {"index_topk_freq": "2"}, "index_topk_freq"),
         ("axk2", {"topk_group": None}, "n_group"),
-        ("axk2", {"mlp_layer_types": None, "moe_layer_freq": 2}, "moe_layer_freq"),
+        ("axk2", {"mlp_layer_types": None, "moe_layer_freq": 0}, "moe_layer_freq"),
         ("hy_v4", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("hy_v4", {"swiglu_limit": 0.0}, "swiglu_limit"),
         ("hy_v4", {"indexer_types": ["shared", "full"]}, "indexer_types"),

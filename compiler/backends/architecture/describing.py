@@ -91,7 +91,7 @@ def _router(config: Config, family: Switches, moe: MoeShape | None) -> Router | 
         correction_bias=fixed.correction_bias,
         shared_gate=fixed.shared_gate,
         shared=fixed.shared,
-        dense_layers=moe.first_moe_layer > 0,
+        dense_layers=moe.first_moe_layer > 0 or moe.layers is not None,
     )
 
 

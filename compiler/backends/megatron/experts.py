@@ -51,7 +51,9 @@ def write(found: Architecture, shape: ModelShape, rate: float | None) -> Argumen
         options["moe_shared_expert_intermediate_size"] = moe.shared_intermediate_size
     if router.shared_gate:
         options["moe_shared_expert_gate"] = True
-    if moe.first_moe_layer:
+    if moe.layers is not None:
+        options["moe_layer_freq"] = str([int(layer in moe.layers) for layer in range(shape.num_hidden_layers)])
+    elif moe.first_moe_layer:
         dense, others = moe.first_moe_layer, shape.num_hidden_layers - moe.first_moe_layer
         options["moe_layer_freq"] = f"([0]*{dense}+[1]*{others})"
     return options | _write_router(router, moe, rate)

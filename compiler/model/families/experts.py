@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parcompile.model.family import Experts, Family, Norm, QkNorm
 
-from .traits import defaults_of
+from .traits import by_step, defaults_of
 
 EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts")),
@@ -18,6 +18,7 @@ EXPERTS: Mapping[str, Family] = {
             count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 768),
+            layers=by_step,
         ),
         defaults=defaults_of(sliding_window=4096),
     ),

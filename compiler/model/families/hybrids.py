@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
-from .traits import POST_NORMS, TIED, defaults_of
+from .traits import POST_NORMS, TIED, by_step, defaults_of
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
@@ -47,8 +47,11 @@ _OLMO = Recurrent(
 )
 
 
-def _experts(count: int, per_token: int) -> Experts:
+def _experts(
+    count: int, per_token: int, layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None
+) -> Experts:
     return Experts(
+        layers=layers,
         shared="shared_expert",
         shared_gate="shared_expert_gate",
         count=("num_experts", count),
@@ -183,7 +186,7 @@ HYBRIDS: Mapping[str, Family] = {
         qk_norm=QkNorm.HEAD,
         query_gate=True,
         recurrent=_QWEN3_NEXT,
-        experts=_experts(512, 10),
+        experts=_experts(512, 10, by_step),
     ),
     "qwen3_5_text": Family(
         qk_norm=QkNorm.HEAD,

@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model.family import Family, Latent, Refusal
 from parcompile.model.indexer import Indexer, every_fourth, scheduled_kinds
 
-from .traits import EVERY_LAYER, all_heads, routed
+from .traits import all_heads, by_frequency, routed
 
 _COUNTS = ("n_routed_experts", "num_local_experts")
 
@@ -100,8 +100,8 @@ INDEXED: Mapping[str, Family] = {
         gate="q_gate_proj",
         query_gate=True,
         norm_gate=("gated_norm_rank", 16),
-        experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types"),
-        refusals=_refusals(_AX, _AX_INDEXER, EVERY_LAYER, _GROUPS),
+        experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types", layers=by_frequency(1)),
+        refusals=_refusals(_AX, _AX_INDEXER, _GROUPS),
     ),
     "hy_v4": Family(
         latent=_HY,

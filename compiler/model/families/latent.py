@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Latent, Refusal
 
-from .traits import EVERY_LAYER, TIED, defaults_of, routed
+from .traits import TIED, by_frequency, defaults_of, routed
 
 
 def _unscaled(config: Mapping[str, Any]) -> bool:
@@ -61,9 +61,16 @@ LATENT: Mapping[str, Family] = {
     ),
     "axk1": Family(
         latent=Latent(),
-        experts=routed(192, 8, 2048, by_layer="mlp_layer_types", dense_layers=1, norm_after="post_mlp_layernorm"),
+        experts=routed(
+            192,
+            8,
+            2048,
+            by_layer="mlp_layer_types",
+            dense_layers=1,
+            norm_after="post_mlp_layernorm",
+            layers=by_frequency(1),
+        ),
         refusals=(
-            EVERY_LAYER,
             Refusal(
                 "q_lora_rank",
                 lambda config: config.get("q_lora_rank", 1) is None,

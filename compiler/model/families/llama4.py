@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.family import Experts, Family
+from parcompile.model.layer_kind import LayersError
 
 
-def _alternates(config: Mapping[str, Any]) -> bool:
-    """Whether some layers are dense."""
-    count = config.get("num_hidden_layers", 48)
+def _routed(config: Mapping[str, Any], count: int) -> list[int]:
+    """The layers with experts: those of a list, or the last of each step."""
     if (listed := config.get("moe_layers")) is not None:
-        return sorted(listed) != list(range(count))
-    return int(config.get("interleave_moe_layer_step", 1)) != 1
+        return sorted(layer for layer in set(listed) if 0 <= layer < count)
+    step = config.get("interleave_moe_layer_step", 1)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        key = "interleave_moe_layer_step"
+        raise LayersError(f"{key} is {step!r}: it has to be a whole number of 1 or more", key)
+    return list(range(step - 1, count, step))
 
 
 LLAMA4: Mapping[str, Family] = {
@@ -29,14 +33,7 @@ LLAMA4: Mapping[str, Family] = {
             width=("intermediate_size", 8192),
             shared_width=("intermediate_size", 8192),
             dense_width=("intermediate_size_mlp", 16384),
-        ),
-        refusals=(
-            Refusal(
-                "interleave_moe_layer_step",
-                _alternates,
-                "dense layers between those with experts are not described (a stage counts its layers by the first "
-                "with experts): every layer has to have experts, as those of Llama 4 Scout have",
-            ),
+            layers=_routed,
         ),
         refused_axes={
             "ep": "transformers has all experts of this type compute all tokens in one product, weighted by zero where "

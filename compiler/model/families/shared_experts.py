@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
 
-from .traits import FUSED_UP, TIED, defaults_of, routed
+from .traits import FUSED_UP, TIED, by_step, defaults_of, routed
+
+
+def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
+    """The last layer of each moe_layer_interval, from moe_layer_start_index to moe_layer_end_index."""
+    step, first = config.get("moe_layer_interval", 1), config.get("moe_layer_start_index", 1)
+    last = config.get("moe_layer_end_index", -1)
+    end = count - 1 if last is None or last < 0 else last
+    return [layer for layer in range(count) if (layer + 1) % step == 0 and first <= layer <= end]
+
 
 _GRANITE = Experts(
     block="block_sparse_moe",
@@ -28,6 +39,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             per_token=("num_experts_per_tok", 4),
             width=("moe_intermediate_size", 1408),
             shared_width=("shared_expert_intermediate_size", 5632),
+            layers=by_step,
         ),
         defaults=defaults_of(qkv_bias=True, sliding_window=4096),
     ),
@@ -75,18 +87,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 1536),
             shared_count=("moe_num_shared_experts", 2),
             dense_layers=("moe_layer_start_index", 1),
-        ),
-        refusals=(
-            Refusal(
-                "moe_layer_end_index",
-                lambda config: -1 < config.get("moe_layer_end_index", 27) < config.get("num_hidden_layers", 28) - 1,
-                "dense layers behind those with experts are not described: it has to be the last layer, or -1",
-            ),
-            Refusal(
-                "moe_layer_interval",
-                lambda config: config.get("moe_layer_interval", 1) != 1,
-                "it has to be 1: every layer from the first with experts on has them",
-            ),
+            layers=_of_ernie,
         ),
         defaults=defaults_of(**TIED),
     ),
@@ -184,8 +185,9 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             per_token=("num_experts_per_tok", 6),
             width=("moe_intermediate_size", 512),
             shared_width=("shared_expert_intermediate_size", 1024),
+            layers=functools.partial(by_step, dense=(0, 1)),
         ),
-        defaults=defaults_of(sliding_window=513, mlp_only_layers=(0, 1)),
+        defaults=defaults_of(sliding_window=513),
     ),
     "kolibri1": Family(
         qk_norm=QkNorm.HEAD,

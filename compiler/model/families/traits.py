@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from parcompile.model.family import Experts, Refusal
+from parcompile.model.family import Experts
+from parcompile.model.layer_kind import LayersError
 
 TIED = {"tie_word_embeddings": True}
 FOUR_NORMS = (
@@ -15,13 +16,32 @@ FOUR_NORMS = (
     "post_feedforward_layernorm",
 )
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-EVERY_LAYER = Refusal(
-    "moe_layer_freq",
-    lambda config: config.get("mlp_layer_types") is None and config.get("moe_layer_freq", 1) != 1,
-    "it has to be 1: every layer from the first with experts on has them",
-)
 UP_ONLY: tuple[str, ...] = ("up_proj",)
 FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
+
+
+def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
+    """The last layer of each `decoder_sparse_step`, without those of `mlp_only_layers`; `dense` is its default."""
+    step, listed = _step(config, "decoder_sparse_step"), config.get("mlp_only_layers")
+    without = set(dense if listed is None else listed)
+    return [layer for layer in range(step - 1, count, step) if layer not in without]
+
+
+def by_frequency(first: int) -> Callable[[Mapping[str, Any], int], list[int]]:
+    """The first layer of each `moe_layer_freq`, from `first_k_dense_replace` on, of which `first` is the default."""
+
+    def layers(config: Mapping[str, Any], count: int) -> list[int]:
+        step, dense = _step(config, "moe_layer_freq"), config.get("first_k_dense_replace", first)
+        return [layer for layer in range(0, count, step) if layer >= dense]
+
+    return layers
+
+
+def _step(config: Mapping[str, Any], key: str) -> int:
+    step = config.get(key, 1)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise LayersError(f"{key} is {step!r}: it has to be a whole number of 1 or more", key)
+    return step
 
 
 def all_heads(_: Mapping[str, Any], heads: int) -> int:
@@ -49,6 +69,7 @@ def routed(
     dense_by_default: int = 0,
     norm_after: str = "",
     router_first: bool = False,
+    layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None,
 ) -> Experts:
     """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
     return Experts(
@@ -59,6 +80,7 @@ def routed(
         count=(count_key, count),
         count_alias=count_alias,
         by_layer=by_layer,
+        layers=layers,
         per_token=("num_experts_per_tok", per_token),
         width=("moe_intermediate_size", width),
         shared_count=(shared_key, shared),
