@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parcompile.backends.registry import losses
 from parcompile.cost.flops import attention_flops_per_token, matmul_parameters, model_flops_per_token
 from parcompile.cost.recurrent import scan_flops_per_token
 from parcompile.cost.stage_exchanges import hidden_bytes
@@ -210,6 +211,13 @@ def test_stages_hand_on_hidden_states_in_fp32_where_the_model_keeps_them_so(
 ) -> None:
     plan = planned({**FALCON_MAMBA_7B, "residual_in_fp32": wide}, tmp_path, {"tp": 4, "pp": 2})
     assert hidden_bytes(workload_of(plan.spec)) == 4096 * 4096 * width
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+def test_a_target_without_such_layers_refuses_the_type_by_name(target: str, tmp_path: Path) -> None:
+    plan = planned(CODESTRAL, tmp_path, {"tp": 2})
+    fatal = [one.what for one in losses(plan, [target])[target] if one.fatal]
+    assert fatal[0] == "model_type mamba2"
 
 
 def found_codes(config: dict[str, Any], folder: Path, axes: dict[str, Any], **more: Any) -> dict[str, str]:
