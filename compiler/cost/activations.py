@@ -158,7 +158,12 @@ def eager_layer_bytes(
     attention += 4 * heads
     if shape.attention_gate:  # behind the sigmoid, and what it multiplied
         attention += width * heads * (shape.attention_gate + shape.value_dim)
+    if shape.attention_gate:
+        # What the gate multiplies is kept, and the product; of a gate for each feature its values too.
+        attention += width * heads * shape.value_dim * (2 if shape.attention_gate > 1 else 1)
     kept = (4 if shape.gated_mlp else 2) + shape.activation_numbers
+    if shape.model_type in FP32_MLPS:
+        kept = 1 + 3 * 4 / width  # both projections and the activation's output in fp32
     if moe and shape.moe is not None:
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
@@ -187,9 +192,11 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
 
 FP32_NORMS = (
     *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("olmo2", "olmo3"),
+    *("olmo2", "olmo3", "beam"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
+FP32_MLPS = ("beam",)
+"""Model types that activate and gate in fp32, in dense MLPs and experts."""
 VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
 CLAMPED = ("hy_v4", "minimax_m3_vl_text")

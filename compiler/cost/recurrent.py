@@ -141,14 +141,19 @@ def backward_bytes(work: Workload) -> float:
     """What the backward pass of such a layer makes, and lets go of at its end.
 
     Of a Mamba-1 layer, whose scan in transformers goes token by token: the gradients of all discrete A and of what is
-    written to the states, in fp32, and those of one token among zeros; for one piece at a time. Of other layers nothing
-    is counted.
+    written to the states, in fp32, and those of one token among zeros; for one piece at a time. Of Kimi delta attention
+    the gradient of what each channel of a key has with each token of its chunk, in fp32: the sum, what is added to it
+    and what comes of it. Of other layers nothing is counted.
     """
     one = work.shape.recurrent
-    if one is None or one.kind is not RecurrentKind.MAMBA1:
+    if one is None or one.kind not in (RecurrentKind.MAMBA1, RecurrentKind.KIMI_DELTA_ATTENTION):
         return 0.0
     pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    tokens = work.micro_batch * -(-work.sequence_length // work.cp // pieces)
+    length = -(-work.sequence_length // work.cp // pieces)
+    if one.kind is RecurrentKind.KIMI_DELTA_ATTENTION:
+        padded = work.micro_batch * -(-length // one.chunk) * one.chunk
+        return 3.0 * STATE_BYTES * padded * one.heads * one.key_dim * one.chunk / work.tp
+    tokens = work.micro_batch * length
     return 3.0 * STATE_BYTES * tokens * one.state_numel / work.tp
 
 

@@ -367,6 +367,20 @@ def test_what_the_function_of_an_mlp_keeps_agrees_with_the_estimate(
     assert report.agrees, report.text()
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_kimi_delta_attention_makes_in_backward_agrees_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.06)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4000, "moe_intermediate_size": 128}
+    heads = {"linear_num_heads": 4, "linear_head_dim": 64, "max_position_embeddings": 1024}
+    config = tiny_config("kimi_linear", **sizes, **heads)
+    training = {"sequence_length": 1024, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
+    training["activation_checkpointing"] = recompute
+    report = preflight(make_plan(1, {}, model=config, training=training, whole_model=True), [0])
+    assert report.agrees, report.text()
+
+
 GEMMA4 = {
     "model_type": "gemma4_text",
     "hidden_size": 1536,
