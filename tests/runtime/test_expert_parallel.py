@@ -28,6 +28,10 @@ CASES = {
     "tp2 × cp2 × ep4, each expert whole": Case(
         "deepseek_v3", {"tp": 2, "cp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True}
     ),
+    "tp2 × dp2 × ep2, experts that give back what they take": Case(
+        "longcat_flash", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}
+    ),
+    "tp2 × dp2 × ep4, such experts each whole": Case("longcat_flash", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
     "pp2 × dp2 × ep2, and no experts in the first stage": Case(
         "deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}
     ),

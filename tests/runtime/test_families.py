@@ -27,14 +27,17 @@ REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "ol
 STAGED = ("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2")
 """Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers."""
 
+BETWEEN = ("llama4_text, dense layers between", "qwen3_moe, sparse steps", "ernie4_5_moe, intervals")
+"""Variants with dense layers between and behind those with experts."""
+
 MAIN = tuple(family for family in RUNTIME_FAMILIES if family not in RELATIVES)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tp2": (2, {"tp": 2}, MAIN),
     "cp2": (2, {"cp": 2}, MAIN),
-    "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, RUNTIME_FAMILIES),
+    "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, (*RUNTIME_FAMILIES, *BETWEEN)),
     "tp4, kv heads replicated": (4, {"tp": 4}, REPLICATED),
-    "pp2": (2, {"pp": 2}, tuple(family for family in RUNTIME_FAMILIES if family not in ONE_LAYOUT)),
+    "pp2": (2, {"pp": 2}, (*(family for family in RUNTIME_FAMILIES if family not in ONE_LAYOUT), *BETWEEN)),
     "pp2 × tp2, sequence parallel": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}, STAGED),
 }
 
