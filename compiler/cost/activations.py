@@ -161,7 +161,7 @@ def eager_layer_bytes(
     if shape.attention_gate:
         # What the gate multiplies is kept, and the product; of a gate for each feature its values too.
         attention += width * heads * shape.value_dim * (2 if shape.attention_gate > 1 else 1)
-    kept = (4 if shape.gated_mlp else 2) + shape.activation_numbers
+    kept = (4.0 if shape.gated_mlp else 2.0) + shape.activation_numbers
     if shape.model_type in FP32_MLPS:
         kept = 1 + 3 * 4 / width  # both projections and the activation's output in fp32
     if moe and shape.moe is not None:
