@@ -156,8 +156,6 @@ def eager_layer_bytes(
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
-    if shape.attention_gate:  # behind the sigmoid, and what it multiplied
-        attention += width * heads * (shape.attention_gate + shape.value_dim)
     if shape.attention_gate:
         # What the gate multiplies is kept, and the product; of a gate for each feature its values too.
         attention += width * heads * shape.value_dim * (2 if shape.attention_gate > 1 else 1)

@@ -75,7 +75,10 @@ def _instead(name: str, family: Family) -> nn.Module:
     """What stands for a module before the layers on stages that another one precedes."""
     if name == f"{family.base}.{family.positions}":
         return NoPositions()
-    return Skipped() if name == f"{family.base}.{family.embedding_norm}" else Elsewhere(name)
+    # What makes several residual streams of one: those that were received take their place.
+    makes_streams = family.altup is not None and name.startswith(f"{family.base}.altup_projections.")
+    skipped = makes_streams or name == f"{family.base}.{family.embedding_norm}"
+    return Skipped() if skipped else Elsewhere(name)
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> None:

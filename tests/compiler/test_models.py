@@ -43,7 +43,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
     axes = {tree["model_type"]: tree["axes"] for tree in trees}
     assert axes["llama"] == ["tp", "cp", "pp", "dp", "sequence_parallel"]
     assert axes["qwen3_moe"] == [*axes["llama"], "ep"]
-    assert "pp" not in axes["gemma3n_text"]
+    assert "pp" not in axes["zamba2"]
     assert "ep" not in axes["llama4_text"]
     assert all(tree["why"] for tree in json.loads(output("--format", "json", "--only", "refused")))
 
@@ -68,7 +68,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("gemma3", "gemma3 is multimodal. Its text part gemma3_text works: tp, cp, pp, dp, sequence parallelism"),
         ("qwen3_5", "  gated delta nets in the place of most attention\n"),
         ("qwen3_5", "the text part is trained alone; the towers of other media are left as they are"),
-        ("gemma3n", "Its text part gemma3n_text works: tp, cp, dp, sequence parallelism\n"),
+        ("gemma3n", "Its text part gemma3n_text works: tp, cp, pp, dp, sequence parallelism\n"),
         ("aya_vision", "text part: cohere2, which works, but with text alone aya_vision does not compute what cohere2"),
         ("qwen3_omni_moe_thinker", "text part: qwen3_omni_moe_text, which is refused"),
         ("Qwen3.5-MoE", "qwen3_5_moe is multimodal"),

@@ -559,6 +559,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "gemma3n_text, own keys": ("gemma3n_text", {"num_kv_shared_layers": 0}),
     "gemma4_unified_text, shared keys": (
         "gemma4_unified_text",
         {

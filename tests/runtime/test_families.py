@@ -24,8 +24,12 @@ TOLERANCE = 1e-5
 REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "olmoe", "phi3")
 """Families for tp 4 with 2 kv heads: each way in which a kv head that two ranks hold can matter."""
 
-STAGED = ("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2")
-"""Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers."""
+STAGED = (
+    *("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2"),
+    *("hy_v4", "gemma3n_text, own keys"),
+)
+"""Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers, several
+residual streams."""
 
 BETWEEN = ("llama4_text, dense layers between", "qwen3_moe, sparse steps", "ernie4_5_moe, intervals")
 """Variants with dense layers between and behind those with experts."""

@@ -86,6 +86,7 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         "helium": {"head_dim": 32},
         # Two stages of four layers would part layers from those whose keys they use.
         "gemma4_text": {"num_kv_shared_layers": 0},
+        "gemma3n_text": {"num_kv_shared_layers": 0},
         "dots3_note_text": windows,
         # A stage begins with a layer that has an indexer.
         "hy_v4": {"indexer_types": (["full"] + ["shared"] * 3) * 2},

@@ -220,9 +220,6 @@ GEMMA: Mapping[str, Family] = {
                 "transformers builds an embedding of width 0 then: it has to be 1 or more",
             ),
         ),
-        refused_axes={
-            "pp": "a layer hands on as many residual streams as altup_num_inputs says: the pipeline hands on one"
-        },
         defaults={
             "vocab_size": 262_400,
             "hidden_size": 2048,
