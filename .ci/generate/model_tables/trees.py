@@ -42,10 +42,6 @@ class Learner:
     def choice(self, samples: Sequence[At], labels: Sequence[str], *, layered: bool) -> str:
         """An expression for labels that are expressions already (`True`, `'full_attention'`)."""
         texts, answers = self._asked(samples, labels, layered=layered)
-        rare = self.questions.rare
-        order = sorted(range(len(texts)), key=lambda number: texts[number] in rare)
-        texts, answers = [texts[number] for number in order], answers[order]
-        likely = sum(text not in rare for text in texts)
         numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
         wanted = np.array([numbers[label] for label in labels])
 
@@ -53,9 +49,7 @@ class Learner:
             here = wanted[at]
             if (here == here[0]).all():
                 return labels[at[0]]
-            best = self._telling(answers[:likely], at, here)
-            if best is None and (by_chance := self._telling(answers[likely:], at, here)) is not None:
-                best = likely + by_chance
+            best = self._telling(answers, at, here)
             if best is None or depth > _DEPTH:
                 best = self._balanced(answers, at) if depth <= _DEPTH else None
             if best is None:
