@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .cutting.attention import attention_cut
-from .cutting.cut import STREAM, Cut
-from .cutting.feed_forward import beside_cut, block_cut, mlp_cut
+from .cutting.cut import FROZEN, STREAM, Cut
 from .cutting.keys import own_key
+from .cutting.layers import Place, cuts_of, places_of
 from .families.added import BUILT_IN
 from .family import Family, Norm
 from .shape import ModelShape
@@ -19,16 +18,8 @@ from .tables import Repeated, repeated, table_of
 
 
 def by_hand(model_type: str) -> bool:
-    """Whether `parameters.py` writes the rows of a type, and not its derived table.
-
-    These are types without such a table, those of plug-ins, and those with more than attention and an MLP in every
-    layer: a state in the place of attention, other heads, one block each, stacks that run several times, gated norms.
-    """
-    if model_type not in BUILT_IN:
-        return True
-    family = BUILT_IN[model_type]
-    differ = family.recurrent or family.layer_shapes or family.layer_blocks or family.runs or family.norm_gate
-    return bool(differ) or table_of(model_type) is None
+    """Whether `parameters.py` writes the rows of a type: of plug-ins, and of types without a derived table."""
+    return model_type not in BUILT_IN or table_of(model_type) is None
 
 
 def derived_rows(shape: ModelShape) -> ParameterTable:
@@ -39,32 +30,72 @@ def derived_rows(shape: ModelShape) -> ParameterTable:
 @functools.lru_cache(maxsize=256)
 def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> ParameterTable:
     # Equal shapes may come of configurations that state other values: both are the key.
-    family, table = BUILT_IN[shape.model_type], table_of(shape.model_type)
-    assert table is not None, shape.model_type
-    stated = dict(values)
-    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        wanted = getattr(shape, name) // (family.layers_per_module if name == "num_hidden_layers" else 1)
-        if stated[key := own_key(family, name) or name] != wanted:
-            raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {wanted}")
-    stack = f"{family.base}.{family.layers}"
-    every = [_of_layers(one, stack, family) for one in repeated(table, stack, values)]
-    # A linear of width 0 is not built, nor is its bias: there is no shared expert where their number is 0.
-    empty = {_module(one) for one in every if 0 in one.shape}
-    found = [(one, _parameter(one, stack, shape, family)) for one in every if _module(one) not in empty]
-    places = [number for number, (one, _) in enumerate(found) if one.layers is not None]
-    early = [one for _, one in found[: places[0]]]
-    late = [one for _, one in found[places[-1] + 1 :]]
+    family = BUILT_IN[shape.model_type]
+    _compare(shape, family, dict(values))
+    found = _stacked(shape, values, family)
+    places = [number for number, one in enumerate(found) if one.layers is not None]
+    early, late = found[: places[0]], found[places[-1] + 1 :]
     last = f"{family.base}.{family.final_norm}." if family.final_norm else None
-    before = [one for one in early if last is None or not one.name.startswith(last)]
-    first = [one for one in early if one not in before]
+    first = [one for one in early if last is not None and one.name.startswith(last)]
+    # What gives all layers their inputs belongs to the first stage, wherever it is registered.
+    inputs = [one for one in late if one.name.removeprefix(f"{family.base}.").startswith(_OF_INPUTS)]
+    norms = [one for one in late if last is not None and one.name.startswith(last)]
     return ParameterTable(
-        tuple(before),
-        _by_kind(stack, [one for _, one in found if one.layers is not None]),
-        (*first, *late),
+        (*(one for one in early if one not in first), *inputs),
+        tuple(one for one in found if one.layers is not None),
+        (*first, *(one for one in late if one not in inputs)),
         shape.num_hidden_layers,
         len(first),
+        len(inputs),
+        len(norms) if inputs else 0,
         layers_per_module=family.layers_per_module,
     )
+
+
+_TABLE_OF_INPUTS = "embed_tokens_per_layer."
+_OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projection_norm.", "altup_projections.")
+"""Gemma's second embedding, of which every layer gets a part, and what makes several residual streams of one."""
+
+
+def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) -> None:
+    """Raises ValueError where a shape is not that of the configuration."""
+    layers = shape.num_hidden_layers if shape.runs is None else shape.runs.layers
+    wanted = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": layers // family.layers_per_module,
+        "vocab_size": shape.vocab_size,
+    }
+    for name, value in wanted.items():
+        if stated.get(key := own_key(family, name) or name, value) != value:
+            raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {value}")
+
+
+def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family: Family) -> list[Parameter]:
+    """The rows of all stacks of layers, and those outside of them, in the order in which they are registered."""
+    table = table_of(shape.model_type)
+    assert table is not None, shape.model_type
+    runs, one_stack = shape.runs, shape
+    if runs is not None:
+        one_stack = replace(shape, runs=None, num_hidden_layers=runs.layers)
+    firsts = {family.layers: 0} if runs is None else dict(runs.stacks)
+    places, found = places_of(one_stack), list[Parameter]()
+    for number, (name, first) in enumerate(firsts.items()):
+        stack = f"{family.base}.{name}"
+        every = [_of_layers(one, stack, family) for one in repeated(table, stack, values)]
+        # A linear of width 0 is not built, nor is its bias: there is no shared expert where their number is 0.
+        empty = {_module(one) for one in every if 0 in one.shape}
+        every = [one for one in every if _module(one) not in empty]
+        inside = [one for one in every if one.layers is not None]
+        rows = _by_kind(stack, [row for one in inside for row in _parameters(one, stack, first, shape, places, family)])
+        if number == 0:
+            others = tuple(f"{family.base}.{other}." for other in firsts)
+            outside = [one for one in every if not one.name.startswith(others)]
+            start = next(place for place, one in enumerate(every) if one.layers is not None)
+            before = [one for one in every[:start] if one in outside]
+            found = [_parameter(one, _outside(one, family), None, shape, family) for one in before]
+            after = [_parameter(one, _outside(one, family), None, shape, family) for one in outside[len(before) :]]
+        found += rows
+    return [*found, *after]
 
 
 def norm_names(shape: ModelShape) -> tuple[str, ...]:
@@ -113,11 +144,24 @@ def _of_one(own: str, family: Family) -> str:
     return own if family.layers_per_module == 1 else _ITEM.sub(r"\1.", own)
 
 
-def _parameter(one: Repeated, stack: str, shape: ModelShape, family: Family) -> Parameter:
-    cut = _outside(one, family) if one.layers is None else _inside(one, stack, shape, family)
-    layers: Layers | None = one.layers
-    if one.layers is not None and one.layers == tuple(range(one.layers[0], one.layers[-1] + 1)):
-        layers = range(one.layers[0], one.layers[-1] + 1)
+def _parameters(
+    one: Repeated,
+    stack: str,
+    first: int,
+    shape: ModelShape,
+    places: Sequence[tuple[Place, frozenset[int]]],
+    family: Family,
+) -> Iterator[Parameter]:
+    """The rows of a parameter of the layers: one for each way in which it is cut."""
+    own = _of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
+    for cut, numbers in cuts_of(own, one, places, family).items():
+        layers: Layers = tuple(first + number for number in numbers)
+        if layers == tuple(range(layers[0], layers[-1] + 1)):
+            layers = range(layers[0], layers[-1] + 1)
+        yield replace(_parameter(one, cut, layers, shape, family), first=first)
+
+
+def _parameter(one: Repeated, cut: Cut, layers: Layers | None, shape: ModelShape, family: Family) -> Parameter:
     return Parameter(
         one.name,
         one.shape,
@@ -137,26 +181,9 @@ def _module(one: Repeated) -> str:
 
 
 def _outside(one: Repeated, family: Family) -> Cut:
-    if _module(one) in (f"{family.base}.{family.embedding}", family.head):
+    inner = one.name.removeprefix(f"{family.base}.")
+    if inner == family.initial_state:
+        return FROZEN
+    if inner.startswith(_TABLE_OF_INPUTS) or _module(one) in (f"{family.base}.{family.embedding}", family.head):
         return Cut(vocabulary(one.shape[0]))
-    return STREAM
-
-
-def _inside(one: Repeated, stack: str, shape: ModelShape, family: Family) -> Cut:
-    own = _of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
-    layers = one.layers or ()
-    here = shape.of_layer(layers[0])
-    experts = family.experts
-    routed = shape.moe is not None and layers[0] in shape.moe.routed(shape.num_hidden_layers)
-    if own.startswith(f"{family.attention}."):
-        return attention_cut(own.removeprefix(f"{family.attention}."), one, here, family)
-    if experts is not None and routed:
-        if own.startswith(f"{experts.block}."):
-            return block_cut(own.removeprefix(f"{experts.block}."), one, family, experts)
-        if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
-            return beside_cut(own.removeprefix(f"{experts.beside}."), one.shape)
-    prefix = f"{family.mlp}." if family.mlp else ""
-    module = own.removeprefix(prefix)
-    if own.startswith(prefix) and (prefix or module.rpartition(".")[0] in (*family.up, family.down)):
-        return mlp_cut(module, one, family)
     return STREAM

@@ -252,6 +252,11 @@ class Family:
         return self.norms if self.norms_by is None else self.norms_by(config)
 
     @property
+    def layers_differ(self) -> bool:
+        """Whether layers have more than attention and an MLP, or are not alike: a table does not name their norms."""
+        return bool(self.recurrent or self.layer_shapes or self.layer_blocks or self.runs or self.norm_gate)
+
+    @property
     def switches(self) -> frozenset[str]:
         """The keys of a configuration that are true or false."""
         states = None if self.recurrent is None else self.recurrent.state_space

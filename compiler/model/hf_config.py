@@ -122,7 +122,7 @@ def shape_from_config(config: Config) -> ModelShape:
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
         stated=() if table is None else _stated(table, family, config),
     )
-    if table is not None:
+    if table is not None and not family.layers_differ:
         norms = norm_names(shape)
         shape = replace(shape, norms_per_layer=len(norms), norm_names=norms)
     return shape if family.layer_shapes is None else _of_kinds(shape, family, config)

@@ -11,6 +11,10 @@ from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
 from .keys import leading_key, own_key
 
 
+_OF_HEADS = ("q_b_proj", "kv_b_proj")
+"""What makes queries, and keys and values, of compressed ones: head by head."""
+
+
 def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
     """The cut of `module` (`q_proj.weight`) in layers of this shape."""
     if module.startswith("indexer."):
@@ -27,8 +31,9 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
         if shape.paired_heads:
             whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
         return columns(whole, dims, transposed=family.transposed)
-    gates = family.gate and name == family.gate
-    units = heads if gates else _heads_of(one.row.shape[0], shape, family)
+    of_queries = {family.gate, *(_OF_HEADS if shape.mla else ())} - {""}
+    of_heads = name in of_queries or (family.sinks and module == family.sinks)
+    units = heads if of_heads else _heads_of(one.row.shape[0], shape, family)
     if units is not None:
         return Cut(Split(0, (Part(one.shape[0], units),)))
     # One for all heads, used on each rank's own: a sum over tp whether or not sequences are split.

@@ -1,0 +1,97 @@
+"""How the parameters of a layer are cut, by what the layer consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parcompile.model.family import Experts, Family
+from parcompile.model.shape import ModelShape
+from parcompile.model.shared_blocks import BLOCK
+from parcompile.model.tables import Repeated
+
+from .attention import attention_cut
+from .cut import STREAM, Cut
+from .feed_forward import beside_cut, block_cut, mlp_cut
+from .recurrent import recurrent_cut
+from .shared_block import adapter_cut
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What layers of one kind consist of."""
+
+    shape: ModelShape
+    """A model all of whose layers have the heads and widths of this one."""
+    carries_state: bool
+    attends: bool
+    routed: bool
+    """It has experts."""
+
+
+def places_of(shape: ModelShape) -> list[tuple[Place, frozenset[int]]]:
+    """The kinds of a model's layers, each with the numbers of its layers."""
+    every = range(shape.num_hidden_layers)
+    states = frozenset(shape.recurrent.layers if shape.recurrent is not None else ())
+    attending, routed = frozenset(shape.attention_layers), frozenset[int]()
+    if shape.blocks is not None:
+        routed = frozenset(shape.blocks.experts)
+        states -= attending | routed | frozenset(shape.blocks.mlp) if shape.shared_blocks is None else frozenset()
+    elif shape.moe is not None:
+        routed = frozenset(shape.moe.routed(len(every)))
+    kinds = list(shape.by_kind)
+    number_of = {layer: number for number, (layers, _) in enumerate(kinds) for layer in layers}
+    found: dict[tuple[int, bool, bool, bool], list[int]] = {}
+    for layer in every:
+        key = (number_of.get(layer, -1), layer in states, layer in attending, layer in routed)
+        found.setdefault(key, []).append(layer)
+    return [
+        (Place(shape if key[0] < 0 else kinds[key[0]][1], *key[1:]), frozenset(layers)) for key, layers in found.items()
+    ]
+
+
+def cuts_of(
+    own: str, one: Repeated, places: Sequence[tuple[Place, frozenset[int]]], family: Family
+) -> dict[Cut, tuple[int, ...]]:
+    """The cuts of a parameter that layers call `own`, each with its layers, those of the first layer first."""
+    by_cut: dict[Cut, list[int]] = {}
+    for place, layers in places:
+        if here := [layer for layer in one.layers or () if layer in layers]:
+            by_cut.setdefault(_cut(own, one, place, family), []).extend(here)
+    return {cut: tuple(sorted(layers)) for cut, layers in sorted(by_cut.items(), key=lambda pair: min(pair[1]))}
+
+
+def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
+    states = place.shape.recurrent
+    if states is not None and place.carries_state and family.recurrent is not None:
+        traits = family.recurrent
+        for prefix in (f"{traits.module}.", f"{traits.inside}.{traits.module}."):
+            if own.startswith(prefix):
+                return recurrent_cut(own.removeprefix(prefix), len(one.shape), states)
+    if place.shape.shared_blocks is not None:
+        if not own.startswith(f"{BLOCK}."):
+            return STREAM
+        own = own.removeprefix(f"{BLOCK}.")
+        if "_adapter_list." in own:
+            return adapter_cut(own, one, lambda name: _cut(f"{BLOCK}.{name}", one, place, family))
+    if place.attends and own.startswith(f"{family.attention}."):
+        return attention_cut(own.removeprefix(f"{family.attention}."), one, place.shape, family)
+    if family.experts is not None and place.routed:
+        cut = _of_experts(own, one, family, family.experts)
+        if cut is not None:
+            return cut
+    prefix = f"{family.mlp}." if family.mlp else ""
+    module = own.removeprefix(prefix)
+    if own.startswith(prefix) and (prefix or module.rpartition(".")[0] in (*family.up, family.down)):
+        return mlp_cut(module, one, family)
+    return STREAM
+
+
+def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cut | None:
+    if experts.beside_mlp:
+        return block_cut(own, one, family, experts) if own.startswith("experts.") else None
+    if own.startswith(f"{experts.block}."):
+        return block_cut(own.removeprefix(f"{experts.block}."), one, family, experts)
+    if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
+        return beside_cut(own.removeprefix(f"{experts.beside}."), one.shape)
+    return None
