@@ -12,7 +12,7 @@ from .layer_kind import LayerShape
 from .layer_period import LayerPeriod
 from .layer_runs import LayerRuns
 from .recurrent.traits import Recurrent
-from .shape import AltUp, LayerInputs
+from .shape import AltUp, LayerInputs, ModelShape
 
 
 class Norm(enum.Enum):
@@ -186,6 +186,8 @@ class Family:
     """A vector of the base model that is never trained, registered before the embedding."""
     layer_shapes: Callable[[Mapping[str, Any], LayerShape, int], Sequence[LayerShape]] | None = None
     """The shape of each layer, where they differ: from the configuration, what it says for all, and their number."""
+    values_of_layers: Callable[[Mapping[str, Any], ModelShape], Mapping[int, Mapping[str, Any]]] | None = None
+    """What keys that the derived table reads are in single layers, where a configuration says so in other words."""
     layer_inputs: Callable[[Mapping[str, Any]], LayerInputs | None] | None = None
     """The second embedding, of which every layer gets a part."""
     layer_blocks: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None

@@ -24,7 +24,7 @@ from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
-from .tables import Table, TableError, stated, table_of
+from .tables import Table, TableError, in_layers, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -120,12 +120,16 @@ def shape_from_config(config: Config) -> ModelShape:
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
-        stated=() if table is None else _stated(table, family, config),
     )
-    if table is not None and not family.layers_differ:
-        norms = norm_names(shape)
-        shape = replace(shape, norms_per_layer=len(norms), norm_names=norms)
-    return shape if family.layer_shapes is None else _of_kinds(shape, family, config)
+    if family.layer_shapes is not None:
+        shape = _of_kinds(shape, family, config)
+    if table is None:
+        return shape
+    shape = replace(shape, stated=_stated(table, family, config, shape))
+    if family.layers_differ:
+        return shape
+    norms = norm_names(shape)
+    return replace(shape, norms_per_layer=len(norms), norm_names=norms)
 
 
 def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:
@@ -152,11 +156,12 @@ def _by_modules(config: Config, family: Family) -> Config:
     return {key: count // together, **others}
 
 
-def _stated(table: Table, family: Family, config: Config) -> tuple[tuple[str, Hashable], ...]:
+def _stated(table: Table, family: Family, config: Config, shape: ModelShape) -> tuple[tuple[str, Hashable], ...]:
     """What the rows of a derived table follow from. A spec may write keys under the names that others give them."""
-    own = {key: config[name] for name, key in family.keys.items() if key and name in config and key not in config}
+    named = {key: config[name] for name, key in family.keys.items() if key and name in config and key not in config}
+    own = {} if family.values_of_layers is None else family.values_of_layers(config, shape)
     try:
-        return stated(table, {**config, **own})
+        return stated(table, {**config, **named, **({"per_layer_config": None} if own else {})}) + in_layers(own)
     except TableError as error:
         raise ModelConfigError(str(error), error.key) from error
 

@@ -10,7 +10,6 @@ from parcompile.model.tables import Repeated
 from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
 from .keys import leading_key, own_key
 
-
 _OF_HEADS = ("q_b_proj", "kv_b_proj")
 """What makes queries, and keys and values, of compressed ones: head by head."""
 

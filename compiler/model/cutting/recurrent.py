@@ -69,7 +69,7 @@ def _of_heads(shape: RecurrentShape) -> _Parts:
     """Of layers whose heads have a matrix each."""
     groups = shape.groups
     keys, values, heads = (Part(size, groups) for size in (shape.keys, shape.values, shape.heads))
-    found = {
+    found: _Parts = {
         # A group has its query, its key, its values and their gates one after the other.
         "in_proj_qkvz": (Part(2 * (shape.keys + shape.values), groups),),
         "in_proj_ba": (Part(2 * shape.heads, groups),),

@@ -9,6 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.indexer import FULL, NONE, Indexer
 from parcompile.model.layer_kind import LayersError, LayerShape
+from parcompile.model.shape import ModelShape
 
 _INDEXED, _WINDOW, _WHOLE = "indexed_attention", "sliding_attention", "full_attention"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -99,6 +100,19 @@ def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int |
     )
 
 
+def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
+    """What `per_layer_config` says, as the keys of layers with and without a window."""
+    if config.get("per_layer_config") is None:
+        return {}
+    kinds, found = list(_kinds(config, shape.num_hidden_layers)), dict[int, Mapping[str, Any]]()
+    for layers, one in shape.by_kind:
+        own = {name: getattr(one.mla, name) for name in _LATENT} | dict.fromkeys(_HEADS, one.num_attention_heads)
+        windowed = {**own, "head_dim": one.mla.qk_head_dim if one.mla else 0}
+        both = {**own, **{f"swa_{name}": size for name, size in windowed.items()}, "layer_types": kinds}
+        found |= dict.fromkeys(layers, both)
+    return found
+
+
 def _dense_between(config: Mapping[str, Any]) -> bool:
     """Whether layers without experts stand behind one with them."""
     every = config.get("moe_layer_freq", 1)
@@ -115,6 +129,7 @@ DOTS3: Mapping[str, Family] = {
         latent=Latent(1024, 512, 128, 64, 128),
         indexer=Indexer(kinds=_choosing),
         layer_shapes=_layer_shapes,
+        values_of_layers=_values_of_layers,
         gate="g_proj",
         gate_of_heads=lambda _: True,
         rotated_norm="k_rope_only_layernorm",

@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.model.family import Experts, Family, QkNorm, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
-from parcompile.model.shape import AltUp, LayerInputs
+from parcompile.model.shape import AltUp, LayerInputs, ModelShape
 
 from .traits import FOUR_NORMS, TIED
 
@@ -125,6 +125,18 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     return found
 
 
+def _values_of_layers(config: Config, shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
+    """What `per_layer_config` says, as the keys of layers with and without a window."""
+    if config.get("per_layer_config") is None:
+        return {}
+    found: dict[int, Mapping[str, Any]] = {}
+    for layers, one in shape.by_kind:
+        heads = dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), one.num_key_value_heads)
+        widths = dict.fromkeys(("head_dim", "global_head_dim"), one.head_dim)
+        found |= {layer: {**heads, **widths} for layer in layers}
+    return found
+
+
 def _inputs(config: Config) -> LayerInputs | None:
     width = config.get("hidden_size_per_layer_input", 256)
     return LayerInputs(config.get("vocab_size_per_layer_input", 262_144), width) if width else None
@@ -136,6 +148,7 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
         qk_norm=QkNorm.HEAD,
         qk_norms_behind="queries",
         layer_shapes=_layers,
+        values_of_layers=_values_of_layers,
         refusals=(
             Refusal(
                 "use_bidirectional_attention",

@@ -8,6 +8,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 from parcompile.model.recurrent.problems import LayerListError
+from parcompile.model.shape import ModelShape
 
 from .traits import all_heads
 
@@ -25,6 +26,22 @@ def _kimi_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
             _SECTION,
         )
     return tuple(layer - 1 for layer in sorted(states))
+
+
+def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
+    """What the section of published files says, by the keys that its class makes of it."""
+    states = shape.recurrent
+    if config.get(_SECTION) is None:
+        return {}
+    layers = range(shape.num_hidden_layers)
+    held = () if states is None else states.layers
+    found: dict[str, Any] = {
+        "layer_types": ["linear_attention" if layer in held else "full_attention" for layer in layers]
+    }
+    if states is not None:
+        found |= {"linear_num_heads": states.heads, "linear_head_dim": states.key_dim}
+        found["linear_conv_kernel_dim"] = states.kernel
+    return dict.fromkeys(layers, found)
 
 
 _KIMI = Recurrent(
@@ -88,6 +105,7 @@ KIMI_DELTA: Mapping[str, Family] = {
         latent=Latent(q_lora_rank=None),
         kv_heads=all_heads,
         recurrent=_KIMI,
+        values_of_layers=_values_of_layers,
         experts=_experts(256, 1024, 1),
         refusals=_REFUSALS,
     ),

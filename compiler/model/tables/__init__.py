@@ -6,7 +6,7 @@ from .completing import TableError, complete, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
-from .repeating import Repeated, repeated
+from .repeating import Repeated, in_layers, repeated
 
 __all__ = [
     "VERSION",
@@ -20,6 +20,7 @@ __all__ = [
     "complete",
     "counts_of",
     "covered",
+    "in_layers",
     "left_out",
     "parameters",
     "repeated",

@@ -78,11 +78,12 @@ def stated(table: Table, config: Mapping[str, Any]) -> tuple[tuple[str, Hashable
         TableError: the table does not tell the parameters of this configuration.
     """
     values = given(table, config)
-    return tuple((key, _frozen(values[key])) for key in keys_read(table) if key in values)
+    return tuple((key, frozen(values[key])) for key in keys_read(table) if key in values)
 
 
-def _frozen(value: Any) -> Hashable:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def frozen(value: Any) -> Hashable:
+    """The value with lists as tuples."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def thawed(values: Iterable[tuple[str, Hashable]]) -> dict[str, Any]:
