@@ -51,7 +51,6 @@ class Experts:
 
     block: str = "mlp"
     router: str = "gate"
-    router_first: bool = True
     gated: bool = True
     """The first projection gives a gate too."""
     transposed: bool = False
@@ -134,11 +133,7 @@ class Family:
     """Empty: the last layer ends with one."""
     head: str = "lm_head"
     order: tuple[str, ...] = ("attention", "mlp", "norms")
-    """The parts of a layer in the order in which they are registered; any other word is the name of one norm.
-
-    Where "recurrent" is among them, the module that stands in the place of attention comes there, behind the norms of
-    its own layers, and not where the attention is.
-    """
+    """Of a plug-in: the parts of a layer in the order in which they are registered; other words name one norm each."""
     layers_per_module: int = 1
     """Layers in one module of `layers`: its attentions, MLPs and norms are lists of so many; the first has experts."""
     transposed: bool = False
@@ -163,21 +158,15 @@ class Family:
     qk_norm_key: str | None = None
     """The configuration key that switches the norm of queries and keys on."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    qk_norms_behind: Literal["all", "queries", "own"] = "all"
-    """The projections behind which these norms are registered: all, that of queries, or each behind those it serves."""
     gate: str = ""
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether it has one value for each head; otherwise one for each of its features."""
     gate_key: Switch = True
     """Whether there is one."""
-    gate_as_queries: bool = False
-    """The projection has a bias where that of queries has one."""
     query_gate: bool = False
     """The query projection gives such a gate too: behind the query of a head its gate. With latent attention `gate` is
     the name of that projection, which takes the compressed queries with and without their norm."""
-    rotated_norm: str = ""
-    """With latent attention, a norm of the rotated part of the keys, which all heads share."""
     norm_gate: tuple[str, int] | None = None
     """The key of the rank of a gate behind norms of a layer: behind the first, and with experts behind all."""
     runs: Callable[[Mapping[str, Any], int], LayerRuns] | None = None

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.tensor import part_ranges
+from parcompile.model.cutting.recurrent import input_parts
 from parcompile.model.recurrent import RecurrentShape
-from parcompile.model.recurrent.state_space_rows import input_parts
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.recurrent import state_space
 from parcompile.runtime.tensor_parallel import take_ranges

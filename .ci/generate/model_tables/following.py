@@ -102,6 +102,7 @@ def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str
 FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str, Any]]] = {
     "dots3_note_text": _dots3_note_text,
     "gemma4_text": _gemma4_text,
+    "granitemoehybrid": lambda _, __, pick: {"position_embedding_type": pick.choice([None, "rope", "nope"])},
     "gpt_neo": lambda _, layers, __: {"attention_types": [[["global"], layers]]},
     "jamba": _jamba,
     **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),

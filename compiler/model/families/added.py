@@ -93,7 +93,22 @@ def _added(name: str) -> Family | str | None:
         return str(error)
 
 
+_OF_TABLES = (
+    *("recurrent", "layer_shapes", "layer_blocks", "runs", "norm_gate", "indexer", "shared_blocks", "layer_inputs"),
+    *("altup", "initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
+    "values_of_layers",
+)
+"""What only families whose rows come from derived tables have."""
+
+
 def _as_family(given: object) -> Family:
     if not isinstance(given, Family):
         raise TypeError(f"it has to be a parcompile.plugins.Family, and is of type {type(given).__name__}")
+    plain = Family()
+    if own := [name for name in _OF_TABLES if getattr(given, name) != getattr(plain, name)]:
+        raise ValueError(
+            f"it sets {', '.join(own)}: the rows of a plug-in's family have attention, MLPs and experts only"
+        )
+    if given.experts is not None and (given.experts.beside or given.experts.beside_mlp or given.experts.norm_after):
+        raise ValueError("it sets beside, beside_mlp or norm_after of its experts: a plug-in's experts replace the MLP")
     return given

@@ -68,7 +68,6 @@ DENSE: Mapping[str, Family] = {
         norms=(),
         kv_heads=all_heads,
         gate="gate_proj",
-        gate_as_queries=True,
         mlp_bias="mlp_bias",
         refusals=(
             Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),

@@ -146,7 +146,6 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
     return Family(
         norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
-        qk_norms_behind="queries",
         layer_shapes=_layers,
         values_of_layers=_values_of_layers,
         refusals=(
@@ -210,8 +209,6 @@ GEMMA: Mapping[str, Family] = {
     "gemma3n_text": Family(
         norms=FOUR_NORMS,
         qk_norm=QkNorm.HEAD,
-        qk_norms_behind="own",
-        order=("attention", "mlp", "norms", "altup", "layer_inputs"),
         layer_shapes=_gemma3n_layers,
         layer_inputs=_inputs,
         altup=_streams,
@@ -265,7 +262,6 @@ GEMMA: Mapping[str, Family] = {
         ),
         window=512,
         positions=131_072,
-        order=("attention", "mlp", "norms", "layer_inputs", "experts"),
         layer_inputs=_inputs,
         experts=Experts(
             block="",

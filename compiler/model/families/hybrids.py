@@ -13,14 +13,9 @@ from .traits import POST_NORMS, TIED, by_step, defaults_of
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
-    parameters=(
-        *("dt_bias", "A_log", "conv1d", "norm", "out_proj"),
-        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    ),
 )
 _QWEN3_NEXT = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
-    parameters=("dt_bias", "A_log", "conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"),
 )
 
 
@@ -33,16 +28,10 @@ _LIGHTNING = Recurrent(
     RecurrentKind.LIGHTNING_ATTENTION,
     module="self_attn",
     by_default=lambda _, count: tuple(range(1, count, 2)),
-    parameters=("norm[H V]", "qkv_proj", "out_proj", "output_gate"),
 )
 _OLMO = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
     by_default=_all_but_every_fourth,
-    parameters=(
-        *("A_log", "dt_bias", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "conv1d"),
-        "o_norm",
-    ),
-    norms=("input_layernorm", "post_attention_layernorm"),
     follows_attention=True,
 )
 
@@ -126,7 +115,6 @@ HYBRIDS: Mapping[str, Family] = {
         _LISTED,
         experts=Experts(
             block="feed_forward",
-            router_first=False,
             count=("num_experts", 32),
             per_token=("num_experts_per_tok", 4),
             width=("moe_intermediate_size", 1792),
@@ -150,7 +138,6 @@ HYBRIDS: Mapping[str, Family] = {
         defaults=defaults_of(4, 128, sliding_window=256, conv_L_cache=7, use_attention_gate=True, **TIED),
     ),
     "minimax": Family(
-        order=("attention", "norms", "mlp"),
         qkv_bias=False,
         output_bias=False,
         recurrent=_LIGHTNING,
@@ -166,7 +153,6 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "olmo_hybrid": Family(
         qk_norm=QkNorm.WHOLE,
-        order=("attention", "mlp", "recurrent", "norms"),
         norms=POST_NORMS,
         recurrent=_OLMO,
         refusals=(

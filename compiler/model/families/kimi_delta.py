@@ -48,20 +48,13 @@ _KIMI = Recurrent(
     RecurrentKind.KIMI_DELTA_ATTENTION,
     module="self_attn",
     by_default=_kimi_layers,
-    parameters=(
-        *("q_proj", "k_proj", "v_proj", "conv1d", "forget_gate.dt_bias", "forget_gate.A_log[1, 1, H, 1]"),
-        *("forget_gate.f_a_proj", "forget_gate.f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj"),
-    ),
     section=_SECTION,
+    gates_by_few=True,
 )
 _BAILING = Recurrent(
     RecurrentKind.KIMI_DELTA_ATTENTION,
     module="self_attn",
     every_key=("layer_group_size", 6),
-    parameters=(
-        *("q_proj", "k_proj", "v_proj", "conv1d", "forget_gate.A_log", "forget_gate.dt_bias", "forget_gate.f_proj"),
-        *("b_proj", "o_norm", "o_proj", "g_proj"),
-    ),
     sizes={
         "linear_num_heads": "num_attention_heads",
         "linear_head_dim": "head_dim",
@@ -72,7 +65,6 @@ _BAILING = Recurrent(
 
 def _experts(count: int, width: int, dense: int) -> Experts:
     return Experts(
-        router_first=False,
         shared="shared_experts",
         count=("num_experts", count),
         count_alias="num_local_experts",

@@ -37,7 +37,6 @@ LONGCAT: Mapping[str, Family] = {
         kv_heads=all_heads,
         experts=Experts(
             router="router.classifier",
-            router_first=False,
             count=("n_routed_experts", 512),
             count_alias="num_local_experts",
             identities=("zero_expert_num", 256),

@@ -58,7 +58,6 @@ MIMO: Mapping[str, Family] = {
         output_bias=False,
         layer_shapes=_layers,
         experts=Experts(
-            router_first=False,
             count=("n_routed_experts", 256),
             count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),

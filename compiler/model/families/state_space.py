@@ -43,7 +43,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
         null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
         final_norm="final_layernorm",
-        order=("mlp", "norms", "attention"),
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
         mlp_bias="mlp_bias",
@@ -66,7 +65,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "falcon_h1": Family(
         null_is_off=("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "projectors_bias"),
         final_norm="final_layernorm",
-        order=("mlp", "recurrent", "attention", "norms"),
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
         mlp_bias="mlp_bias",
@@ -86,7 +84,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "nemotron_h": Family(
         embedding="embeddings",
         final_norm="norm_f",
-        order=("norms", "attention", "mlp"),
         attention="mixer",
         mlp="mixer",
         up=("up_proj",),
@@ -117,7 +114,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
         experts=Experts(
             block="mixer",
-            router_first=False,
             gated=False,
             shared="shared_experts",
             count=("n_routed_experts", 8),
@@ -186,7 +182,6 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "zamba2": Family(
         final_norm="final_layernorm",
-        order=("shared_blocks",),
         own_head_dim=False,
         qkv_bias=False,
         output_bias=False,
@@ -236,7 +231,6 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "granitemoehybrid": Family(
         null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
-        order=("norms", "mlp", "attention"),
         mlp="shared_mlp",
         up=("input_linear",),
         down="output_linear",

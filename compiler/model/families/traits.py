@@ -68,12 +68,10 @@ def routed(
     by_layer: str | None = None,
     dense_by_default: int = 0,
     norm_after: str = "",
-    router_first: bool = False,
     layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None,
 ) -> Experts:
     """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
     return Experts(
-        router_first=router_first,
         norm_after=norm_after,
         dense_by_default=dense_by_default,
         shared="shared_experts",

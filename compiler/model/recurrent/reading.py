@@ -83,7 +83,7 @@ def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int,
         value_dim=width,
         kernel=of("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
         groups_key=traits.section if "num_heads" in section else heads_key,
-        gate_rank=width if any(name.endswith("_a_proj") for name in traits.parameters) else 0,
+        gate_rank=width if traits.gates_by_few else 0,
     )
 
 

@@ -36,10 +36,8 @@ class Recurrent:
     """Where there is no list: the key of a number n, whose every nth layer attends, with its default."""
     by_default: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
     """Which layers carry a state where there is neither, from the configuration and the number of layers."""
-    parameters: tuple[str, ...] = ()
-    """Those of the module, in the order in which it registers them."""
-    norms: tuple[str, ...] = ()
-    """The norms of such a layer, where it has others than a layer that attends."""
+    gates_by_few: bool = False
+    """Its gates are projected by way of a few features, as many as a head has."""
     follows_attention: bool = False
     """Sizes that a configuration leaves out follow from its attention."""
     sizes: Mapping[str, str] = field(default_factory=dict)
