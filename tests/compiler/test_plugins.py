@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 CODE = """
-from parcompile.plugins import Family, Finding, Importer, Loss, Norm, Severity, Target, rule
+from parcompile.plugins import Experts, Family, Finding, Importer, Loss, Norm, Severity, Target, rule
 
 
 @rule(
@@ -44,6 +44,8 @@ TARGET = Target(
 )
 OUTSIDE = Target("outside", lambda plan: {"../ds_config.json": {}})
 FAMILY = Family(norm=Norm.WEIGHT_AND_BIAS)
+INDEXED = Family(query_gate=True)
+BESIDE = Family(experts=Experts(beside="shared_mlp"))
 
 
 def read(source, draft):
@@ -73,6 +75,8 @@ acme = acme:IMPORTER
 [parcompile.families]
 acme_llama = acme:FAMILY
 acme_broken = acme.nowhere:FAMILY
+acme_indexed = acme:INDEXED
+acme_beside = acme:BESIDE
 """
 SPEC: dict[str, Any] = {
     "version": 1,
@@ -184,6 +188,13 @@ def test_a_family_gives_a_model_type_its_parameters(run: Any, tmp_path: Path) ->
     assert code == 0, said
     assert "warning[X004]: parcompile.runtime does not inject acme_llama: it comes from a plug-in" in said
     assert "input_layernorm.bias" in (tmp_path / "plan/plan.json").read_text()
+    for name, why in (
+        ("acme_indexed", "it sets query_gate: the rows of a plug-in's family have attention, MLPs and experts only"),
+        ("acme_beside", "it sets beside, beside_mlp or norm_after of its experts"),
+    ):
+        code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": name}})
+        assert code == 1
+        assert f"cannot be used: {why}" in said
     code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": "acme_broken"}})
     assert code == 1
     assert "error[E001]: the family 'acme_broken' of acme 1.2 (acme.nowhere:FAMILY) cannot be loaded" in said
