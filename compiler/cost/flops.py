@@ -41,7 +41,7 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
     projected, kv_heads = shape.keys_and_values.value, shape.num_key_value_heads
     keys, values = kv_heads * ("k" in projected), kv_heads * ("v" in projected)
     taken = shape.attention_inputs * (shape.head_dim * (heads + keys) + shape.value_dim * values)
-    return taken + h * shape.value_dim * heads
+    return taken + h * heads * (shape.value_dim + shape.attention_gate)
 
 
 def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:

@@ -28,7 +28,7 @@ def shape_of(name: str, **changes: int) -> ModelShape:
     return shape_from_config({"model_type": name, **_SIZES, **changes})
 
 
-@pytest.mark.parametrize("name", ["hy_v4", "axk2", "glm_moe_dsa", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["hy_v4", "axk2", "glm_moe_dsa", "deepseek_v3", "afmoe", "beam"])
 def test_operations_count_every_matrix_that_a_token_passes(name: str) -> None:
     """Those of an indexer are not trained, and do not count; the embedding is looked up."""
     shape = shape_of(name)
