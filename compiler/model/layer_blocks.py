@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .recurrent.problems import LayerListError
+from .tables import OLDER_KINDS
 
 STATE, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 
@@ -29,8 +30,8 @@ class LayerBlocks:
 
 
 _LETTERS = {"M": STATE, "E": EXPERTS, "*": ATTENTION, "-": MLP}
-_OLDER = {"mamba": STATE, "attention": ATTENTION}
 _BY_DEFAULT = (STATE, EXPERTS, ATTENTION, MLP)
+_OLDER = {old: kind for old, kind in OLDER_KINDS.items() if kind in _BY_DEFAULT}
 
 
 def nemotron_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from .layer_blocks import STATE, counted
 from .recurrent.problems import LayerListError
+from .tables import OLDER_KINDS
 
 HYBRID = "hybrid"
 """What the list of layers calls a layer with a shared block."""
@@ -29,8 +30,7 @@ INPUTS = 2
 _DEFAULT = (STATE, *((STATE,) * 5 + (HYBRID,)) * 7, *(STATE,) * 4, HYBRID, *(STATE,) * 3, HYBRID, STATE, STATE)
 """The layers of transformers' class where a configuration lists none."""
 
-_OLDER = {"mamba": STATE}
-"""What files call a kind, where transformers has another word now."""
+_OLDER = {old: kind for old, kind in OLDER_KINDS.items() if kind == STATE}
 
 
 Size = Callable[[str, "int | None"], int]

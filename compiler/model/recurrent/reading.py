@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from parcompile.model.tables import OLDER_KINDS
+
 from .kind import RecurrentKind
 from .problems import LayerListError
 from .selective import selective_shape
 from .shape import RecurrentShape
 from .state_space import state_space_shape
 from .traits import Recurrent
-
-LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Older names of kinds of layers, which transformers reads too."""
 
 Size = Callable[[str, "int | None"], int]
 """The value of a key, or its default."""
@@ -132,7 +131,7 @@ def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size:
             f"{traits.layers_key} has {found} entries for {num_layers} layers: write the kind of each",
             traits.layers_key,
         )
-    kinds = [LEGACY.get(str(kind), kind) for kind in kinds]
+    kinds = [OLDER_KINDS.get(str(kind), kind) for kind in kinds]
     known = (traits.word, *traits.attending_words)
     if others := sorted({str(kind) for kind in kinds} - set(known)):
         raise LayerListError(

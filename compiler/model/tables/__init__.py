@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .completing import TableError, complete, stated
+from .completing import OLDER_KINDS, TableError, complete, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
 from .repeating import Repeated, in_layers, repeated
 
 __all__ = [
+    "OLDER_KINDS",
     "VERSION",
     "Counts",
     "Derived",
