@@ -53,8 +53,7 @@ def _not_compared(key: str) -> Refusal:
     )
 
 
-def _mamba1(refusals: tuple[Refusal, ...]) -> Family:
-    """Mamba-1 layers, whose channels `intermediate_size` may count in the place of `expand`."""
+def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], tied: Mapping[str, Any], **sizes: Any) -> Family:
     return Family(
         base="backbone",
         keys=_NO_ATTENTION,
@@ -65,75 +64,58 @@ def _mamba1(refusals: tuple[Refusal, ...]) -> Family:
         norms=("norm",),
         qkv_bias=False,
         output_bias=False,
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA1,
-            module="mixer",
-            layers_key="",
-            every_key=None,
-            selective=SelectiveKeys(
-                expand=("expand", 2),
-                state=("state_size", 16),
-                kernel=("conv_kernel", 4),
-                step_rank="time_step_rank",
-                convolution_bias=("use_conv_bias", True),
-                bias=("use_bias", False),
-                width="intermediate_size",
-                norms=False,
-            ),
-        ),
-        refusals=(*_LAYERS_AND_STATE, _NO_WIDTH, *refusals),
-        defaults={**TIED, **_WIDE},
+        recurrent=Recurrent(kind, module="mixer", layers_key="", every_key=None, **sizes),
+        refusals=(*_LAYERS_AND_STATE, *refusals),
+        defaults={**tied, **_WIDE},
     )
 
 
+def _mamba1(*refusals: Refusal) -> Family:
+    """Mamba-1 layers, whose channels `intermediate_size` may count in the place of `expand`."""
+    keys = SelectiveKeys(
+        expand=("expand", 2),
+        state=("state_size", 16),
+        kernel=("conv_kernel", 4),
+        step_rank="time_step_rank",
+        convolution_bias=("use_conv_bias", True),
+        bias=("use_bias", False),
+        width="intermediate_size",
+        norms=False,
+    )
+    return _family(RecurrentKind.MAMBA1, (_NO_WIDTH, *refusals), TIED, selective=keys)
+
+
 ATTENTION_FREE: Mapping[str, Family] = {
-    "mamba": _mamba1((_not_compared("use_mambapy"),)),
+    "mamba": _mamba1(_not_compared("use_mambapy")),
     "falcon_mamba": _mamba1(
-        (
-            _not_compared("use_falcon_mambapy"),
-            Refusal(
-                "use_mambapy",
-                functools.partial(_is_on, "use_mambapy"),
-                "transformers reads use_falcon_mambapy in its place: remove it",
-            ),
-        )
-    ),
-    "mamba2": Family(
-        base="backbone",
-        keys=_NO_ATTENTION,
-        embedding="embeddings",
-        final_norm="norm_f",
-        attends=False,
-        wide_stream="residual_in_fp32",
-        norms=("norm",),
-        qkv_bias=False,
-        output_bias=False,
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA2,
-            module="mixer",
-            layers_key="",
-            every_key=None,
-            state_space=StateSpaceKeys(
-                heads=("num_heads", 128),
-                head_dim=("head_dim", 64),
-                groups=("n_groups", 8),
-                state=("state_size", 128),
-                kernel=("conv_kernel", 4),
-                chunk=("chunk_size", 256),
-                expand=("expand", 2),
-                convolution_bias=("use_conv_bias", True),
-                input_bias=("use_bias", False),
-                output_bias=("use_bias", False),
-            ),
+        _not_compared("use_falcon_mambapy"),
+        Refusal(
+            "use_mambapy",
+            functools.partial(_is_on, "use_mambapy"),
+            "transformers reads use_falcon_mambapy in its place: remove it",
         ),
-        refusals=(
-            *_LAYERS_AND_STATE,
+    ),
+    "mamba2": _family(
+        RecurrentKind.MAMBA2,
+        (
             Refusal(
                 "rms_norm",
                 lambda config: config.get("rms_norm") is False,
                 "transformers builds the gated norm whatever it says: remove it",
             ),
         ),
-        defaults=_WIDE,
+        {},
+        state_space=StateSpaceKeys(
+            heads=("num_heads", 128),
+            head_dim=("head_dim", 64),
+            groups=("n_groups", 8),
+            state=("state_size", 128),
+            kernel=("conv_kernel", 4),
+            chunk=("chunk_size", 256),
+            expand=("expand", 2),
+            convolution_bias=("use_conv_bias", True),
+            input_bias=("use_bias", False),
+            output_bias=("use_bias", False),
+        ),
     ),
 }
