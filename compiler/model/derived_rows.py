@@ -59,12 +59,9 @@ _OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projec
 
 def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) -> None:
     """Raises ValueError where a shape is not that of the configuration."""
-    layers = shape.num_hidden_layers if shape.runs is None else shape.runs.layers
-    wanted = {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": layers // family.layers_per_module,
-        "vocab_size": shape.vocab_size,
-    }
+    wanted = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
+    if shape.runs is None:  # else a configuration may state how often the stacks run as its number of layers
+        wanted["num_hidden_layers"] = shape.num_hidden_layers // family.layers_per_module
     for name, value in wanted.items():
         if stated.get(key := own_key(family, name) or name, value) != value:
             raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {value}")

@@ -23,8 +23,6 @@ class MoeShape:
     num_experts_per_token: int
     intermediate_size: int
     """Hidden width of one expert."""
-    num_identities: int = 0
-    """Further experts that give back what they take: the router chooses among them too."""
     num_shared_experts: int = 0
     """Experts that every token passes through, as one MLP of this many widths."""
     shared_intermediate_size: int = 0
@@ -33,6 +31,8 @@ class MoeShape:
     """Layers before this one keep the dense MLP."""
     layers: tuple[int, ...] | None = None
     """The layers with experts, where dense ones stand between them; None: all from the first on."""
+    num_identities: int = 0
+    """Further experts that give back what they take: the router chooses among them too."""
 
     @property
     def num_choices(self) -> int:

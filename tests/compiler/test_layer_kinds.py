@@ -10,45 +10,66 @@ from parcompile.cost.activations import eager_layer_bytes
 from parcompile.cost.flops import attention_flops_per_token, layer_matmul_parameters, matmul_parameters
 from parcompile.cost.parameters import rank_parameters
 from parcompile.layout.stages import Stage
+from parcompile.model.hf_config import shape_from_config
 from parcompile.model.layer_kind import KeysAndValues, LayerShape, kinds_of_layers
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
 BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64, tie_word_embeddings=False)
 OWN = LayerShape(4, 8, 96)
-WIDE = LayerShape(2, 16, 96)
-SHARED = LayerShape(2, 16, 192, keys_and_values=KeysAndValues.OF_ANOTHER_LAYER)
-VARIED = replace(BY_HAND, kinds=kinds_of_layers([OWN, WIDE, OWN, SHARED]))
 
 
-def of_layer(layer: int) -> dict[str, tuple[int, ...]]:
+def gemma4(**stated: object) -> ModelShape:
+    """Wide heads in every other layer; the last layer takes keys and values of another, and its MLP is wider."""
+    config: dict[str, object] = {
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 128,
+        "tie_word_embeddings": False,
+    }
+    return shape_from_config(config | stated)
+
+
+VARIED = gemma4(attention_k_eq_v=True)
+
+
+def of_layer(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
     start = f"model.layers.{layer}."
     return {
         name.removeprefix(start).removesuffix(".weight"): one.shape
-        for name, one in parameter_table(VARIED).expanded()
+        for name, one in parameter_table(shape).expanded()
         if name.startswith(start) and "norm" not in name
     }
 
 
 def test_each_layer_has_the_projections_of_its_kind() -> None:
-    assert of_layer(0)["self_attn.k_proj"] == of_layer(2)["self_attn.k_proj"] == (32, 64)
-    assert of_layer(1)["self_attn.q_proj"] == (128, 64)
-    assert of_layer(1)["self_attn.k_proj"] == (32, 64)
-    assert "self_attn.k_proj" not in of_layer(3)
-    assert of_layer(3)["mlp.gate_proj"] == (192, 64)
+    assert of_layer(VARIED, 0)["self_attn.k_proj"] == of_layer(VARIED, 2)["self_attn.k_proj"] == (32, 64)
+    assert of_layer(VARIED, 1)["self_attn.q_proj"] == (128, 64)
+    assert of_layer(VARIED, 1)["self_attn.k_proj"] == (32, 64)
+    assert "self_attn.k_proj" not in of_layer(VARIED, 3)
+    assert of_layer(VARIED, 3)["mlp.gate_proj"] == (192, 64)
 
 
 def test_keys_that_are_values_have_one_projection() -> None:
-    shape = replace(VARIED, kinds=kinds_of_layers([OWN, replace(WIDE, keys_and_values=KeysAndValues.KEYS_ARE_VALUES)]))
-    names = {name for name, _ in parameter_table(replace(shape, num_hidden_layers=2)).expanded()}
-    assert "model.layers.1.self_attn.k_proj.weight" in names
-    assert "model.layers.1.self_attn.v_proj.weight" not in names
+    assert "self_attn.v_proj" not in of_layer(VARIED, 1)
+    assert of_layer(gemma4(), 1)["self_attn.k_proj"] == of_layer(gemma4(), 1)["self_attn.v_proj"] == (64, 64)
 
 
 def test_operations_are_counted_layer_by_layer() -> None:
-    weights = [one for name, one in parameter_table(VARIED).expanded() if len(one.shape) == 2]
-    embedding = 128 * 64
-    assert matmul_parameters(VARIED) == pytest.approx(sum(one.numel for one in weights) - embedding)
+    weights = [one for name, one in parameter_table(VARIED).expanded() if len(one.shape) == 2 and "embed" not in name]
+    assert matmul_parameters(VARIED) == pytest.approx(sum(one.numel for one in weights))
     every = [layer_matmul_parameters(VARIED.of_layer(layer)) for layer in range(4)]
     assert layer_matmul_parameters(VARIED) == pytest.approx(sum(every) / 4)
 
@@ -72,7 +93,7 @@ def test_a_rank_holds_what_the_layers_of_its_stage_have() -> None:
     first, last = (Stage(range(start, start + 2), start == 0, start == 2) for start in (0, 2))
     table = dict(parameter_table(VARIED).expanded())
     for stage in (first, last):
-        ends = ("model.embed",) if stage.has_embedding else ("model.norm", "lm_head")
+        ends = ("model.embed", "model.per_layer_") if stage.has_embedding else ("model.norm", "lm_head")
         held = (*ends, *(f"model.layers.{layer}." for layer in stage.layers))
         numel = sum(one.numel for name, one in table.items() if name.startswith(held))
         assert rank_parameters(VARIED, stage, 1) == numel

@@ -119,7 +119,14 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
         dense_layers=first > 0,
     )
     value("moe_router_bias_update_rate")
-    moe = MoeShape(int(count), topk, int(width), shared // width if width else 0, int(shared), first)
+    moe = MoeShape(
+        num_experts=int(count),
+        num_experts_per_token=topk,
+        intermediate_size=int(width),
+        num_shared_experts=shared // width if width else 0,
+        shared_intermediate_size=int(shared),
+        first_moe_layer=first,
+    )
     return router, moe
 
 
