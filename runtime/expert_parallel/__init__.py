@@ -3,5 +3,6 @@
 from .experts import deal_experts
 from .identities import pass_on
 from .marking import for_deepspeed, is_dealt, mark_dealt, take_over_norm
+from .scaled_inputs import visit_chosen
 
-__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "mark_dealt", "pass_on", "take_over_norm"]
+__all__ = ["deal_experts", "for_deepspeed", "is_dealt", "mark_dealt", "pass_on", "take_over_norm", "visit_chosen"]

@@ -1,7 +1,7 @@
 """The routed experts of a layer on the ranks of ep: each has an equal run of them, whole or cut over tp.
 
 Around the experts of transformers, which compute the rows of the local ones: rows go to the ranks of their experts and
-come back, and are weighted by the router's scores where they came from.
+come back, and are weighted by the router's scores where they came from, before they leave or when they are back.
 
 Tensor-parallel ranks have the same tokens, and each sends an equal share of them. Ranks that hold slices of the same
 experts put the rows that come to them together, and add up what they compute of each. The results of a rank's share are
@@ -32,6 +32,7 @@ from .exchange import exchange, gather_rows, start_exchange, sum_rows
 from .identities import PassedOn
 from .marking import mark_dealt
 from .routing import Sharing, in_order_of_choices, route, rows_of
+from .scaled_inputs import ScaledExperts
 from .shared import SharedExpert
 
 
@@ -109,12 +110,13 @@ class Dispatched:
     ) -> None:
         experts: Any = module
         self._module, self._group, self._experts = module, group, int(experts.num_experts)
-        passing = experts.forward if isinstance(experts.forward, PassedOn) else None
-        self._identities = 0 if passing is None else passing.count
+        own = experts.forward
+        self._identities = own.count if isinstance(own, PassedOn) else 0
+        self._scaled = isinstance(own, ScaledExperts)
         self._holders = holders
         self._shared = None if shared is None else SharedExpert(shared)
         self._sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
-        self._compute: Callable[..., Tensor] = experts.forward if passing is None else passing.computed
+        self._compute: Callable[..., Tensor] = own.computed if isinstance(own, PassedOn | ScaledExperts) else own
         experts.num_experts = self._experts // dist.get_world_size(group)
         experts.forward = self
 
@@ -133,6 +135,8 @@ class Dispatched:
         routing = route(chosen_Ak, self._experts, self._group, self._sharing, self._identities)
         start, stop = routing.tokens
         sent_RH, kept_H = rows_of(hidden_AH[start:stop], routing), None
+        if self._scaled:
+            sent_RH = sent_RH * weights_Ak[start:stop].flatten().index_select(0, routing.order).unsqueeze(-1)
         if self._identities:
             # What experts give back unchanged lies behind the others, and stays.
             sent_RH, kept_H = torch.split(sent_RH, [sum(routing.send), len(sent_RH) - sum(routing.send)])
@@ -147,7 +151,9 @@ class Dispatched:
         done_QH = sum_rows(done_NH, routing.gathered, self._holders)
         back_RH = exchange(done_QH, routing.receive, routing.send, self._group)
         each_TkH = in_order_of_choices(back_RH if kept_H is None else torch.cat([back_RH, kept_H]), routing)
-        done_TH = (each_TkH * weights_Ak[start:stop].unsqueeze(-1)).sum(1).to(hidden_AH.dtype)
+        if not self._scaled:
+            each_TkH = each_TkH * weights_Ak[start:stop].unsqueeze(-1)
+        done_TH = each_TkH.sum(1).to(hidden_AH.dtype)
         return F.pad(done_TH, (0, 0, start, len(hidden_AH) - stop))
 
     def _local(self, rows_NH: Tensor, expert_of_row: Tensor) -> Tensor:
@@ -157,6 +163,6 @@ class Dispatched:
             # the order that the ranks with the same experts, which may have got rows, reduce theirs in.
             rows_NH = F.pad(rows_NH, (0, 0, 0, 1))
             expert_of_row = expert_of_row.new_zeros(1)
-        ones = torch.ones(len(rows_NH), 1, dtype=rows_NH.dtype, device=rows_NH.device)
-        done_NH = self._compute(rows_NH, expert_of_row.unsqueeze(1), ones)
+        ones = () if self._scaled else (torch.ones_like(rows_NH[:, :1]),)
+        done_NH = self._compute(rows_NH, expert_of_row.unsqueeze(1), *ones)
         return done_NH if count else done_NH[:0]

@@ -9,7 +9,6 @@ Shapes: A tokens, k experts of a token, H hidden size, F width of an expert.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from parcompile.layout.grid import Axis
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.transport import group_rank
 
-_ALIGNMENT = 16
-"""Bytes that the rows of torch's grouped product are a multiple of."""
+from .grouped import can_be_grouped, grouped
 
 
 def pass_on(model: nn.Module, mesh: Mesh) -> None:
@@ -61,34 +59,11 @@ class PassedOn:
 
     def computed(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
         """The part of that sum of the experts that compute."""
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
         module = self._module
-        weights = module.gate_up_proj, module.down_proj
-        if any(size * one.element_size() % _ALIGNMENT for one in weights for size in one.shape[1:]):
-            own: Any = type(module).forward
-            return own(module, hidden_AH, chosen_Ak, weights_Ak)  # type: ignore[no-any-return]
-        grouped = SimpleNamespace(
-            num_experts=module.num_experts,
-            gate_up_proj=module.gate_up_proj[: module.num_experts],
-            down_proj=module.down_proj,
-            act_fn=module.act_fn,
-            _apply_gate=self._gated,
-            has_gate=True,
-            has_bias=False,
-            has_post_expert_norm=False,
-            is_transposed=False,
-            is_concatenated=True,
-            _is_expert_parallel=True,  # the experts beyond are left out
-        )
-        done: Tensor = grouped_mm_experts_forward(grouped, hidden_AH, chosen_Ak, weights_Ak)
-        return done
-
-    def _gated(self, both: Tensor) -> Tensor:
-        """Gate and value [.., 2 F] to their product [.., F]."""
-        gate, value = both.chunk(2, dim=-1)
-        found: Tensor = self._module.act_fn(gate) * value
-        return found
+        if can_be_grouped(module):
+            return grouped(module, hidden_AH, chosen_Ak, weights_Ak, beyond=True)
+        own: Any = type(module).forward
+        return own(module, hidden_AH, chosen_Ak, weights_Ak)  # type: ignore[no-any-return]
 
 
 class _Nothing(nn.Module):

@@ -15,7 +15,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import deal_experts, pass_on
+from parcompile.runtime.expert_parallel import deal_experts, pass_on, visit_chosen
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
@@ -100,6 +100,7 @@ class _Injection:
         use_pieces(self.model, self.mesh)
         use_indexers(self.model, self.mesh)
         pass_on(self.model, self.mesh)
+        visit_chosen(self.model)
         deal_experts(self.model, self.mesh, self.slices)
         group, region = self.mesh.parallel_group("tp"), None
         if group is not None:

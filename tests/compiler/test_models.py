@@ -44,7 +44,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
     assert axes["llama"] == ["tp", "cp", "pp", "dp", "sequence_parallel"]
     assert axes["qwen3_moe"] == [*axes["llama"], "ep"]
     assert "pp" not in axes["zamba2"]
-    assert "ep" not in axes["llama4_text"]
+    assert "ep" in axes["llama4_text"]
     assert all(tree["why"] for tree in json.loads(output("--format", "json", "--only", "refused")))
 
 

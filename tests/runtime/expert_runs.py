@@ -91,6 +91,8 @@ def further() -> list[Case]:
         Case("mixtral", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
         Case("mixtral", {"tp": 2, "dp": 2, "ep": 2, "expert_tp": 1}, zero=2),
         Case("gpt_oss", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
+        Case("llama4_text", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
+        Case("llama4_text", {"pp": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
         Case("deepseek_v3", {"tp": 2, "cp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True}),
         Case("deepseek_v3", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
         Case("deepseek_v3", {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),

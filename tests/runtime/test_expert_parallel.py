@@ -32,6 +32,9 @@ CASES = {
         "longcat_flash", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}
     ),
     "tp2 × dp2 × ep4, such experts each whole": Case("longcat_flash", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}),
+    "tp2 × dp2 × ep2, scores that scale what experts take": Case(
+        "llama4_text", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}
+    ),
     "pp2 × dp2 × ep2, and no experts in the first stage": Case(
         "deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}
     ),

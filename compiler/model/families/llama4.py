@@ -1,4 +1,4 @@
-"""Llama 4: chunked attention, layers without rotary positions, and experts of one product that sees every token."""
+"""Llama 4: chunked attention, layers without rotary positions, and experts whose scores scale what they take."""
 
 from __future__ import annotations
 
@@ -35,9 +35,5 @@ LLAMA4: Mapping[str, Family] = {
             dense_width=("intermediate_size_mlp", 16384),
             layers=_routed,
         ),
-        refused_axes={
-            "ep": "transformers has all experts of this type compute all tokens in one product, weighted by zero where "
-            "an expert was not chosen: there are no tokens to send to the ranks of chosen experts"
-        },
     ),
 }
