@@ -25,7 +25,7 @@ SPEC = {
     "training": {"sequence_length": 32, "global_batch_size": 2, "micro_batch_size": 1, "precision": "fp32"},
 }
 DRIVER = """
-import os, runpy, socket, sys
+import os, runpy, subprocess, sys
 
 import deepspeed, peft, tokenizers, torch, transformers  # once for all: a child starts with them
 import torch.utils.checkpoint
@@ -50,14 +50,14 @@ if not os.path.exists("model"):
     tokenizer.save_pretrained("model")
     import parcompile
     parcompile.compile("spec.json", "plan")
-for file in sys.argv[1:]:
+finder, *files = sys.argv[1:]
+for file in files:
     child = os.fork()
     if not child:
         code = 1
         try:
-            with socket.socket() as listener:  # a port that is free now; those behind one that was need not be
-                listener.bind(("127.0.0.1", 0))
-                os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+            # A port that is free now; those behind one that was need not be.
+            os.environ["MASTER_PORT"] = subprocess.check_output([sys.executable, finder], text=True).strip()
             runpy.run_path(file, run_name="__main__")
             code = 0
         except BaseException as error:
@@ -108,7 +108,7 @@ def test_the_programs_of_the_runtime_run_in_one_process_each(tmp_path: Path) -> 
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, *files],
+        [sys.executable, "-c", DRIVER, str(ROOT / "examples" / "free_port.py"), *files],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

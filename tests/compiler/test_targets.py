@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,8 @@ from parcompile.backends.target_names import ALL, chosen
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, load_plan
+
+FREE_PORT = Path(__file__).parents[2] / "examples" / "free_port.py"
 
 HOSTILE = (
     "two words",
@@ -359,9 +360,7 @@ class TestLaunch:
             "import os, sys, pathlib\n"
             "pathlib.Path('rank-' + os.environ['RANK']).write_text(os.environ['WORLD_SIZE'] + ' ' + sys.argv[1])\n"
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = subprocess.check_output([sys.executable, FREE_PORT], text=True).strip()
         done = self.run(stage, "torchrun.sh", "hello.py", "a b", MASTER_PORT=port)
         assert done.returncode == 0, done.stderr
         assert [(stage / f"rank-{rank}").read_text() for rank in range(2)] == ["2 a b", "2 a b"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +20,17 @@ _PRELOAD = (
 """What an engine imports, most of it late, takes 8 seconds; the fork server does it once for all ranks of all tests."""
 
 
+_RANDOM = random.SystemRandom()
+"""Not what tests seed: two of them would take the same port."""
+
+
 def free_port() -> int:
-    """For launchers; `run_ranks` needs none."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """For launchers; `run_ranks` needs none. Below the ports of connections, one of which could take it meanwhile."""
+    while True:
+        port = _RANDOM.randrange(20000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
