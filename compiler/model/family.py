@@ -233,7 +233,7 @@ class Family:
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
     null_is_off: tuple[str, ...] = ()
-    """Switches that transformers takes for off where they are null; it refuses the null of others."""
+    """Of a plug-in: switches that transformers takes for off where they are null; it refuses the null of others."""
     refusals: tuple[Refusal, ...] = ()
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axes of the mesh that the runtime does not run the family over, and why."""
@@ -249,14 +249,10 @@ class Family:
 
     @property
     def switches(self) -> frozenset[str]:
-        """The keys of a configuration that are true or false."""
-        states = None if self.recurrent is None else self.recurrent.state_space
-        of_states = () if states is None else (states.input_bias, states.convolution_bias, states.output_bias)
+        """The keys of a configuration that are true or false; of a plug-in's family."""
         found: list[Switch | None] = [
             *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias),
             *(self.norm_bias, self.gate_key, self.qk_norm_key, self.wide_stream),
-            *(one[0] for one in of_states),
-            states.norm[0] if states is not None and states.norm is not None else None,
             "tie_word_embeddings",
         ]
         keys = (one for switch in found for one in (switch if isinstance(switch, tuple) else (switch,)))

@@ -65,7 +65,7 @@ def shape_from_config(config: Config) -> ModelShape:
     if (by_modules := _by_modules(config, family)) is not config:
         config, read = by_modules, ConfigReader(by_modules, family, family.keys)
     table = None if by_hand(name) else table_of(name)
-    for key in sorted(family.switches):
+    for key in sorted(family.switches) if table is None else ():  # the class of a built-in type has said so above
         if key in config and config[key] is None and key not in family.null_is_off:
             message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
             raise ModelConfigError(message, key)

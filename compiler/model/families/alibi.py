@@ -18,7 +18,6 @@ def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 ALIBI: Mapping[str, Family] = {
     "falcon": Family(
-        null_is_off=("alibi", "bias"),
         base="transformer",
         keys={"intermediate_size": "ffn_hidden_size"},
         layers="h",

@@ -126,7 +126,6 @@ DENSE: Mapping[str, Family] = {
     "cohere": Family(
         qk_norm=QkNorm.HEADS,
         qk_norm_key="use_qk_norm",
-        null_is_off=("use_qk_norm",),
         defaults=defaults_of(**TIED),
     ),
     "cohere_compass_text": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
@@ -155,7 +154,6 @@ DENSE: Mapping[str, Family] = {
         qkv_bias="use_bias",
         output_bias="use_bias",
         mlp_bias="use_bias",
-        null_is_off=("use_bias",),
         defaults=defaults_of(**TIED),
     ),
     "arcee": Family(up=UP_ONLY, gated=False, mlp_bias="mlp_bias"),

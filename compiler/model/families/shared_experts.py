@@ -72,7 +72,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096),
     ),
     "ernie4_5_moe": Family(
-        null_is_off=("use_bias",),
         qkv_bias="use_bias",
         output_bias="use_bias",
         mlp_bias="use_bias",

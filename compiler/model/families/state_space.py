@@ -41,7 +41,6 @@ def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
 
 STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
-        null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
         final_norm="final_layernorm",
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
@@ -63,7 +62,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
     ),
     "falcon_h1": Family(
-        null_is_off=("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "projectors_bias"),
         final_norm="final_layernorm",
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
@@ -230,7 +228,6 @@ STATE_SPACE: Mapping[str, Family] = {
         defaults={"tie_word_embeddings": True},
     ),
     "granitemoehybrid": Family(
-        null_is_off=("mamba_conv_bias", "mamba_proj_bias"),
         mlp="shared_mlp",
         up=("input_linear",),
         down="output_linear",
