@@ -130,7 +130,7 @@ def eager_layer_bytes(
         )
     width, h = float(element_bytes), shape.hidden_size
     family = FAMILIES.get(shape.model_type, Family())
-    rms = family.norm is Norm.WEIGHT
+    rms = family.norm is Norm.WEIGHT and not shape.norm_bias
     normed = 4 if shape.model_type in FP32_NORMS else width
     stream = shape.norms_per_layer * h * (4 + normed if rms else width)
     if shape.norm_gate:  # what the gate multiplies, and the gate in fp32

@@ -38,7 +38,7 @@ from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family, QkNorm
+from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
@@ -213,7 +213,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)
-    if work.shape.qk_norm and FAMILIES.get(work.shape.model_type, Family()).qk_norm is QkNorm.WHOLE:
+    if work.shape.norm_over_heads:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)

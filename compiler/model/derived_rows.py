@@ -11,10 +11,10 @@ from .cutting.cut import FROZEN, STREAM, Cut
 from .cutting.keys import own_key
 from .cutting.layers import Place, cuts_of, places_of
 from .families.added import BUILT_IN
-from .family import Family, Norm
+from .family import Family
 from .shape import ModelShape
 from .table import Layers, Parameter, ParameterTable, vocabulary
-from .tables import Repeated, repeated, table_of
+from .tables import Repeated, TableError, repeated, table_of
 
 
 def by_hand(model_type: str) -> bool:
@@ -58,13 +58,13 @@ _OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projec
 
 
 def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) -> None:
-    """Raises ValueError where a shape is not that of the configuration."""
+    """Raises TableError where a shape is not that of the configuration."""
     wanted = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
     if shape.runs is None:  # else a configuration may state how often the stacks run as its number of layers
         wanted["num_hidden_layers"] = shape.num_hidden_layers // family.layers_per_module
     for name, value in wanted.items():
         if stated.get(key := own_key(family, name) or name, value) != value:
-            raise ValueError(f"the configuration says {key} {stated[key]}, and the shape {value}")
+            raise TableError(f"the configuration says {key} {stated[key]}, and the shape {value}", key)
 
 
 def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family: Family) -> list[Parameter]:
@@ -95,19 +95,6 @@ def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family
     return [*found, *after]
 
 
-def norm_names(shape: ModelShape) -> tuple[str, ...]:
-    """The norms of the residual stream in a layer, those that only some layers have among them."""
-    family = BUILT_IN[shape.model_type]
-    if family.norm is Norm.NOTHING:
-        return family.norms  # they have no parameters
-    prefix, end = f"{family.base}.{family.layers}.{{layer}}.", ".weight"
-    inner = (
-        _of_one(one.name.removeprefix(prefix), family) for one in derived_rows(shape).layer if one.sequence_parallel
-    )
-    names = (name.removesuffix(end) for name in inner if name.endswith(end))
-    return tuple(dict.fromkeys(name for name in names if "." not in name))
-
-
 def _by_kind(stack: str, rows: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """The same with the rows of a module that layers have in several kinds kind by kind, that of the first layer first.
 
@@ -136,7 +123,7 @@ def _of_layers(one: Repeated, stack: str, family: Family) -> Repeated:
     return replace(one, layers=tuple(family.layers_per_module * module + place for module in one.layers))
 
 
-def _of_one(own: str, family: Family) -> str:
+def of_one(own: str, family: Family) -> str:
     """The name of a parameter in a layer, without the place of the layer in its module."""
     return own if family.layers_per_module == 1 else _ITEM.sub(r"\1.", own)
 
@@ -150,7 +137,7 @@ def _parameters(
     family: Family,
 ) -> Iterator[Parameter]:
     """The rows of a parameter of the layers: one for each way in which it is cut."""
-    own = _of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
+    own = of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
     for cut, numbers in cuts_of(own, one, places, family).items():
         layers: Layers = tuple(first + number for number in numbers)
         if layers == tuple(range(layers[0], layers[-1] + 1)):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from .catalogue import ALIKE, ModelType, model_types
-from .family import QkNorm
+from .derived_facts import norms_queries
 from .presets import find_preset, presets
 
 AXES = "tp, cp, pp, dp, sequence parallelism"
@@ -66,7 +66,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("gated attention")
     if family.defaults.get("sliding_window") or family.window_key:
         found.append("windows")
-    if family.qk_norm is not QkNorm.NONE:
+    if norms_queries(one.name, family):
         found.append("norm of queries and keys")
     return found
 

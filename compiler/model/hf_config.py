@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 from .activation import kept_numbers
 from .catalogue import refusal
 from .config_reader import Config, ConfigReader, ModelConfigError
-from .derived_rows import by_hand, norm_names
+from .derived_facts import facts_of
+from .derived_rows import by_hand
 from .families import FAMILIES
 from .family import Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
@@ -24,7 +26,7 @@ from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
-from .tables import Table, TableError, in_layers, stated, table_of
+from .tables import Table, TableError, in_layers, keys_read, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -65,10 +67,6 @@ def shape_from_config(config: Config) -> ModelShape:
     if (by_modules := _by_modules(config, family)) is not config:
         config, read = by_modules, ConfigReader(by_modules, family, family.keys)
     table = None if by_hand(name) else table_of(name)
-    for key in sorted(family.switches) if table is None else ():  # the class of a built-in type has said so above
-        if key in config and config[key] is None and key not in family.null_is_off:
-            message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
-            raise ModelConfigError(message, key)
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     norms = family.norms_of(config)
@@ -96,17 +94,11 @@ def shape_from_config(config: Config) -> ModelShape:
         alibi=family.is_on(family.alibi, config),
         gated_mlp=family.gated,
         activation_numbers=kept_numbers(name, config),
-        qkv_bias=family.is_on(family.qkv_bias, config),
-        attention_output_bias=family.is_on(family.output_bias, config),
-        mlp_bias=family.is_on(family.mlp_bias, config),
-        head_bias=family.is_on(family.head_bias, config),
         paired_heads=family.paired_heads,
-        qk_norm=family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
         attention_gate=_gate(read, family, config, hidden, heads, mla),
         norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
         norms_per_layer=len(norms),
         norm_names=norms,
-        norm_bias=family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
         wide_stream=family.is_on(family.wide_stream, config),
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
@@ -124,12 +116,37 @@ def shape_from_config(config: Config) -> ModelShape:
     if family.layer_shapes is not None:
         shape = _of_kinds(shape, family, config)
     if table is None:
-        return shape
-    shape = replace(shape, stated=_stated(table, family, config, shape))
-    if family.layers_differ:
-        return shape
-    norms = norm_names(shape)
-    return replace(shape, norms_per_layer=len(norms), norm_names=norms)
+        return replace(shape, **_of_plug_in(family, config))
+    try:
+        shape = replace(shape, stated=_stated(table, family, config, shape))
+        return replace(shape, **facts_of(shape))
+    except TableError as error:
+        if (null := _null(table, config)) is None or error.key:
+            raise ModelConfigError(str(error), error.key) from error
+        raise ModelConfigError(f"{null} is null, and parameters follow from it: write a number", null) from error
+
+
+def _null(table: Table, config: Config) -> str | None:
+    """The first null that rows follow from and that the class has a value in place of."""
+    read = (key for key in keys_read(table) if key in config and table.defaults.get(key) is not None)
+    return next((key for key in read if config[key] is None), None)
+
+
+def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
+    """What no derived table tells of a plug-in's family, whose classes refuse no null themselves."""
+    for key in sorted(family.switches):
+        if key in config and config[key] is None and key not in family.null_is_off:
+            message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
+            raise ModelConfigError(message, key)
+    return {
+        "qkv_bias": family.is_on(family.qkv_bias, config),
+        "attention_output_bias": family.is_on(family.output_bias, config),
+        "mlp_bias": family.is_on(family.mlp_bias, config),
+        "head_bias": family.is_on(family.head_bias, config),
+        "qk_norm": (normed := family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config)),
+        "norm_over_heads": normed and family.qk_norm is QkNorm.WHOLE,
+        "norm_bias": family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
+    }
 
 
 def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:
@@ -160,10 +177,7 @@ def _stated(table: Table, family: Family, config: Config, shape: ModelShape) -> 
     """What the rows of a derived table follow from. A spec may write keys under the names that others give them."""
     named = {key: config[name] for name, key in family.keys.items() if key and name in config and key not in config}
     own = {} if family.values_of_layers is None else family.values_of_layers(config, shape)
-    try:
-        return stated(table, {**config, **named, **({"per_layer_config": None} if own else {})}) + in_layers(own)
-    except TableError as error:
-        raise ModelConfigError(str(error), error.key) from error
+    return stated(table, {**config, **named, **({"per_layer_config": None} if own else {})}) + in_layers(own)
 
 
 def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:

@@ -102,7 +102,9 @@ class ModelShape:
     paired_heads: bool = False
     """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
-    """A norm of the queries and keys; over what, the family says."""
+    """A norm of the queries and keys."""
+    norm_over_heads: bool = False
+    """It is one over all heads together."""
     attention_gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
     norm_gate: int = 0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from parcompile.model import parameters
+from parcompile.model import hf_config, parameters
 from parcompile.model.cutting.keys import leading_key
 from parcompile.model.derived_rows import by_hand
 from parcompile.model.families.added import BUILT_IN
-from parcompile.model.hf_config import shape_from_config
+from parcompile.model.family import Family, Norm, QkNorm
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter, Part, Split
 
@@ -36,20 +37,37 @@ def test_the_rows_of_every_type_come_from_its_table() -> None:
     assert not [name for name in BUILT_IN if by_hand(name)]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt_neox", "falcon", "qwen3", "olmo2", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
-)
+_ALL = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+PLUG_INS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": _ALL,
+    "gpt_neox": _ALL,
+    "falcon": {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
+    "qwen3": {"qk_norm": QkNorm.HEAD},
+    "olmo2": {"qk_norm": QkNorm.WHOLE},
+    "mixtral": {},
+    "qwen3_moe": {"qk_norm": QkNorm.HEAD},
+    "glm4_moe": {"output_bias": False, "qk_norm": QkNorm.HEAD, "qk_norm_key": "use_qk_norm"},
+    "deepseek_v3": {},
+}
+"""What a plug-in's family says of a type beside what its built-in one does, for which the table says it."""
+
+
+@pytest.mark.parametrize("name", PLUG_INS)
 def test_the_family_of_a_plug_in_gets_the_rows_that_a_table_gives_the_same_type(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"n_positions": 64} if name == "gpt2" else {}
-    shape = shape_from_config({"model_type": name, **SMALL, **keys})
+    config = {"model_type": name, **SMALL, **({"n_positions": 64} if name == "gpt2" else {})}
+    shape = shape_from_config(config)
     table = parameter_table(shape)
-    monkeypatch.setattr(parameters, "by_hand", lambda _: True)
-    written = parameter_table(shape)
-    assert written is not table
+    monkeypatch.setitem(cast("dict[str, Family]", BUILT_IN), name, replace(BUILT_IN[name], **PLUG_INS[name]))
+    for module in (hf_config, parameters):
+        monkeypatch.setattr(module, "by_hand", lambda _: True)
+    named = {"norm_names": shape.norm_names, "norms_per_layer": shape.norms_per_layer}
+    written = replace(shape_from_config(config), **named)
+    assert written == shape
     # A plug-in's parts of a layer come in one order.
-    assert sorted(map(repr, written.expanded())) == sorted(map(repr, table.expanded()))
+    assert sorted(map(repr, parameter_table(written).expanded())) == sorted(map(repr, table.expanded()))
 
 
 def test_queries_are_cut_by_heads_and_keys_by_kv_heads() -> None:
@@ -112,6 +130,15 @@ def test_a_shape_that_is_not_that_of_its_configuration_has_no_table() -> None:
     shape = shape_from_config({"model_type": "llama", **SMALL})
     with pytest.raises(ValueError, match="the configuration says vocab_size 61, and the shape 128"):
         parameter_table(replace(shape, vocab_size=128))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("granitemoe", "num_local_experts"), ("glm", "head_dim"), ("deepseek_v3", "v_head_dim")]
+)
+def test_a_null_that_parameters_follow_from_is_refused_by_its_key(name: str, key: str) -> None:
+    with pytest.raises(ModelConfigError, match=f"^{key} is null, and parameters follow from it") as caught:
+        shape_from_config({"model_type": name, **SMALL, key: None})
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(

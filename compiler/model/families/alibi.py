@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Family, Norm, Refusal
+from parcompile.model.family import Family, Refusal
 
 from .traits import TIED, all_heads
 
@@ -33,10 +33,6 @@ ALIBI: Mapping[str, Family] = {
         gated=False,
         down="dense_4h_to_h",
         mlp_ratio=4,
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias="bias",
-        output_bias="bias",
-        mlp_bias="bias",
         own_head_dim=False,
         refusals=(
             Refusal(
@@ -68,10 +64,6 @@ ALIBI: Mapping[str, Family] = {
         gated=False,
         down="dense_4h_to_h",
         mlp_ratio=4,
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         own_head_dim=False,
         refusals=(
             Refusal(
@@ -104,8 +96,6 @@ ALIBI: Mapping[str, Family] = {
         gated=False,
         down="down_proj",
         mlp_ratio=4,
-        qkv_bias=False,
-        output_bias=False,
         own_head_dim=False,
         defaults={**TIED, "max_position_embeddings": 2048},
     ),

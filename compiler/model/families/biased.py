@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Family, Norm, QkNorm, Refusal
+from parcompile.model.family import Family, Refusal
 
 from .traits import TIED, UP_ONLY, all_heads, defaults_of
 
@@ -23,59 +23,30 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 
 BIASED: Mapping[str, Family] = {
-    "jais2": Family(
-        up=UP_ONLY,
-        gated=False,
-        norm=Norm.WEIGHT_AND_BIAS,
-        mlp_bias="mlp_bias",
-        defaults=defaults_of(attention_bias=True, mlp_bias=True),
-    ),
+    "jais2": Family(up=UP_ONLY, gated=False),
     "persimmon": Family(
         final_norm="final_layernorm",
         qkv=("query_key_value",),
         kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
-        qk_norm=QkNorm.HEAD,
-        qk_norm_key="qk_layernorm",
         up=("dense_h_to_4h",),
         gated=False,
         down="dense_4h_to_h",
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         own_head_dim=False,
-        defaults={"qk_layernorm": True},
     ),
     "phi": Family(
         final_norm="final_layernorm",
         output="dense",
-        qk_norm=QkNorm.HEAD,
-        qk_norm_key="qk_layernorm",
         up=("fc1",),
         gated=False,
         down="fc2",
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
         ),
     ),
-    "starcoder2": Family(
-        up=("c_fc",),
-        gated=False,
-        down="c_proj",
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        defaults=defaults_of(use_bias=True, **TIED),
-    ),
-    "nemotron": Family(up=UP_ONLY, gated=False, norm=Norm.WEIGHT_AND_BIAS, mlp_bias="mlp_bias"),
+    "starcoder2": Family(up=("c_fc",), gated=False, down="c_proj", defaults=defaults_of(**TIED)),
+    "nemotron": Family(up=UP_ONLY, gated=False),
     "gpt_neox": Family(
         base="gpt_neox",
         embedding="embed_in",
@@ -88,9 +59,6 @@ BIASED: Mapping[str, Family] = {
         up=("dense_h_to_4h",),
         gated=False,
         down="dense_4h_to_h",
-        norm=Norm.WEIGHT_AND_BIAS,
-        mlp_bias=True,
-        defaults={"attention_bias": True},
         own_head_dim=False,
     ),
     "modernbert-decoder": Family(
@@ -103,9 +71,6 @@ BIASED: Mapping[str, Family] = {
         output="Wo",
         up=("Wi",),
         down="Wo",
-        norm_bias="norm_bias",
-        mlp_bias="mlp_bias",
-        head_bias="decoder_bias",
         own_head_dim=False,
         window_of=_modernbert_window,
         refusals=(
@@ -115,13 +80,10 @@ BIASED: Mapping[str, Family] = {
                 "transformers halves it for the window of its layers: it has to be a whole number of 2 or more",
             ),
         ),
-        defaults={**TIED, "decoder_bias": True, "intermediate_size": 1152},
+        defaults={**TIED, "intermediate_size": 1152},
     ),
     "stablelm": Family(
-        qkv_bias="use_qkv_bias",
-        output_bias=False,
         own_head_dim=False,
-        norm=Norm.WEIGHT_AND_BIAS,
         refusals=(
             Refusal(
                 "qk_layernorm",

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Family, Norm, QkNorm, Refusal
+from parcompile.model.family import Family, Norm, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
 from .traits import FUSED_UP, TIED, UP_ONLY, all_heads, defaults_of
-
-_INTERNLM3_BIAS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
 
 _POSITIVE = "it counts how often layers run: it has to be a whole number of 1 or more"
 
@@ -38,14 +36,14 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
 
 
 DENSE: Mapping[str, Family] = {
-    "llama": Family(mlp_bias="mlp_bias"),
-    "cwm": Family(qkv_bias=False, output_bias=False, mlp_bias="mlp_bias", defaults=defaults_of(sliding_window=8192)),
-    "iquestcoder": Family(mlp_bias="mlp_bias"),
-    "ministral3": Family(qkv_bias=False, output_bias=False),
+    "llama": Family(),
+    "cwm": Family(defaults=defaults_of(sliding_window=8192)),
+    "iquestcoder": Family(),
+    "ministral3": Family(),
     "vaultgemma": Family(
         defaults=defaults_of(sliding_window=4096, **TIED),
     ),
-    "hunyuan_v1_dense": Family(qk_norm=QkNorm.HEAD),
+    "hunyuan_v1_dense": Family(),
     "diffllama": Family(
         paired_heads=True,
         refusals=(
@@ -68,7 +66,6 @@ DENSE: Mapping[str, Family] = {
         norms=(),
         kv_heads=all_heads,
         gate="gate_proj",
-        mlp_bias="mlp_bias",
         refusals=(
             Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),
             Refusal("L_cycles", lambda config: not _whole(config.get("L_cycles", 3)), _POSITIVE),
@@ -96,69 +93,36 @@ DENSE: Mapping[str, Family] = {
         },
         defaults=defaults_of(head_dim=128),
     ),
-    "mistral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(sliding_window=4096)),
-    "ministral": Family(qkv_bias=False, output_bias=False, defaults=defaults_of(sliding_window=4096)),
-    "qwen2": Family(
-        qkv_bias=True,
-        output_bias=False,
-        own_head_dim=True,
-        window_key="use_sliding_window",
-        defaults=defaults_of(sliding_window=4096),
-    ),
-    "qwen3": Family(
-        qk_norm=QkNorm.HEAD,
-        window_key="use_sliding_window",
-        defaults=defaults_of(sliding_window=4096),
-    ),
+    "mistral": Family(defaults=defaults_of(sliding_window=4096)),
+    "ministral": Family(defaults=defaults_of(sliding_window=4096)),
+    "qwen2": Family(own_head_dim=True, window_key="use_sliding_window", defaults=defaults_of(sliding_window=4096)),
+    "qwen3": Family(window_key="use_sliding_window", defaults=defaults_of(sliding_window=4096)),
     "gemma": Family(defaults=defaults_of(**TIED)),
     "gemma2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
     "gemma3_text": Family(
-        qk_norm=QkNorm.HEAD,
-        # The published configurations of multimodal models leave out more than others do.
         defaults=defaults_of(
             sliding_window=4096, num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072, **TIED
-        ),
+        )
     ),
-    "phi3": Family(qkv=("qkv_proj",), up=FUSED_UP, qkv_bias=False, output_bias=False),
+    "phi3": Family(qkv=("qkv_proj",), up=FUSED_UP),
     "olmo": Family(norm=Norm.NOTHING),
-    "olmo2": Family(qk_norm=QkNorm.WHOLE),
-    "olmo3": Family(qk_norm=QkNorm.WHOLE, defaults=defaults_of(sliding_window=4096)),
-    "cohere": Family(
-        qk_norm=QkNorm.HEADS,
-        qk_norm_key="use_qk_norm",
-        defaults=defaults_of(**TIED),
-    ),
+    "olmo2": Family(),
+    "olmo3": Family(defaults=defaults_of(sliding_window=4096)),
+    "cohere": Family(defaults=defaults_of(**TIED)),
     "cohere_compass_text": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
     "bitnet": Family(hidden_is_heads=True),
     "cohere2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
-    "glm": Family(up=FUSED_UP, output_bias=False, defaults=defaults_of(attention_bias=True)),
-    "glm4": Family(
-        up=FUSED_UP,
-        output_bias=False,
-        defaults=defaults_of(attention_bias=True),
-    ),
-    "granite": Family(mlp_bias="mlp_bias"),
-    "smollm3": Family(mlp_bias="mlp_bias", window_key="use_sliding_window", defaults=defaults_of(**TIED)),
-    "helium": Family(hidden_is_heads=True, output_bias=False, mlp_bias="mlp_bias"),
-    "internlm3": Family(qkv_bias=_INTERNLM3_BIAS, output_bias=_INTERNLM3_BIAS, mlp_bias=_INTERNLM3_BIAS),
-    "seed_oss": Family(
-        output_bias="attention_out_bias", mlp_bias="mlp_bias", defaults=defaults_of(attention_bias=True)
-    ),
-    "exaone4": Family(
-        qk_norm=QkNorm.HEAD,
-        qkv_bias=False,
-        output_bias=False,
-        defaults=defaults_of(sliding_window=4096),
-    ),
-    "ernie4_5": Family(
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        defaults=defaults_of(**TIED),
-    ),
-    "arcee": Family(up=UP_ONLY, gated=False, mlp_bias="mlp_bias"),
+    "glm": Family(up=FUSED_UP),
+    "glm4": Family(up=FUSED_UP),
+    "granite": Family(),
+    "smollm3": Family(window_key="use_sliding_window", defaults=defaults_of(**TIED)),
+    "helium": Family(hidden_is_heads=True),
+    "internlm3": Family(),
+    "seed_oss": Family(),
+    "exaone4": Family(defaults=defaults_of(sliding_window=4096)),
+    "ernie4_5": Family(defaults=defaults_of(**TIED)),
+    "arcee": Family(up=UP_ONLY, gated=False),
     "apertus": Family(
-        qk_norm=QkNorm.HEAD,
         up=UP_ONLY,
         gated=False,
         refusals=(
@@ -170,13 +134,6 @@ DENSE: Mapping[str, Family] = {
         ),
     ),
     "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING),
-    "hyperclovax": Family(
-        mlp_bias="mlp_bias",
-        defaults={"use_post_norm": True},
-    ),
-    "granite_swa": Family(
-        sinks="sinks",
-        mlp_bias="mlp_bias",
-        defaults=defaults_of(sliding_window=128, **TIED),
-    ),
+    "hyperclovax": Family(defaults={"use_post_norm": True}),
+    "granite_swa": Family(sinks="sinks", defaults=defaults_of(sliding_window=128, **TIED)),
 }

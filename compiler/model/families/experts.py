@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parcompile.model.family import Experts, Family, Norm, QkNorm
+from parcompile.model.family import Experts, Family
 
 from .traits import by_step, defaults_of
 
 EXPERTS: Mapping[str, Family] = {
-    "mixtral": Family(qkv_bias=False, output_bias=False, experts=Experts(count_alias="num_experts")),
+    "mixtral": Family(experts=Experts(count_alias="num_experts")),
     "qwen3_moe": Family(
-        qk_norm=QkNorm.HEAD,
         window_key="use_sliding_window",
         experts=Experts(
             count=("num_experts", 128),
@@ -23,7 +22,6 @@ EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096),
     ),
     "beam": Family(
-        qk_norm=QkNorm.HEAD,
         gate="gate_proj",
         experts=Experts(
             count=("num_experts", 256),
@@ -37,35 +35,22 @@ EXPERTS: Mapping[str, Family] = {
     ),
     "olmoe": Family(
         hidden_is_heads=True,
-        qk_norm=QkNorm.WHOLE,
         window_only_in="attention",
         experts=Experts(
             count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
         ),
     ),
-    "phimoe": Family(
-        norm=Norm.WEIGHT_AND_BIAS,
-        head_bias="lm_head_bias",
-        window_only_in="mask",
-        experts=Experts(router="router", count=("num_local_experts", 16)),
-    ),
+    "phimoe": Family(window_only_in="mask", experts=Experts(router="router", count=("num_local_experts", 16))),
     "granitemoe": Family(experts=Experts(block="block_sparse_moe", router="router")),
     "flex_olmo": Family(
-        qk_norm=QkNorm.WHOLE,
-        experts=Experts(
-            count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5)
-        ),
+        experts=Experts(count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5))
     ),
     "minimax_m2": Family(
-        qk_norm=QkNorm.WHOLE,
-        qkv_bias=False,
-        output_bias=False,
         experts=Experts(
             count=("num_local_experts", 256), count_alias="num_experts", per_token=("num_experts_per_tok", 8)
-        ),
+        )
     ),
     "mellum": Family(
-        qk_norm=QkNorm.HEAD,
         experts=Experts(
             count=("num_local_experts", 64),
             count_alias="num_experts",
@@ -85,6 +70,6 @@ EXPERTS: Mapping[str, Family] = {
             count_alias="num_experts",
             per_token=("num_experts_per_tok", 4),
         ),
-        defaults=defaults_of(attention_bias=True, sliding_window=128),
+        defaults=defaults_of(sliding_window=128),
     ),
 }

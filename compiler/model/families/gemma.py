@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.family import Experts, Family, QkNorm, Refusal
+from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
 from parcompile.model.shape import AltUp, LayerInputs, ModelShape
 
@@ -145,7 +145,6 @@ def _inputs(config: Config) -> LayerInputs | None:
 def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> Family:
     return Family(
         norms=FOUR_NORMS,
-        qk_norm=QkNorm.HEAD,
         layer_shapes=_layers,
         values_of_layers=_values_of_layers,
         refusals=(
@@ -156,7 +155,6 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
             ),
             *refusals,
         ),
-        # The published configurations of multimodal models leave out what their class has.
         defaults={
             "vocab_size": 262_144,
             "hidden_size": 2304,
@@ -208,7 +206,6 @@ def _streams(config: Config) -> AltUp:
 GEMMA: Mapping[str, Family] = {
     "gemma3n_text": Family(
         norms=FOUR_NORMS,
-        qk_norm=QkNorm.HEAD,
         layer_shapes=_gemma3n_layers,
         layer_inputs=_inputs,
         altup=_streams,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Family, Norm, Refusal
+from parcompile.model.family import Family, Refusal
 
 from .traits import TIED, all_heads
 
@@ -37,8 +37,6 @@ def _gpt(**others: Any) -> Family:
         final_norm="ln_f",
         gated=False,
         mlp_ratio=4,
-        norm=Norm.WEIGHT_AND_BIAS,
-        mlp_bias=True,
         own_head_dim=False,
         **others,
     )
@@ -55,7 +53,6 @@ def _fairseq(**others: Any) -> Family:
         up=("fc1",),
         gated=False,
         down="fc2",
-        norm=Norm.WEIGHT_AND_BIAS,
         own_head_dim=False,
         **others,
     )
@@ -80,8 +77,6 @@ GPT: Mapping[str, Family] = {
         output="c_proj",
         up=("c_fc",),
         down="c_proj",
-        qkv_bias=True,
-        output_bias=True,
         refusals=(_CROSS,),
         defaults=TIED,
     ),
@@ -95,8 +90,6 @@ GPT: Mapping[str, Family] = {
         output="c_proj",
         up=("c_fc",),
         down="c_proj",
-        qkv_bias=True,
-        output_bias=True,
         refusals=(_CROSS,),
         defaults=TIED,
     ),
@@ -110,8 +103,6 @@ GPT: Mapping[str, Family] = {
         output="out_proj",
         up=("c_fc",),
         down="c_proj",
-        qkv_bias=False,
-        output_bias=True,
         defaults={**TIED, "max_position_embeddings": 2048},
     ),
     "gptj": _gpt(
@@ -123,9 +114,6 @@ GPT: Mapping[str, Family] = {
         output="out_proj",
         up=("fc_in",),
         down="fc_out",
-        qkv_bias=False,
-        output_bias=False,
-        head_bias=True,
     ),
     "codegen": _gpt(
         keys=_KEYS,
@@ -137,9 +125,6 @@ GPT: Mapping[str, Family] = {
         output="out_proj",
         up=("fc_in",),
         down="fc_out",
-        qkv_bias=False,
-        output_bias=False,
-        head_bias=True,
         refusals=(
             Refusal(
                 "n_head",
@@ -165,9 +150,6 @@ GPT: Mapping[str, Family] = {
         up=("dense_h_to_4h",),
         gated=False,
         down="dense_4h_to_h",
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=False,
-        output_bias=False,
         own_head_dim=False,
         refusals=(
             Refusal(
@@ -194,10 +176,6 @@ GPT: Mapping[str, Family] = {
         gated=False,
         down="c_proj",
         mlp_ratio=4,
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         own_head_dim=False,
         defaults={**TIED, "max_position_embeddings": 512},
     ),
@@ -217,11 +195,6 @@ GPT: Mapping[str, Family] = {
         gated=False,
         down="2",
         norms=("layernorm1", "layernorm2"),
-        norm=Norm.WEIGHT_AND_BIAS,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
         own_head_dim=False,
         defaults={**TIED, "intermediate_size": 8192, "max_position_embeddings": 256},
     ),
@@ -230,9 +203,6 @@ GPT: Mapping[str, Family] = {
         keys={"intermediate_size": "ffn_dim"},
         positions="embed_positions",
         final_norm="final_layer_norm",
-        qkv_bias="enable_bias",
-        output_bias="enable_bias",
-        mlp_bias="enable_bias",
         refusals=(
             _LAYERDROP,
             Refusal(
@@ -257,16 +227,13 @@ GPT: Mapping[str, Family] = {
                 "norms without weights are not described here: it has to be true",
             ),
         ),
-        defaults={**TIED, "enable_bias": True, "max_position_embeddings": 2048},
+        defaults={**TIED, "max_position_embeddings": 2048},
     ),
     "biogpt": _fairseq(
         base="biogpt",
         positions="embed_positions",
         final_norm="layer_norm",
         head="output_projection",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         refusals=(_LAYERDROP,),
         defaults={**TIED, "max_position_embeddings": 1024},
     ),
@@ -279,9 +246,6 @@ GPT: Mapping[str, Family] = {
         },
         fixed_positions="embed_positions",
         final_norm="layer_norm",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
         refusals=(_CROSS, _LAYERDROP),
         defaults={**TIED, "max_position_embeddings": 2048},
     ),

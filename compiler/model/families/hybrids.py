@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.family import Experts, Family, QkNorm, Refusal
+from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
 from .traits import POST_NORMS, TIED, by_step, defaults_of
@@ -86,14 +86,10 @@ def _lfm2(*refusals: Refusal, **others: Any) -> Family:
     return Family(
         final_norm="embedding_norm",
         output="out_proj",
-        qk_norm=QkNorm.HEAD,
-        qk_norm_names=("q_layernorm", "k_layernorm"),
         mlp="feed_forward",
         up=("w1", "w3"),
         down="w2",
         norms=("operator_norm", "ffn_norm"),
-        qkv_bias=False,
-        output_bias=False,
         recurrent=_SHORT,
         refusals=(_OLD_NAME, *refusals),
         **others,
@@ -124,7 +120,6 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "lfm3": Family(
         final_norm="embedding_norm",
-        qk_norm=QkNorm.HEAD,
         gate="g_proj",
         gate_of_heads=lambda _: True,
         gate_key="use_attention_gate",
@@ -138,8 +133,6 @@ HYBRIDS: Mapping[str, Family] = {
         defaults=defaults_of(4, 128, sliding_window=256, conv_L_cache=7, use_attention_gate=True, **TIED),
     ),
     "minimax": Family(
-        qkv_bias=False,
-        output_bias=False,
         recurrent=_LIGHTNING,
         experts=Experts(count_alias="num_experts"),
         refusals=(
@@ -152,7 +145,6 @@ HYBRIDS: Mapping[str, Family] = {
         ),
     ),
     "olmo_hybrid": Family(
-        qk_norm=QkNorm.WHOLE,
         norms=POST_NORMS,
         recurrent=_OLMO,
         refusals=(
@@ -168,21 +160,7 @@ HYBRIDS: Mapping[str, Family] = {
             ),
         ),
     ),
-    "qwen3_next": Family(
-        qk_norm=QkNorm.HEAD,
-        query_gate=True,
-        recurrent=_QWEN3_NEXT,
-        experts=_experts(512, 10, by_step),
-    ),
-    "qwen3_5_text": Family(
-        qk_norm=QkNorm.HEAD,
-        query_gate=True,
-        recurrent=_QWEN3_5,
-    ),
-    "qwen3_5_moe_text": Family(
-        qk_norm=QkNorm.HEAD,
-        query_gate=True,
-        recurrent=_QWEN3_5,
-        experts=_experts(256, 8),
-    ),
+    "qwen3_next": Family(query_gate=True, recurrent=_QWEN3_NEXT, experts=_experts(512, 10, by_step)),
+    "qwen3_5_text": Family(query_gate=True, recurrent=_QWEN3_5),
+    "qwen3_5_moe_text": Family(query_gate=True, recurrent=_QWEN3_5, experts=_experts(256, 8)),
 }

@@ -30,13 +30,11 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
 
 LATENT: Mapping[str, Family] = {
     "deepseek_v2": Family(
-        latent=Latent(),
-        mlp_bias="mlp_bias",
-        experts=routed(64, None, 1407, dense_layers=0, shared=2, count_alias="num_experts"),
+        latent=Latent(), experts=routed(64, None, 1407, dense_layers=0, shared=2, count_alias="num_experts")
     ),
     "deepseek_v3": Family(latent=Latent(), experts=routed(256, 8, 2048, dense_layers=3)),
     "youtu": Family(latent=Latent(), defaults=defaults_of(16, **TIED)),
-    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None), mlp_bias="mlp_bias", defaults=defaults_of(**TIED)),
+    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None), defaults=defaults_of(**TIED)),
     "glm4_moe_lite": Family(
         latent=Latent(768, 512, 192, 64, 256),
         experts=routed(64, 4, 1536, by_layer="mlp_layer_types", dense_by_default=1),

@@ -55,7 +55,6 @@ def _agrees(config: Config, kinds: list[str], full: LayerShape, windowed: LayerS
 MIMO: Mapping[str, Family] = {
     "mimo_v2_flash": Family(
         sinks="sinks",
-        output_bias=False,
         layer_shapes=_layers,
         experts=Experts(
             count=("n_routed_experts", 256),

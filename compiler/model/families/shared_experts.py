@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Experts, Family, QkNorm, Refusal
+from parcompile.model.family import Experts, Family, Refusal
 
 from .traits import FUSED_UP, TIED, by_step, defaults_of, routed
 
@@ -29,8 +29,6 @@ _GRANITE = Experts(
 
 SHARED_EXPERTS: Mapping[str, Family] = {
     "qwen2_moe": Family(
-        qkv_bias="qkv_bias",
-        output_bias=False,
         window_key="use_sliding_window",
         window_only_in="mask",
         experts=Experts(
@@ -41,24 +39,12 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_width=("shared_expert_intermediate_size", 5632),
             layers=by_step,
         ),
-        defaults=defaults_of(qkv_bias=True, sliding_window=4096),
-    ),
-    "glm4_moe": Family(
-        qk_norm=QkNorm.HEAD,
-        qk_norm_key="use_qk_norm",
-        output_bias=False,
-        experts=routed(128, 8, 1408, dense_layers=1),
-    ),
-    "solar_open": Family(output_bias=False, experts=routed(128, 8, 1280)),
-    "dots1": Family(
-        qk_norm=QkNorm.HEAD,
-        experts=routed(None, None, 1408, dense_layers=0),
         defaults=defaults_of(sliding_window=4096),
     ),
+    "glm4_moe": Family(experts=routed(128, 8, 1408, dense_layers=1)),
+    "solar_open": Family(experts=routed(128, 8, 1280)),
+    "dots1": Family(experts=routed(None, None, 1408, dense_layers=0), defaults=defaults_of(sliding_window=4096)),
     "exaone_moe": Family(
-        qk_norm=QkNorm.HEAD,
-        qkv_bias=False,
-        output_bias=False,
         experts=routed(
             64,
             8,
@@ -72,10 +58,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=4096),
     ),
     "ernie4_5_moe": Family(
-        qkv_bias="use_bias",
-        output_bias="use_bias",
-        mlp_bias="use_bias",
-        head_bias="use_bias",
         experts=Experts(
             shared="shared_experts",
             shared_is_optional=True,
@@ -91,7 +73,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(**TIED),
     ),
     "hunyuan_v1_moe": Family(
-        qk_norm=QkNorm.HEAD,
         experts=Experts(
             router="gate.wg",
             shared="shared_mlp",
@@ -100,11 +81,9 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             per_token=("moe_topk", 1),
             chosen_alias="num_experts_per_tok",
             shared_width=("intermediate_size", None),
-        ),
+        )
     ),
     "hy_v3": Family(
-        qk_norm=QkNorm.HEAD,
-        mlp_bias="mlp_bias",
         experts=routed(
             192,
             8,
@@ -113,7 +92,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_key="num_shared_experts",
             by_layer="mlp_layer_types",
             dense_by_default=1,
-        ),
+        )
     ),
     "cohere2_moe": Family(
         experts=Experts(
@@ -137,7 +116,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=128),
     ),
     "afmoe": Family(
-        qk_norm=QkNorm.HEAD,
         gate="gate_proj",
         experts=Experts(
             router="router.gate",
@@ -151,7 +129,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=1024),
     ),
     "laguna": Family(
-        qk_norm=QkNorm.HEAD,
         gate="g_proj",
         gate_of_heads=lambda config: config.get("gating", True) in (True, "per-head"),
         experts=Experts(
@@ -177,7 +154,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "flint": Family(
         sinks="sinks",
-        qk_norm=QkNorm.HEAD,
         experts=Experts(
             shared="shared_expert",
             count=("num_experts", 256),
@@ -189,9 +165,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=513),
     ),
     "kolibri1": Family(
-        qk_norm=QkNorm.HEAD,
-        qkv_bias=False,
-        output_bias=False,
         experts=Experts(
             shared="shared_experts",
             count=("num_local_experts", 384),
@@ -203,7 +176,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults=defaults_of(sliding_window=513),
     ),
     "aria_text": Family(
-        mlp_bias="mlp_bias",
         experts=Experts(
             router="router",
             shared="shared_experts",
@@ -211,12 +183,9 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             count=("moe_num_experts", 8),
             per_token=("moe_topk", 2),
             shared_count=("moe_num_shared_experts", 2),
-        ),
+        )
     ),
     "minimax_m3_vl_text": Family(
-        qk_norm=QkNorm.HEAD,
-        qkv_bias=False,
-        output_bias=False,
         up=FUSED_UP,
         experts=Experts(
             shared="shared_experts",

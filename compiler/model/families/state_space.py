@@ -44,7 +44,6 @@ STATE_SPACE: Mapping[str, Family] = {
         final_norm="final_layernorm",
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
-        mlp_bias="mlp_bias",
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
             module="mamba",
@@ -65,7 +64,6 @@ STATE_SPACE: Mapping[str, Family] = {
         final_norm="final_layernorm",
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
-        mlp_bias="mlp_bias",
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
             module="mamba",
@@ -87,9 +85,6 @@ STATE_SPACE: Mapping[str, Family] = {
         up=("up_proj",),
         gated=False,
         norms=("norm",),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias="mlp_bias",
         never_tied=True,
         layer_blocks=nemotron_kinds,
         recurrent=Recurrent(
@@ -135,8 +130,6 @@ STATE_SPACE: Mapping[str, Family] = {
         final_norm="final_layernorm",
         mlp="feed_forward",
         norms=("input_layernorm", "pre_ff_layernorm"),
-        qkv_bias=False,
-        output_bias=False,
         recurrent=Recurrent(
             RecurrentKind.MAMBA1,
             module="mamba",
@@ -181,10 +174,7 @@ STATE_SPACE: Mapping[str, Family] = {
     "zamba2": Family(
         final_norm="final_layernorm",
         own_head_dim=False,
-        qkv_bias=False,
-        output_bias=False,
         mlp="feed_forward",
-        mlp_bias="add_bias_linear",
         mlp_ratio=4,
         up=("gate_up_proj",),
         norms=("input_layernorm",),
