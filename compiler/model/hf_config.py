@@ -17,7 +17,7 @@ from .derived_rows import by_hand
 from .families import FAMILIES
 from .family import Family, Latent, Norm, QkNorm
 from .indexer import IndexerShape, indexer_shape
-from .key_types import mistyped
+from .key_types import LISTS_OF_KINDS, listed_otherwise, mistyped
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .reading_experts import experts_from
@@ -26,7 +26,7 @@ from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
-from .tables import Table, TableError, in_layers, keys_read, stated, table_of
+from .tables import Table, TableError, in_layers, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -66,11 +66,12 @@ def shape_from_config(config: Config) -> ModelShape:
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
     if (by_modules := _by_modules(config, family)) is not config:
         config, read = by_modules, ConfigReader(by_modules, family, family.keys)
+    if (block_kinds := _block_kinds(family, config)) is None and LISTS_OF_KINDS & config.keys():
+        _list_all_layers(config, read.size("num_hidden_layers"))
     table = None if by_hand(name) else table_of(name)
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     norms = family.norms_of(config)
-    block_kinds = _block_kinds(family, config)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
     shared = _shared_blocks(read, family, config)
     if shared is not None:
@@ -121,15 +122,7 @@ def shape_from_config(config: Config) -> ModelShape:
         shape = replace(shape, stated=_stated(table, family, config, shape))
         return replace(shape, **facts_of(shape))
     except TableError as error:
-        if (null := _null(table, config)) is None or error.key:
-            raise ModelConfigError(str(error), error.key) from error
-        raise ModelConfigError(f"{null} is null, and parameters follow from it: write a number", null) from error
-
-
-def _null(table: Table, config: Config) -> str | None:
-    """The first null that rows follow from and that the class has a value in place of."""
-    read = (key for key in keys_read(table) if key in config and table.defaults.get(key) is not None)
-    return next((key for key in read if config[key] is None), None)
+        raise ModelConfigError(str(error), error.key) from error
 
 
 def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
@@ -147,6 +140,11 @@ def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
         "norm_over_heads": normed and family.qk_norm is QkNorm.WHOLE,
         "norm_bias": family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
     }
+
+
+def _list_all_layers(config: Config, layers: int) -> None:
+    if (wrong := listed_otherwise(config, layers)) is not None:
+        raise ModelConfigError(wrong[1], wrong[0])
 
 
 def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:

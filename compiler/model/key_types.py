@@ -16,6 +16,8 @@ from parcompile.diagnostics.suggest import closest
 
 _NEAR = 0.85
 """How alike a key that a class lacks is to the one that was meant; keys of a model's own code are less alike."""
+LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types"})
+"""Keys whose lists transformers compares with the number of layers."""
 _MEANT = {"whole": "a whole number", "number": "a number", "switch": "true or false"}
 
 
@@ -38,6 +40,15 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
             if config[key] is None:
                 return key, f"{key} is null, which transformers refuses: write {_MEANT[kind]}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key])[:60]}: it has to be {_MEANT[kind]}"
+    return None
+
+
+def listed_otherwise(config: Mapping[str, Any], layers: int) -> tuple[str, str] | None:
+    """The first list of kinds of layers that has not one for each, with what is wrong; None where there is none."""
+    for key in sorted(LISTS_OF_KINDS):
+        listed = config.get(key)
+        if isinstance(listed, list | tuple) and len(listed) != layers:
+            return key, f"{key} has {len(listed)} entries for {layers} layers: write the kind of each"
     return None
 
 

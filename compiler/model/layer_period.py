@@ -25,7 +25,7 @@ class LayerPeriod:
         Raises:
             LayersError: the period is no whole number of 1 or more, or the offset none below it.
         """
-        period, offset = (_whole(config, *key, least=least) for key, least in ((self.period, 1), (self.offset, 0)))
+        period, offset = (whole(config, *key, least=least) for key, least in ((self.period, 1), (self.offset, 0)))
         if offset >= period:
             raise LayersError(
                 f"{self.offset[0]} {offset} has to be smaller than {self.period[0]} {period}", self.offset[0]
@@ -33,7 +33,12 @@ class LayerPeriod:
         return tuple(range(offset, num_layers, period))
 
 
-def _whole(config: Mapping[str, Any], key: str, default: int, *, least: int) -> int:
+def whole(config: Mapping[str, Any], key: str, default: int, *, least: int) -> int:
+    """The value of a key that tells which layers are meant.
+
+    Raises:
+        LayersError: it is no whole number of `least` or more.
+    """
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)

@@ -30,6 +30,9 @@ INPUTS = 2
 _DEFAULT = (STATE, *((STATE,) * 5 + (HYBRID,)) * 7, *(STATE,) * 4, HYBRID, *(STATE,) * 3, HYBRID, STATE, STATE)
 """The layers of transformers' class where a configuration lists none."""
 
+_LATE = "layer_types"
+"""Another name of the list, which the class takes when it has listed the hybrid layers already."""
+
 _OLDER = {old: kind for old, kind in OLDER_KINDS.items() if kind == STATE}
 
 
@@ -69,18 +72,22 @@ def zamba2_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The kind of each layer of a Zamba2, "linear_attention" or "hybrid".
 
     Raises:
-        LayerListError: a kind that nobody knows, no hybrid layer, or another number of layers than the list has.
+        LayerListError: a kind that nobody knows, no hybrid layer, another number of layers than the list has, or a
+            name of the list under which transformers takes it too late.
     """
-    key = next((one for one in ("layers_block_type", "layer_types") if config.get(one) is not None), "")
-    given = config[key] if key else _DEFAULT
-    named = key or "layers_block_type"
+    key = "layers_block_type"
+    given = _DEFAULT if config.get(key) is None else config[key]
+    if config.get(_LATE) is not None and config.get(key) is None:
+        raise LayerListError(
+            f"{_LATE}: transformers reads which layers use shared blocks from {key} only: write the list there", _LATE
+        )
     if not isinstance(given, list | tuple) or not given:
-        raise LayerListError(f"{key} is {given!r}: write the kind of each layer", named)
+        raise LayerListError(f"{key} is {given!r}: write the kind of each layer", key)
     if unknown := sorted({str(one) for one in given} - {*_OLDER, STATE, HYBRID}):
-        raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are mamba, {STATE} and {HYBRID}", named)
+        raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are mamba, {STATE} and {HYBRID}", key)
     kinds = tuple(_OLDER.get(str(one), str(one)) for one in given)
     if HYBRID not in kinds:
-        raise LayerListError(f"{key} has no {HYBRID} layer: no layer would attend", named)
+        raise LayerListError(f"{key} has no {HYBRID} layer: no layer would attend", key)
     counted(config, len(kinds), key)
     return kinds
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from parcompile.model.family import Experts, Family
 from parcompile.model.layer_kind import LayersError
+from parcompile.model.layer_period import whole
 
 
 def _routed(config: Mapping[str, Any], count: int) -> list[int]:
     """The layers with experts: those of a list, or the last of each step."""
     if (listed := config.get("moe_layers")) is not None:
+        if not isinstance(listed, list | tuple):
+            raise LayersError(f"moe_layers is {listed!r}: it has to be a list of layers", "moe_layers")
         return sorted(layer for layer in set(listed) if 0 <= layer < count)
-    step = config.get("interleave_moe_layer_step", 1)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        key = "interleave_moe_layer_step"
-        raise LayersError(f"{key} is {step!r}: it has to be a whole number of 1 or more", key)
+    step = whole(config, "interleave_moe_layer_step", 1, least=1)
     return list(range(step - 1, count, step))
 
 

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.layer_period import whole
 
 from .traits import FUSED_UP, TIED, by_step, defaults_of, routed
 
 
 def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
     """The last layer of each moe_layer_interval, from moe_layer_start_index to moe_layer_end_index."""
-    step, first = config.get("moe_layer_interval", 1), config.get("moe_layer_start_index", 1)
-    last = config.get("moe_layer_end_index", -1)
-    end = count - 1 if last is None or last < 0 else last
+    step = whole(config, "moe_layer_interval", 1, least=1)
+    first = whole(config, "moe_layer_start_index", 1, least=0)
+    last = whole(config, "moe_layer_end_index", -1, least=-1)
+    end = count - 1 if last == -1 else last
     return [layer for layer in range(count) if (layer + 1) % step == 0 and first <= layer <= end]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Experts
 from parcompile.model.layer_kind import LayersError
+from parcompile.model.layer_period import whole
 
 TIED = {"tie_word_embeddings": True}
 FOUR_NORMS = (
@@ -22,8 +23,10 @@ FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
     """The last layer of each `decoder_sparse_step`, without those of `mlp_only_layers`; `dense` is its default."""
-    step, listed = _step(config, "decoder_sparse_step"), config.get("mlp_only_layers")
-    without = set(dense if listed is None else listed)
+    step, listed = whole(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers")
+    without = dense if listed is None else listed
+    if not isinstance(without, list | tuple):
+        raise LayersError(f"mlp_only_layers is {listed!r}: it has to be a list of layers", "mlp_only_layers")
     return [layer for layer in range(step - 1, count, step) if layer not in without]
 
 
@@ -31,17 +34,11 @@ def by_frequency(first: int) -> Callable[[Mapping[str, Any], int], list[int]]:
     """The first layer of each `moe_layer_freq`, from `first_k_dense_replace` on, of which `first` is the default."""
 
     def layers(config: Mapping[str, Any], count: int) -> list[int]:
-        step, dense = _step(config, "moe_layer_freq"), config.get("first_k_dense_replace", first)
+        step = whole(config, "moe_layer_freq", 1, least=1)
+        dense = whole(config, "first_k_dense_replace", first, least=0)
         return [layer for layer in range(0, count, step) if layer >= dense]
 
     return layers
-
-
-def _step(config: Mapping[str, Any], key: str) -> int:
-    step = config.get(key, 1)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise LayersError(f"{key} is {step!r}: it has to be a whole number of 1 or more", key)
-    return step
 
 
 def all_heads(_: Mapping[str, Any], heads: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .completing import OLDER_KINDS, TableError, complete, keys_read, stated
+from .completing import OLDER_KINDS, TableError, complete, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
@@ -22,7 +22,6 @@ __all__ = [
     "counts_of",
     "covered",
     "in_layers",
-    "keys_read",
     "left_out",
     "parameters",
     "repeated",

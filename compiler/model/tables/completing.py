@@ -53,14 +53,29 @@ def given(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in config.items():
         if value in _WITH_PARAMETERS and table.defaults.get(key) != value:
             raise TableError(f"{key} is {value!r}: parameters of this activation are not derived for this type", key)
-    found = dict(table.defaults)
-    for key, value in flat(config, table.nested).items():
-        owner, dot, name = key.rpartition(".")
-        canonical = table.names.get(owner + dot + name, name)
-        found[owner + dot + canonical] = with_kinds_of_today(canonical, value)
+    found = {**table.defaults, **_by_own_names(table, config)}
     for key, default in table.fixed.items():
         if found.get(key) != default:
             raise TableError(f"{key} is {found[key]!r}: parameters are derived for {default!r} only", key)
+    return found
+
+
+def _by_own_names(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configuration says, under the names of the class.
+
+    Raises:
+        TableError: two names of one key have different values, of which transformers takes the one that it sets last.
+    """
+    found: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    for key, value in flat(config, table.nested).items():
+        owner, dot, _ = key.rpartition(".")
+        name = table.names.get(key, key.removeprefix(owner + dot))
+        own, today = owner + dot + name, with_kinds_of_today(name, value)
+        if own in found and found[own] != today:
+            first, second = sorted((said[own], key), key=table.names.__contains__)
+            raise TableError(f"{first} and {second} are the same key, and differ", second)
+        found[own], said[own] = today, key
     return found
 
 
@@ -123,7 +138,7 @@ def _following(key: str, text: str, scope: Mapping[str, Any]) -> Any:
     try:
         return evaluate(text, scope)
     except ExpressionError as error:
-        raise TableError(f"{key} does not follow from this configuration: {error}", key) from None
+        raise TableError(f"{key} does not follow from this configuration: {error}", error.key or key) from None
 
 
 def flat(config: Mapping[str, Any], nested: frozenset[str], prefix: str = "") -> dict[str, Any]:

@@ -24,8 +24,15 @@ Compiled = Callable[[Scope], Any]
 
 
 class ExpressionError(ValueError):
-    """Text that is no expression, or one that has no value for a configuration."""
+    """Text that is no expression, or one that has no value for a configuration: `key` is the one at fault."""
 
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+NULL = "{} is null, and parameters follow from it: write a number"
+"""Of a key that has no value: a configuration leaves it out, or says null, and its class has none for it."""
 
 _CANNOT = (TypeError, IndexError, KeyError, ValueError, ZeroDivisionError)
 
@@ -60,6 +67,10 @@ def evaluate(text: str, scope: Scope) -> Any:
     try:
         return compiled(text)(scope)
     except _CANNOT as error:
+        if not isinstance(error, ExpressionError):
+            for key in sorted(names(text)):
+                if scope.get(key) is None:
+                    raise ExpressionError(NULL.format(key), key) from None
         raise ExpressionError(f"{text} cannot be computed: {error}") from None
 
 

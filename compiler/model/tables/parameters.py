@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .completing import TableError, complete
-from .expression import ExpressionError, evaluate
+from .expression import NULL, ExpressionError, evaluate, names
 from .reading import Row, Table
 
 INDICES = ("layer", "item", "part")
@@ -51,7 +51,7 @@ def parameters(table: Table, config: Mapping[str, Any]) -> list[Derived]:
                 shape = tuple(size_of(text, here) for text in row.shape)
                 found.append((place, Derived(row.name.format(**numbers), shape, row)))
     except ExpressionError as error:
-        raise TableError(str(error)) from None
+        raise TableError(str(error), error.key) from None
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -59,7 +59,9 @@ def size_of(text: str, scope: Mapping[str, Any]) -> int:
     """A dim, or how often a module is repeated."""
     value = evaluate(text, scope)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ExpressionError(f"{text} is {value!r}: it has to be a whole number of 0 or more")
+        key = text if text in names(text) else None
+        message = f"{text} is {value!r}: it has to be a whole number of 0 or more"
+        raise ExpressionError(NULL.format(text) if key and value is None else message, key)
     return value
 
 

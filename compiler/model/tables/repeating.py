@@ -57,7 +57,7 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
                 for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
                     found.append((place, Repeated(name, shape, row, layers)))
     except ExpressionError as error:
-        raise TableError(str(error)) from None
+        raise TableError(str(error), error.key) from None
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -1,0 +1,67 @@
+"""What a configuration says twice, leaves out, or lists for other layers is refused by its key, and is no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parcompile
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.parameters import parameter_table
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
+EXPERTS = {**SMALL, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+MAMBA2 = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "head_dim": 8}
+SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads": 4, "mamba_ngroups": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "key", "message"),
+    [
+        ("gpt2", {**GPT, "num_hidden_layers": 4}, "num_hidden_layers", "n_layer and num_hidden_layers are the same"),
+        ("bloom", {**BLOOM, "num_hidden_layers": 3}, "num_hidden_layers", "n_layer and num_hidden_layers are the same"),
+        ("gptj", {**GPT, "num_attention_heads": None}, "num_attention_heads", "n_head and num_attention_heads are"),
+        ("mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts": None}, "num_experts", "are the same key"),
+        ("ministral", SMALL, "head_dim", "head_dim is null, and parameters follow from it"),
+        ("bamba", {**MAMBA2, "mamba_n_groups": None, "attn_layer_indices": [1]}, "mamba_n_groups", "is null, and"),
+        ("ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_layer_interval": 0}, "moe_layer_interval", "is 0: it"),
+        ("ernie4_5_moe", {**EXPERTS, "moe_layer_start_index": "1"}, "moe_layer_start_index", "is '1': it has to be"),
+        ("qwen3_moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": 1}, "mlp_only_layers", "a list of layers"),
+        ("axk1", {**EXPERTS, "first_k_dense_replace": "1"}, "first_k_dense_replace", "has to be a whole number"),
+        ("exaone4", {**SMALL, "layer_types": []}, "layer_types", "has 0 entries for 2 layers"),
+        ("gemma2", {**SMALL, "layer_types": ["full_attention"] * 3}, "layer_types", "has 3 entries for 2 layers"),
+        ("deepseek_v32", {**EXPERTS, "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types", "has 61 entries for 2"),
+        ("zamba2", {**SHARED, "layer_types": ["mamba", "hybrid"]}, "layer_types", "from layers_block_type only"),
+    ],
+)
+def test_the_key_is_named(name: str, config: dict[str, Any], key: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=message) as caught:
+        shape_from_config({"model_type": name, **config})
+    assert caught.value.key == key
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **config}), encoding="utf-8")
+    spec = {
+        "version": 1,
+        "model": {"hf_config": str(tmp_path / "config.json")},
+        "cluster": {"nodes": 1, "gpus_per_node": 1},
+        "training": {"sequence_length": 16, "global_batch_size": 1, "micro_batch_size": 1},
+    }
+    assert [one.code for one in parcompile.check(spec, estimate=False).errors] == ["S003"]
+
+
+def test_two_names_of_a_key_may_say_the_same() -> None:
+    table = parameter_table(shape_from_config({"model_type": "gpt2", **GPT}))
+    both = parameter_table(shape_from_config({"model_type": "gpt2", **GPT, "num_hidden_layers": 2, "hidden_size": 32}))
+    assert list(both.expanded()) == list(table.expanded())
