@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from .derived_rows import by_hand, derived_rows, of_one
 from .families.added import BUILT_IN
-from .family import Family, Norm, QkNorm
+from .family import Family, QkNorm
 from .shape import ModelShape
 from .tables import table_of
 
@@ -22,7 +23,9 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     layer = {of_one(one.name.partition("{layer}.")[2], family): one for one in table.layer}
     weights = {name.removesuffix(".weight"): one for name, one in layer.items() if name.endswith(".weight")}
     # Those of the residual stream, also where only some layers have them.
-    norms = tuple(name for name, one in weights.items() if one.sequence_parallel and "." not in name)
+    norms = {
+        name: one for name, one in weights.items() if one.sequence_parallel and "." not in name and len(one.shape) == 1
+    }
     shared = family.experts.shared if family.experts is not None else ""
     of_queries = [one for name, one in weights.items() if _norms_queries(f"{name}.weight", family)]
     found = {
@@ -34,9 +37,10 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
         "qk_norm": bool(of_queries),
         "norm_over_heads": any(one.split is not None and len(one.shape) == 1 for one in of_queries),
     }
-    if family.layers_differ or family.norm is Norm.NOTHING:
+    if family.names_norms:
         return found
-    return {**found, "norms_per_layer": len(norms), "norm_names": norms}
+    by_layer = Counter(layer for one in norms.values() for layer in one.layers or ())
+    return {**found, "norms_per_layer": max(by_layer.values(), default=0), "norm_names": tuple(norms)}
 
 
 def norms_queries(model_type: str, family: Family) -> bool:

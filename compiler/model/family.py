@@ -243,9 +243,9 @@ class Family:
         return self.norms if self.norms_by is None else self.norms_by(config)
 
     @property
-    def layers_differ(self) -> bool:
-        """Whether layers have more than attention and an MLP, or are not alike: a table does not name their norms."""
-        return bool(self.recurrent or self.layer_shapes or self.layer_blocks or self.runs or self.norm_gate)
+    def names_norms(self) -> bool:
+        """Whether `norms` are those of a layer: rows name more, which are counted by themselves, or none."""
+        return self.norm is Norm.NOTHING or bool(self.norm_gate or self.layer_inputs)
 
     @property
     def switches(self) -> frozenset[str]:

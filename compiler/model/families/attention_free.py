@@ -61,7 +61,6 @@ def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], tied: Mapping[st
         final_norm="norm_f",
         attends=False,
         wide_stream="residual_in_fp32",
-        norms=("norm",),
         recurrent=Recurrent(kind, module="mixer", layers_key="", every_key=None, **sizes),
         refusals=(*_LAYERS_AND_STATE, *refusals),
         defaults={**tied, **_WIDE},

@@ -63,7 +63,6 @@ DENSE: Mapping[str, Family] = {
         runs=_cycles,
         initial_state="z_L_init",
         final_norm="",
-        norms=(),
         kv_heads=all_heads,
         gate="gate_proj",
         refusals=(

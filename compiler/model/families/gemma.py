@@ -16,10 +16,16 @@ from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
 from parcompile.model.shape import AltUp, LayerInputs, ModelShape
 
-from .traits import FOUR_NORMS, TIED
+from .traits import TIED
 
 Config = Mapping[str, Any]
 
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OWN_KEYS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What layers may have of their own, and the keys that say so for all full layers."""
@@ -144,7 +150,7 @@ def _inputs(config: Config) -> LayerInputs | None:
 
 def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> Family:
     return Family(
-        norms=FOUR_NORMS,
+        norms=_NORMS,
         layer_shapes=_layers,
         values_of_layers=_values_of_layers,
         refusals=(
@@ -205,7 +211,7 @@ def _streams(config: Config) -> AltUp:
 
 GEMMA: Mapping[str, Family] = {
     "gemma3n_text": Family(
-        norms=FOUR_NORMS,
+        norms=_NORMS,
         layer_shapes=_gemma3n_layers,
         layer_inputs=_inputs,
         altup=_streams,

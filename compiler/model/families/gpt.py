@@ -194,7 +194,6 @@ GPT: Mapping[str, Family] = {
         up=("0",),
         gated=False,
         down="2",
-        norms=("layernorm1", "layernorm2"),
         own_head_dim=False,
         defaults={**TIED, "intermediate_size": 8192, "max_position_embeddings": 256},
     ),

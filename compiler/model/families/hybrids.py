@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
-from .traits import POST_NORMS, TIED, by_step, defaults_of
+from .traits import TIED, by_step, defaults_of
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
@@ -89,7 +89,6 @@ def _lfm2(*refusals: Refusal, **others: Any) -> Family:
         mlp="feed_forward",
         up=("w1", "w3"),
         down="w2",
-        norms=("operator_norm", "ffn_norm"),
         recurrent=_SHORT,
         refusals=(_OLD_NAME, *refusals),
         **others,
@@ -98,11 +97,6 @@ def _lfm2(*refusals: Refusal, **others: Any) -> Family:
 
 def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
-
-
-def _lfm3_norms(config: Mapping[str, Any]) -> tuple[str, ...]:
-    behind = ("post_operator_norm", "post_ffn_norm") if config.get("use_sandwich_norm", True) else ()
-    return ("operator_norm", "ffn_norm", *behind)
 
 
 HYBRIDS: Mapping[str, Family] = {
@@ -126,7 +120,6 @@ HYBRIDS: Mapping[str, Family] = {
         mlp="feed_forward",
         up=("w1", "w3"),
         down="w2",
-        norms_by=_lfm3_norms,
         recurrent=replace(
             _SHORT, by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
         ),
@@ -145,7 +138,6 @@ HYBRIDS: Mapping[str, Family] = {
         ),
     ),
     "olmo_hybrid": Family(
-        norms=POST_NORMS,
         recurrent=_OLMO,
         refusals=(
             Refusal(

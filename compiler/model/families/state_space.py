@@ -43,7 +43,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
         final_norm="final_layernorm",
         mlp="feed_forward",
-        norms=("input_layernorm", "pre_ff_layernorm"),
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
             module="mamba",
@@ -63,7 +62,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "falcon_h1": Family(
         final_norm="final_layernorm",
         mlp="feed_forward",
-        norms=("input_layernorm", "pre_ff_layernorm"),
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
             module="mamba",
@@ -84,7 +82,6 @@ STATE_SPACE: Mapping[str, Family] = {
         mlp="mixer",
         up=("up_proj",),
         gated=False,
-        norms=("norm",),
         never_tied=True,
         layer_blocks=nemotron_kinds,
         recurrent=Recurrent(
@@ -129,7 +126,6 @@ STATE_SPACE: Mapping[str, Family] = {
     "jamba": Family(
         final_norm="final_layernorm",
         mlp="feed_forward",
-        norms=("input_layernorm", "pre_ff_layernorm"),
         recurrent=Recurrent(
             RecurrentKind.MAMBA1,
             module="mamba",
@@ -177,7 +173,6 @@ STATE_SPACE: Mapping[str, Family] = {
         mlp="feed_forward",
         mlp_ratio=4,
         up=("gate_up_proj",),
-        norms=("input_layernorm",),
         shared_blocks=True,
         layer_blocks=zamba2_kinds,
         recurrent=Recurrent(

@@ -10,13 +10,6 @@ from parcompile.model.layer_kind import LayersError
 from parcompile.model.layer_period import whole
 
 TIED = {"tie_word_embeddings": True}
-FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 UP_ONLY: tuple[str, ...] = ("up_proj",)
 FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
 
