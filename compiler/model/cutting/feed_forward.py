@@ -7,10 +7,7 @@ from parcompile.model.table import Part, Split
 from parcompile.model.tables import Repeated
 
 from .cut import PARTIAL, STREAM, Cut, columns, rows
-from .keys import own_key
-
-_STACKED = 3
-"""Dims of the weights of all experts together."""
+from .keys import leading_key, own_key
 
 
 def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False) -> Cut:
@@ -35,7 +32,7 @@ def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut
     """The cut of `module` of a block of experts."""
     first, _, rest = module.partition(".")
     if first == "experts":
-        return _expert_cut(rest, one.shape, names)
+        return _expert_cut(rest, one, family, names)
     if names.shared and first == names.shared:
         return mlp_cut(rest, one, family, inside=True)
     if one.row.shape == (own_key(family, "hidden_size"),):
@@ -52,16 +49,14 @@ def beside_cut(module: str, found: tuple[int, ...]) -> Cut:
     return rows(Part(found[1], found[1]), transposed=False)
 
 
-def _expert_cut(name: str, found: tuple[int, ...], names: Experts) -> Cut:
+def _expert_cut(name: str, one: Repeated, family: Family, names: Experts) -> Cut:
     if name == "down_proj_bias":
         # Whole on every rank, and added by the first: the gradient of the others is zero.
         return Cut(None, 0, partial=True)
-    if name == "down_proj":
-        dim = 1 if names.transposed else 2
-        return Cut(Split(dim, (Part(found[dim], found[dim]),)), 0)
-    dim = 2 if names.transposed and len(found) == _STACKED else 1
-    size = found[dim]
+    hidden = own_key(family, "hidden_size")
+    dim = next(dim for dim, text in enumerate(one.row.shape) if dim and leading_key(text) != hidden)
+    size = one.shape[dim]
+    if not name.startswith("gate_up"):
+        return Cut(Split(dim, (Part(size, size),)), 0)
     # Pairs of a gate and an up column stay together where they alternate.
-    half = Part(size // 2, size // 2)
-    parts = (half, half) if names.gated else (Part(size, size),)
-    return Cut(Split(dim, (Part(size, size // 2),) if names.interleaved else parts), 0)
+    return Cut(Split(dim, (Part(size, size // 2),) if names.interleaved else (Part(size // 2, size // 2),) * 2), 0)

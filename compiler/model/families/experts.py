@@ -40,8 +40,8 @@ EXPERTS: Mapping[str, Family] = {
             count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
         ),
     ),
-    "phimoe": Family(window_only_in="mask", experts=Experts(router="router", count=("num_local_experts", 16))),
-    "granitemoe": Family(experts=Experts(block="block_sparse_moe", router="router")),
+    "phimoe": Family(window_only_in="mask", experts=Experts(count=("num_local_experts", 16))),
+    "granitemoe": Family(experts=Experts(block="block_sparse_moe")),
     "flex_olmo": Family(
         experts=Experts(count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5))
     ),
@@ -63,8 +63,6 @@ EXPERTS: Mapping[str, Family] = {
     "gpt_oss": Family(
         sinks="sinks",
         experts=Experts(
-            router="router",
-            transposed=True,
             interleaved=True,
             count=("num_local_experts", 128),
             count_alias="num_experts",

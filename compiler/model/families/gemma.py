@@ -268,7 +268,6 @@ GEMMA: Mapping[str, Family] = {
         layer_inputs=_inputs,
         experts=Experts(
             block="",
-            router="router",
             switch="enable_moe_block",
             beside_mlp=True,
             norms=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),

@@ -42,7 +42,6 @@ def _experts(
     return Experts(
         layers=layers,
         shared="shared_expert",
-        shared_gate="shared_expert_gate",
         count=("num_experts", count),
         per_token=("num_experts_per_tok", per_token),
         width=("moe_intermediate_size", 512),

@@ -36,7 +36,6 @@ LONGCAT: Mapping[str, Family] = {
         latent=Latent(),
         kv_heads=all_heads,
         experts=Experts(
-            router="router.classifier",
             count=("n_routed_experts", 512),
             count_alias="num_local_experts",
             identities=("zero_expert_num", 256),

@@ -22,11 +22,7 @@ def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
 
 
 _GRANITE = Experts(
-    block="block_sparse_moe",
-    router="router",
-    beside="shared_mlp",
-    shared_is_optional=True,
-    shared_width=("shared_intermediate_size", 0),
+    block="block_sparse_moe", beside="shared_mlp", shared_is_optional=True, shared_width=("shared_intermediate_size", 0)
 )
 
 SHARED_EXPERTS: Mapping[str, Family] = {
@@ -76,7 +72,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "hunyuan_v1_moe": Family(
         experts=Experts(
-            router="gate.wg",
             shared="shared_mlp",
             count=("num_experts", 1),
             count_alias="num_local_experts",
@@ -120,7 +115,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     "afmoe": Family(
         gate="gate_proj",
         experts=Experts(
-            router="router.gate",
             shared="shared_experts",
             count=("num_experts", 64),
             per_token=("num_experts_per_tok", 6),
@@ -179,9 +173,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "aria_text": Family(
         experts=Experts(
-            router="router",
             shared="shared_experts",
-            transposed=True,
             count=("moe_num_experts", 8),
             per_token=("moe_topk", 2),
             shared_count=("moe_num_shared_experts", 2),

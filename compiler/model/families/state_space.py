@@ -104,7 +104,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
         experts=Experts(
             block="mixer",
-            gated=False,
             shared="shared_experts",
             count=("n_routed_experts", 8),
             count_alias="num_local_experts",
@@ -135,7 +134,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
         experts=Experts(
             block="feed_forward",
-            router="router",
             count=("num_experts", 16),
             count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 2),
@@ -219,7 +217,6 @@ STATE_SPACE: Mapping[str, Family] = {
         recurrent=_MAMBA2,
         experts=Experts(
             block="block_sparse_moe",
-            router="router",
             switch="num_local_experts",
             beside="shared_mlp",
             shared_width=("shared_intermediate_size", 1024),
