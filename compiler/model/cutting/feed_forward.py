@@ -12,20 +12,18 @@ from .keys import leading_key, own_key
 
 def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False) -> Cut:
     """The cut of `module` (`gate_proj.weight`); `inside` a block of experts its sum is the block's."""
-    name, _, kind = module.rpartition(".")
-    found, dims = one.shape, len(one.shape)
-    if name == family.down:
-        width = found[0 if family.transposed else -1]
-        if kind == "bias":
-            return PARTIAL if inside else STREAM
+    hidden, dims = own_key(family, "hidden_size"), len(one.shape)
+    features = one.row.shape[-1 if family.transposed else 0]
+    if module.rpartition(".")[2] not in ("weight", "bias"):
+        return PARTIAL  # a number of the activation
+    if features == hidden and dims == 1:
+        return PARTIAL if inside else STREAM
+    if features == hidden:
+        width = one.shape[0 if family.transposed else -1]
         return rows(Part(width, width), transposed=family.transposed)
-    if name in family.up:
-        size = found[-1 if family.transposed else 0]
-        count = 2 if family.gated and len(family.up) == 1 else 1
-        return columns((Part(size // count, size // count),) * count, dims, transposed=family.transposed)
-    if one.row.shape == (own_key(family, "intermediate_size"),):
-        return columns((Part(*found, *found),), dims, transposed=False)  # a norm before the last projection
-    return PARTIAL
+    size = one.shape[-1 if family.transposed else 0]
+    count = 2 if features.startswith("2 * ") and leading_key(features) != hidden else 1  # all gates, then all others
+    return columns((Part(size // count, size // count),) * count, dims, transposed=family.transposed)
 
 
 def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut:
@@ -40,13 +38,6 @@ def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut
     # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
     # experts: the gradient is a part.
     return PARTIAL
-
-
-def beside_cut(module: str, found: tuple[int, ...]) -> Cut:
-    """The cut of an MLP beside that block, with a fused `input_linear` and an `output_linear`."""
-    if module == "input_linear.weight":
-        return columns((Part(found[0] // 2, found[0] // 2),) * 2, len(found), transposed=False)
-    return rows(Part(found[1], found[1]), transposed=False)
 
 
 def _expert_cut(name: str, one: Repeated, family: Family, names: Experts) -> Cut:

@@ -12,7 +12,7 @@ from parcompile.model.tables import Repeated
 
 from .attention import attention_cut
 from .cut import STREAM, Cut
-from .feed_forward import beside_cut, block_cut, mlp_cut
+from .feed_forward import block_cut, mlp_cut
 from .recurrent import recurrent_cut
 from .shared_block import adapter_cut
 
@@ -81,10 +81,7 @@ def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
         if cut is not None:
             return cut
     prefix = f"{family.mlp}." if family.mlp else ""
-    module = own.removeprefix(prefix)
-    if own.startswith(prefix) and (prefix or module.rpartition(".")[0] in (*family.up, family.down)):
-        return mlp_cut(module, one, family)
-    return STREAM
+    return mlp_cut(own.removeprefix(prefix), one, family) if own.startswith(prefix) else STREAM
 
 
 def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cut | None:
@@ -93,5 +90,5 @@ def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cu
     if own.startswith(f"{experts.block}."):
         return block_cut(own.removeprefix(f"{experts.block}."), one, family, experts)
     if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
-        return beside_cut(own.removeprefix(f"{experts.beside}."), one.shape)
+        return mlp_cut(own.removeprefix(f"{experts.beside}."), one, family)
     return None
