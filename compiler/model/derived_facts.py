@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .derived_rows import by_hand, derived_rows, of_one
 from .families.added import BUILT_IN
 from .family import Family, QkNorm
 from .shape import ModelShape
+from .table import Parameter
 from .tables import table_of
 
 _COMPRESSING = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -26,12 +27,13 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     norms = {
         name: one for name, one in weights.items() if one.sequence_parallel and "." not in name and len(one.shape) == 1
     }
-    shared = family.experts.shared if family.experts is not None else ""
+    mlps = _of_mlps(layer, shape, family)
     of_queries = [one for name, one in weights.items() if _norms_queries(f"{name}.weight", family)]
     found = {
         "qkv_bias": _biased(layer, family.attention, *family.qkv, *_COMPRESSING),
         "attention_output_bias": _biased(layer, family.attention, family.output),
-        "mlp_bias": _biased(layer, family.mlp, family.down) or bool(shared and _biased(layer, shared, family.down)),
+        "gated_mlp": all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps)),
+        "mlp_bias": any(name.endswith(".bias") for name in mlps),
         "head_bias": any(one.name == f"{family.head}.bias" for one in table.after),
         "norm_bias": any(f"{name}.bias" in layer for name in norms),
         "qk_norm": bool(of_queries),
@@ -41,6 +43,34 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
         return found
     by_layer = Counter(layer for one in norms.values() for layer in one.layers or ())
     return {**found, "norms_per_layer": max(by_layer.values(), default=0), "norm_names": tuple(norms)}
+
+
+def _of_mlps(layer: Mapping[str, Parameter], shape: ModelShape, family: Family) -> dict[str, Parameter]:
+    """What of MLPs and experts is cut by features."""
+    shared = family.experts.shared if family.experts is not None else ""
+    ends = (f".{family.mlp}", ".experts", *([f".{shared}"] if shared else []))
+    # A block may be called as others are.
+    layers = range(shape.num_hidden_layers) if shape.blocks is None else (*shape.blocks.mlp, *shape.blocks.experts)
+    return {
+        name: one
+        for name, one in layer.items()
+        if one.split is not None
+        and set(layers).issuperset(one.layers or ())
+        and (f".{_linear(name)}".rpartition(".")[0] or ".").endswith(ends)
+    }
+
+
+def _linear(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias")
+
+
+def _features(mlps: Mapping[str, Parameter]) -> Iterable[list[int]]:
+    """Of each MLP, and of experts together: the widths of what its linears give or take, each along the cut dim."""
+    found = defaultdict[str, list[int]](list)
+    for name, one in mlps.items():
+        if one.split is not None and len(one.shape) > 1 and not name.endswith("bias"):
+            found[_linear(name).rpartition(".")[0]].append(one.shape[one.split.dim])
+    return found.values()
 
 
 def norms_queries(model_type: str, family: Family) -> bool:

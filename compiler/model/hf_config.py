@@ -93,7 +93,6 @@ def shape_from_config(config: Config) -> ModelShape:
         tie_word_embeddings=not family.never_tied and family.is_on("tie_word_embeddings", config),
         rotary=not (family.positions or family.fixed_positions),
         alibi=family.is_on(family.alibi, config),
-        gated_mlp=family.gated,
         activation_numbers=kept_numbers(name, config),
         paired_heads=family.paired_heads,
         attention_gate=_gate(read, family, config, hidden, heads, mla),
@@ -132,6 +131,7 @@ def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
             message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
             raise ModelConfigError(message, key)
     return {
+        "gated_mlp": family.gated,
         "qkv_bias": family.is_on(family.qkv_bias, config),
         "attention_output_bias": family.is_on(family.output_bias, config),
         "mlp_bias": family.is_on(family.mlp_bias, config),

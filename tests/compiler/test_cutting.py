@@ -37,12 +37,13 @@ def test_the_rows_of_every_type_come_from_its_table() -> None:
     assert not [name for name in BUILT_IN if by_hand(name)]
 
 
-_ALL = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+_BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+_NEOX = {"up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h"}
 PLUG_INS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": _ALL,
-    "gpt_neox": _ALL,
-    "falcon": {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
+    "gpt2": {**_BIASES, "up": ("c_fc",), "gated": False, "down": "c_proj"},
+    "gpt_neox": {**_BIASES, **_NEOX},
+    "falcon": {**_NEOX, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
     "qwen3": {"qk_norm": QkNorm.HEAD},
     "olmo2": {"qk_norm": QkNorm.WHOLE},
     "mixtral": {},

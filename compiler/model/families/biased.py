@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import TIED, UP_ONLY, all_heads, defaults_of
+from .traits import TIED, all_heads, defaults_of
 
 
 def _modernbert_window(config: Mapping[str, Any]) -> int:
@@ -23,30 +23,24 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 
 BIASED: Mapping[str, Family] = {
-    "jais2": Family(up=UP_ONLY, gated=False),
+    "jais2": Family(),
     "persimmon": Family(
         final_norm="final_layernorm",
         qkv=("query_key_value",),
         kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
-        up=("dense_h_to_4h",),
-        gated=False,
-        down="dense_4h_to_h",
         own_head_dim=False,
     ),
     "phi": Family(
         final_norm="final_layernorm",
         output="dense",
-        up=("fc1",),
-        gated=False,
-        down="fc2",
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
         ),
     ),
-    "starcoder2": Family(up=("c_fc",), gated=False, down="c_proj", defaults=defaults_of(**TIED)),
-    "nemotron": Family(up=UP_ONLY, gated=False),
+    "starcoder2": Family(defaults=defaults_of(**TIED)),
+    "nemotron": Family(),
     "gpt_neox": Family(
         base="gpt_neox",
         embedding="embed_in",
@@ -56,9 +50,6 @@ BIASED: Mapping[str, Family] = {
         kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
-        up=("dense_h_to_4h",),
-        gated=False,
-        down="dense_4h_to_h",
         own_head_dim=False,
     ),
     "modernbert-decoder": Family(
@@ -69,8 +60,6 @@ BIASED: Mapping[str, Family] = {
         attention="attn",
         kv_heads=all_heads,
         output="Wo",
-        up=("Wi",),
-        down="Wo",
         own_head_dim=False,
         window_of=_modernbert_window,
         refusals=(

@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model.family import Family, Norm, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
-from .traits import FUSED_UP, TIED, UP_ONLY, all_heads, defaults_of
+from .traits import TIED, all_heads, defaults_of
 
 _POSITIVE = "it counts how often layers run: it has to be a whole number of 1 or more"
 
@@ -103,7 +103,7 @@ DENSE: Mapping[str, Family] = {
             sliding_window=4096, num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072, **TIED
         )
     ),
-    "phi3": Family(qkv=("qkv_proj",), up=FUSED_UP),
+    "phi3": Family(qkv=("qkv_proj",)),
     "olmo": Family(norm=Norm.NOTHING),
     "olmo2": Family(),
     "olmo3": Family(defaults=defaults_of(sliding_window=4096)),
@@ -111,8 +111,8 @@ DENSE: Mapping[str, Family] = {
     "cohere_compass_text": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
     "bitnet": Family(hidden_is_heads=True),
     "cohere2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
-    "glm": Family(up=FUSED_UP),
-    "glm4": Family(up=FUSED_UP),
+    "glm": Family(),
+    "glm4": Family(),
     "granite": Family(),
     "smollm3": Family(window_key="use_sliding_window", defaults=defaults_of(**TIED)),
     "helium": Family(hidden_is_heads=True),
@@ -120,19 +120,17 @@ DENSE: Mapping[str, Family] = {
     "seed_oss": Family(),
     "exaone4": Family(defaults=defaults_of(sliding_window=4096)),
     "ernie4_5": Family(defaults=defaults_of(**TIED)),
-    "arcee": Family(up=UP_ONLY, gated=False),
+    "arcee": Family(),
     "apertus": Family(
-        up=UP_ONLY,
-        gated=False,
         refusals=(
             Refusal(
                 "hidden_act",
                 lambda config: config.get("hidden_act", "xielu") != "xielu",
                 "only xielu has the parameters that the MLP of this model type is described with",
             ),
-        ),
+        )
     ),
-    "nanochat": Family(up=("fc1",), gated=False, down="fc2", norm=Norm.NOTHING),
+    "nanochat": Family(norm=Norm.NOTHING),
     "hyperclovax": Family(defaults={"use_post_norm": True}),
     "granite_swa": Family(sinks="sinks", defaults=defaults_of(sliding_window=128, **TIED)),
 }

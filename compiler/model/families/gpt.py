@@ -31,14 +31,7 @@ _LAYERDROP = Refusal(
 def _gpt(**others: Any) -> Family:
     """What GPT-2 and its relatives have in common."""
     return Family(
-        base="transformer",
-        layers="h",
-        embedding="wte",
-        final_norm="ln_f",
-        gated=False,
-        mlp_ratio=4,
-        own_head_dim=False,
-        **others,
+        base="transformer", layers="h", embedding="wte", final_norm="ln_f", mlp_ratio=4, own_head_dim=False, **others
     )
 
 
@@ -50,9 +43,6 @@ def _fairseq(**others: Any) -> Family:
         kv_heads=all_heads,
         output="out_proj",
         mlp="",
-        up=("fc1",),
-        gated=False,
-        down="fc2",
         own_head_dim=False,
         **others,
     )
@@ -75,8 +65,6 @@ GPT: Mapping[str, Family] = {
         qkv=("c_attn",),
         kv_heads=all_heads,
         output="c_proj",
-        up=("c_fc",),
-        down="c_proj",
         refusals=(_CROSS,),
         defaults=TIED,
     ),
@@ -88,8 +76,6 @@ GPT: Mapping[str, Family] = {
         kv_heads=lambda config, heads: 1 if config.get("multi_query", True) else heads,
         heads_interleaved=True,
         output="c_proj",
-        up=("c_fc",),
-        down="c_proj",
         refusals=(_CROSS,),
         defaults=TIED,
     ),
@@ -101,8 +87,6 @@ GPT: Mapping[str, Family] = {
         qkv_parts="kvq",
         kv_heads=all_heads,
         output="out_proj",
-        up=("c_fc",),
-        down="c_proj",
         defaults={**TIED, "max_position_embeddings": 2048},
     ),
     "gptj": _gpt(
@@ -112,8 +96,6 @@ GPT: Mapping[str, Family] = {
         qkv_parts="kvq",
         kv_heads=all_heads,
         output="out_proj",
-        up=("fc_in",),
-        down="fc_out",
     ),
     "codegen": _gpt(
         keys=_KEYS,
@@ -123,8 +105,6 @@ GPT: Mapping[str, Family] = {
         kv_heads=all_heads,
         fused_blocks=4,
         output="out_proj",
-        up=("fc_in",),
-        down="fc_out",
         refusals=(
             Refusal(
                 "n_head",
@@ -147,9 +127,6 @@ GPT: Mapping[str, Family] = {
         output="dense",
         mlp_ratio=1,
         mlp_width=lambda config, hidden_size: int(_multiple(config)) * hidden_size,
-        up=("dense_h_to_4h",),
-        gated=False,
-        down="dense_4h_to_h",
         own_head_dim=False,
         refusals=(
             Refusal(
@@ -172,9 +149,6 @@ GPT: Mapping[str, Family] = {
         qkv=("c_attn",),
         kv_heads=all_heads,
         output="c_proj",
-        up=("c_fc",),
-        gated=False,
-        down="c_proj",
         mlp_ratio=4,
         own_head_dim=False,
         defaults={**TIED, "max_position_embeddings": 512},
@@ -191,9 +165,6 @@ GPT: Mapping[str, Family] = {
         kv_heads=all_heads,
         output="dense",
         mlp="ffn",
-        up=("0",),
-        gated=False,
-        down="2",
         own_head_dim=False,
         defaults={**TIED, "intermediate_size": 8192, "max_position_embeddings": 256},
     ),

@@ -86,8 +86,6 @@ def _lfm2(*refusals: Refusal, **others: Any) -> Family:
         final_norm="embedding_norm",
         output="out_proj",
         mlp="feed_forward",
-        up=("w1", "w3"),
-        down="w2",
         recurrent=_SHORT,
         refusals=(_OLD_NAME, *refusals),
         **others,
@@ -117,8 +115,6 @@ HYBRIDS: Mapping[str, Family] = {
         gate_of_heads=lambda _: True,
         gate_key="use_attention_gate",
         mlp="feed_forward",
-        up=("w1", "w3"),
-        down="w2",
         recurrent=replace(
             _SHORT, by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
         ),

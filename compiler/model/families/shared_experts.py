@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_period import whole
 
-from .traits import FUSED_UP, TIED, by_step, defaults_of, routed
+from .traits import TIED, by_step, defaults_of, routed
 
 
 def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
@@ -180,7 +180,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         )
     ),
     "minimax_m3_vl_text": Family(
-        up=FUSED_UP,
         experts=Experts(
             shared="shared_experts",
             count=("num_local_experts", 128),

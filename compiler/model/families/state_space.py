@@ -80,8 +80,6 @@ STATE_SPACE: Mapping[str, Family] = {
         final_norm="norm_f",
         attention="mixer",
         mlp="mixer",
-        up=("up_proj",),
-        gated=False,
         never_tied=True,
         layer_blocks=nemotron_kinds,
         recurrent=Recurrent(
@@ -170,7 +168,6 @@ STATE_SPACE: Mapping[str, Family] = {
         own_head_dim=False,
         mlp="feed_forward",
         mlp_ratio=4,
-        up=("gate_up_proj",),
         shared_blocks=True,
         layer_blocks=zamba2_kinds,
         recurrent=Recurrent(
@@ -212,8 +209,6 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "granitemoehybrid": Family(
         mlp="shared_mlp",
-        up=("input_linear",),
-        down="output_linear",
         recurrent=_MAMBA2,
         experts=Experts(
             block="block_sparse_moe",

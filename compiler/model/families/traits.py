@@ -10,8 +10,6 @@ from parcompile.model.layer_kind import LayersError
 from parcompile.model.layer_period import whole
 
 TIED = {"tie_word_embeddings": True}
-UP_ONLY: tuple[str, ...] = ("up_proj",)
-FUSED_UP: tuple[str, ...] = ("gate_up_proj",)
 
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
