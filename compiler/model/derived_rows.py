@@ -35,11 +35,10 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
     found = _stacked(shape, values, family)
     places = [number for number, one in enumerate(found) if one.layers is not None]
     early, late = found[: places[0]], found[places[-1] + 1 :]
-    last = f"{family.base}.{family.final_norm}." if family.final_norm else None
-    first = [one for one in early if last is not None and one.name.startswith(last)]
     # What gives all layers their inputs belongs to the first stage, wherever it is registered.
     inputs = [one for one in late if one.name.removeprefix(f"{family.base}.").startswith(_OF_INPUTS)]
-    norms = [one for one in late if last is not None and one.name.startswith(last)]
+    norm = _last_norm([*early, *(one for one in late if one not in inputs)], family)
+    first, norms = ([one for one in rows if norm is not None and one.name.startswith(norm)] for rows in (early, late))
     return ParameterTable(
         (*(one for one in early if one not in first), *inputs),
         tuple(one for one in found if one.layers is not None),
@@ -50,6 +49,12 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
         len(norms) if inputs else 0,
         layers_per_module=family.layers_per_module,
     )
+
+
+def _last_norm(outside: Iterable[Parameter], family: Family) -> str | None:
+    """The norm behind the layers, of the rows outside of them: what their names begin with."""
+    norms = [one.name for one in outside if len(one.shape) == 1 and one.name.startswith(f"{family.base}.")]
+    return next((name.removesuffix("weight") for name in reversed(norms) if name.endswith(".weight")), None)
 
 
 _TABLE_OF_INPUTS = "embed_tokens_per_layer."

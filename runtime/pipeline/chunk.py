@@ -45,7 +45,8 @@ class ChunkForward:
         self._model, self._forward = model, model.forward
         family = FAMILIES[plan.spec.model.shape.model_type]
         self._base: Any = model.get_submodule(family.base)
-        self._norm = family.final_norm
+        behind = [one.name for one in plan.parameters.after if one.name.startswith(f"{family.base}.")]
+        self._norm = behind[0].removeprefix(f"{family.base}.").rpartition(".")[0] if behind else ""
         self._streams = _streams_dim(plan.spec.model.shape)
         self._is_wide = plan.spec.model.shape.wide_stream
         self._has_parts = plan.spec.model.shape.layer_inputs is not None

@@ -58,7 +58,6 @@ def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], tied: Mapping[st
         base="backbone",
         keys=_NO_ATTENTION,
         embedding="embeddings",
-        final_norm="norm_f",
         attends=False,
         wide_stream="residual_in_fp32",
         recurrent=Recurrent(kind, module="mixer", layers_key="", every_key=None, **sizes),

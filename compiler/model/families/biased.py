@@ -25,7 +25,6 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 BIASED: Mapping[str, Family] = {
     "jais2": Family(),
     "persimmon": Family(
-        final_norm="final_layernorm",
         qkv=("query_key_value",),
         kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
@@ -33,7 +32,6 @@ BIASED: Mapping[str, Family] = {
         own_head_dim=False,
     ),
     "phi": Family(
-        final_norm="final_layernorm",
         output="dense",
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
@@ -44,7 +42,6 @@ BIASED: Mapping[str, Family] = {
     "gpt_neox": Family(
         base="gpt_neox",
         embedding="embed_in",
-        final_norm="final_layer_norm",
         attention="attention",
         qkv=("query_key_value",),
         kv_heads=lambda _, heads: heads,
@@ -55,7 +52,6 @@ BIASED: Mapping[str, Family] = {
     "modernbert-decoder": Family(
         embedding="embeddings.tok_embeddings",
         embedding_norm="embeddings.norm",
-        final_norm="final_norm",
         head="decoder",
         attention="attn",
         kv_heads=all_heads,

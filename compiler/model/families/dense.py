@@ -62,7 +62,6 @@ DENSE: Mapping[str, Family] = {
     "hrm_text": Family(
         runs=_cycles,
         initial_state="z_L_init",
-        final_norm="",
         kv_heads=all_heads,
         gate="gate_proj",
         refusals=(

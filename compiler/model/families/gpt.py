@@ -30,9 +30,7 @@ _LAYERDROP = Refusal(
 
 def _gpt(**others: Any) -> Family:
     """What GPT-2 and its relatives have in common."""
-    return Family(
-        base="transformer", layers="h", embedding="wte", final_norm="ln_f", mlp_ratio=4, own_head_dim=False, **others
-    )
+    return Family(base="transformer", layers="h", embedding="wte", mlp_ratio=4, own_head_dim=False, **others)
 
 
 def _fairseq(**others: Any) -> Family:
@@ -118,7 +116,6 @@ GPT: Mapping[str, Family] = {
         base="gpt_neox_japanese",
         keys={"intermediate_size": None},
         embedding="embed_in",
-        final_norm="final_layer_norm",
         head="embed_out",
         attention="attention",
         qkv=("query_key_value",),
@@ -143,7 +140,6 @@ GPT: Mapping[str, Family] = {
         layers="h",
         embedding="tokens_embed",
         positions="positions_embed",
-        final_norm="",
         transposed=True,
         attention="attn",
         qkv=("c_attn",),
@@ -159,7 +155,6 @@ GPT: Mapping[str, Family] = {
         layers="h",
         embedding="w",
         fixed_positions="pos_encoding",
-        final_norm="layernorm",
         attention="multi_head_attention",
         qkv=("Wq", "Wk", "Wv"),
         kv_heads=all_heads,
@@ -172,7 +167,6 @@ GPT: Mapping[str, Family] = {
         base="model.decoder",
         keys={"intermediate_size": "ffn_dim"},
         positions="embed_positions",
-        final_norm="final_layer_norm",
         refusals=(
             _LAYERDROP,
             Refusal(
@@ -202,7 +196,6 @@ GPT: Mapping[str, Family] = {
     "biogpt": _fairseq(
         base="biogpt",
         positions="embed_positions",
-        final_norm="layer_norm",
         head="output_projection",
         refusals=(_LAYERDROP,),
         defaults={**TIED, "max_position_embeddings": 1024},
@@ -215,7 +208,6 @@ GPT: Mapping[str, Family] = {
             "intermediate_size": "ffn_dim",
         },
         fixed_positions="embed_positions",
-        final_norm="layer_norm",
         refusals=(_CROSS, _LAYERDROP),
         defaults={**TIED, "max_position_embeddings": 2048},
     ),

@@ -82,14 +82,7 @@ _LISTED = Refusal(
 
 
 def _lfm2(*refusals: Refusal, **others: Any) -> Family:
-    return Family(
-        final_norm="embedding_norm",
-        output="out_proj",
-        mlp="feed_forward",
-        recurrent=_SHORT,
-        refusals=(_OLD_NAME, *refusals),
-        **others,
-    )
+    return Family(output="out_proj", mlp="feed_forward", recurrent=_SHORT, refusals=(_OLD_NAME, *refusals), **others)
 
 
 def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -110,7 +103,6 @@ HYBRIDS: Mapping[str, Family] = {
         defaults=defaults_of(8, **TIED),
     ),
     "lfm3": Family(
-        final_norm="embedding_norm",
         gate="g_proj",
         gate_of_heads=lambda _: True,
         gate_key="use_attention_gate",

@@ -41,7 +41,6 @@ def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
 
 STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
-        final_norm="final_layernorm",
         mlp="feed_forward",
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
@@ -60,7 +59,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
     ),
     "falcon_h1": Family(
-        final_norm="final_layernorm",
         mlp="feed_forward",
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
@@ -77,7 +75,6 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "nemotron_h": Family(
         embedding="embeddings",
-        final_norm="norm_f",
         attention="mixer",
         mlp="mixer",
         never_tied=True,
@@ -121,7 +118,6 @@ STATE_SPACE: Mapping[str, Family] = {
         defaults=defaults_of(8, 128),
     ),
     "jamba": Family(
-        final_norm="final_layernorm",
         mlp="feed_forward",
         recurrent=Recurrent(
             RecurrentKind.MAMBA1,
@@ -164,7 +160,6 @@ STATE_SPACE: Mapping[str, Family] = {
         defaults=defaults_of(8),
     ),
     "zamba2": Family(
-        final_norm="final_layernorm",
         own_head_dim=False,
         mlp="feed_forward",
         mlp_ratio=4,
