@@ -35,6 +35,7 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
         "gated_mlp": all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps)),
         "mlp_bias": any(name.endswith(".bias") for name in mlps),
         "head_bias": any(one.name == f"{family.head}.bias" for one in table.after),
+        "tie_word_embeddings": all(one.name != f"{family.head}.weight" for one in table.after),
         "norm_bias": any(f"{name}.bias" in layer for name in norms),
         "qk_norm": bool(of_queries),
         "norm_over_heads": any(one.split is not None and len(one.shape) == 1 for one in of_queries),

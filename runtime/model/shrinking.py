@@ -20,6 +20,7 @@ from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import FOLLOWING
+from parcompile.model.tables import class_default
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 
@@ -126,7 +127,7 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
         found["num_key_value_heads"] = fewer
     found |= _state_space(plan, found["hidden_size"])
     found |= _windowed_latent(shape, fewer)
-    if shape.mla is None and ("head_dim" in plan.spec.model.hf_config or family.defaults.get("head_dim")):
+    if shape.mla is None and ("head_dim" in plan.spec.model.hf_config or class_default(shape.model_type, "head_dim")):
         found["head_dim"] = shape.head_dim
     return found
 

@@ -39,11 +39,12 @@ def test_the_rows_of_every_type_come_from_its_table() -> None:
 
 _BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _NEOX = {"up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h"}
+_GPT = {"final_norm": "ln_f", "defaults": {"tie_word_embeddings": True}}
 PLUG_INS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {**_BIASES, "up": ("c_fc",), "gated": False, "down": "c_proj"},
-    "gpt_neox": {**_BIASES, **_NEOX},
-    "falcon": {**_NEOX, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
+    "gpt2": {**_BIASES, **_GPT, "up": ("c_fc",), "gated": False, "down": "c_proj"},
+    "gpt_neox": {**_BIASES, **_NEOX, "final_norm": "final_layer_norm"},
+    "falcon": {**_NEOX, **_GPT, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
     "qwen3": {"qk_norm": QkNorm.HEAD},
     "olmo2": {"qk_norm": QkNorm.WHOLE},
     "mixtral": {},

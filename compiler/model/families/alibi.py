@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import TIED, all_heads
+from .traits import all_heads
 
 
 def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -41,7 +41,7 @@ ALIBI: Mapping[str, Family] = {
                 "without new_decoder_architecture and multi_query each head has its own key and value: leave it out",
             ),
         ),
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
     "bloom": Family(
         base="transformer",
@@ -64,7 +64,7 @@ ALIBI: Mapping[str, Family] = {
                 "it adds up slices of the weights one after the other, as one rank alone can: set it to false",
             ),
         ),
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
     "mpt": Family(
         base="transformer",
@@ -85,6 +85,6 @@ ALIBI: Mapping[str, Family] = {
         mlp="ffn",
         mlp_ratio=4,
         own_head_dim=False,
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
 }

@@ -9,8 +9,6 @@ from typing import Any
 from parcompile.model.family import Family, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind, SelectiveKeys, StateSpaceKeys
 
-from .traits import TIED
-
 _NO_ATTENTION: Mapping[str, None] = {
     "num_attention_heads": None,
     "num_key_value_heads": None,
@@ -53,7 +51,7 @@ def _not_compared(key: str) -> Refusal:
     )
 
 
-def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], tied: Mapping[str, Any], **sizes: Any) -> Family:
+def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], **sizes: Any) -> Family:
     return Family(
         base="backbone",
         keys=_NO_ATTENTION,
@@ -62,7 +60,7 @@ def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], tied: Mapping[st
         wide_stream="residual_in_fp32",
         recurrent=Recurrent(kind, module="mixer", layers_key="", every_key=None, **sizes),
         refusals=(*_LAYERS_AND_STATE, *refusals),
-        defaults={**tied, **_WIDE},
+        defaults=_WIDE,
     )
 
 
@@ -78,7 +76,7 @@ def _mamba1(*refusals: Refusal) -> Family:
         width="intermediate_size",
         norms=False,
     )
-    return _family(RecurrentKind.MAMBA1, (_NO_WIDTH, *refusals), TIED, selective=keys)
+    return _family(RecurrentKind.MAMBA1, (_NO_WIDTH, *refusals), selective=keys)
 
 
 ATTENTION_FREE: Mapping[str, Family] = {
@@ -100,7 +98,6 @@ ATTENTION_FREE: Mapping[str, Family] = {
                 "transformers builds the gated norm whatever it says: remove it",
             ),
         ),
-        {},
         state_space=StateSpaceKeys(
             heads=("num_heads", 128),
             head_dim=("head_dim", 64),

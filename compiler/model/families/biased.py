@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import TIED, all_heads, defaults_of
+from .traits import all_heads
 
 
 def _modernbert_window(config: Mapping[str, Any]) -> int:
@@ -37,7 +37,7 @@ BIASED: Mapping[str, Family] = {
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
         ),
     ),
-    "starcoder2": Family(defaults=defaults_of(**TIED)),
+    "starcoder2": Family(),
     "nemotron": Family(),
     "gpt_neox": Family(
         base="gpt_neox",
@@ -65,7 +65,7 @@ BIASED: Mapping[str, Family] = {
                 "transformers halves it for the window of its layers: it has to be a whole number of 2 or more",
             ),
         ),
-        defaults={**TIED, "intermediate_size": 1152},
+        defaults={"intermediate_size": 1152},
     ),
     "stablelm": Family(
         own_head_dim=False,

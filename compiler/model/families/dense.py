@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.model.family import Family, Norm, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
-from .traits import TIED, all_heads, defaults_of
+from .traits import all_heads
 
 _POSITIVE = "it counts how often layers run: it has to be a whole number of 1 or more"
 
@@ -37,12 +37,10 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
 
 DENSE: Mapping[str, Family] = {
     "llama": Family(),
-    "cwm": Family(defaults=defaults_of(sliding_window=8192)),
+    "cwm": Family(defaults={"sliding_window": 8192}),
     "iquestcoder": Family(),
     "ministral3": Family(),
-    "vaultgemma": Family(
-        defaults=defaults_of(sliding_window=4096, **TIED),
-    ),
+    "vaultgemma": Family(defaults={"sliding_window": 4096}),
     "hunyuan_v1_dense": Family(),
     "diffllama": Family(
         paired_heads=True,
@@ -89,36 +87,39 @@ DENSE: Mapping[str, Family] = {
             "pp": "its two stacks of layers run several times, one after the other: hidden states would pass each "
             "stage many times in a forward pass"
         },
-        defaults=defaults_of(head_dim=128),
     ),
-    "mistral": Family(defaults=defaults_of(sliding_window=4096)),
-    "ministral": Family(defaults=defaults_of(sliding_window=4096)),
-    "qwen2": Family(own_head_dim=True, window_key="use_sliding_window", defaults=defaults_of(sliding_window=4096)),
-    "qwen3": Family(window_key="use_sliding_window", defaults=defaults_of(sliding_window=4096)),
-    "gemma": Family(defaults=defaults_of(**TIED)),
-    "gemma2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
+    "mistral": Family(defaults={"sliding_window": 4096}),
+    "ministral": Family(defaults={"sliding_window": 4096}),
+    "qwen2": Family(window_key="use_sliding_window", defaults={"sliding_window": 4096}),
+    "qwen3": Family(window_key="use_sliding_window", defaults={"sliding_window": 4096}),
+    "gemma": Family(),
+    "gemma2": Family(defaults={"sliding_window": 4096}),
     "gemma3_text": Family(
-        defaults=defaults_of(
-            sliding_window=4096, num_attention_heads=8, vocab_size=262208, max_position_embeddings=131072, **TIED
-        )
+        # The published configurations of multimodal models leave out more than others do.
+        defaults={
+            "sliding_window": 4096,
+            "num_attention_heads": 8,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+        }
     ),
     "phi3": Family(qkv=("qkv_proj",)),
     "olmo": Family(norm=Norm.NOTHING),
     "olmo2": Family(),
-    "olmo3": Family(defaults=defaults_of(sliding_window=4096)),
-    "cohere": Family(defaults=defaults_of(**TIED)),
-    "cohere_compass_text": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
+    "olmo3": Family(defaults={"sliding_window": 4096}),
+    "cohere": Family(),
+    "cohere_compass_text": Family(defaults={"sliding_window": 4096}),
     "bitnet": Family(hidden_is_heads=True),
-    "cohere2": Family(defaults=defaults_of(sliding_window=4096, **TIED)),
+    "cohere2": Family(defaults={"sliding_window": 4096}),
     "glm": Family(),
     "glm4": Family(),
     "granite": Family(),
-    "smollm3": Family(window_key="use_sliding_window", defaults=defaults_of(**TIED)),
+    "smollm3": Family(window_key="use_sliding_window"),
     "helium": Family(hidden_is_heads=True),
     "internlm3": Family(),
     "seed_oss": Family(),
-    "exaone4": Family(defaults=defaults_of(sliding_window=4096)),
-    "ernie4_5": Family(defaults=defaults_of(**TIED)),
+    "exaone4": Family(defaults={"sliding_window": 4096}),
+    "ernie4_5": Family(),
     "arcee": Family(),
     "apertus": Family(
         refusals=(
@@ -130,6 +131,6 @@ DENSE: Mapping[str, Family] = {
         )
     ),
     "nanochat": Family(norm=Norm.NOTHING),
-    "hyperclovax": Family(defaults={"use_post_norm": True}),
-    "granite_swa": Family(sinks="sinks", defaults=defaults_of(sliding_window=128, **TIED)),
+    "hyperclovax": Family(),
+    "granite_swa": Family(sinks="sinks", defaults={"sliding_window": 128}),
 }

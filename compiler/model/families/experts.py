@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parcompile.model.family import Experts, Family
 
-from .traits import by_step, defaults_of
+from .traits import by_step
 
 EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(experts=Experts(count_alias="num_experts")),
@@ -19,7 +19,7 @@ EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 768),
             layers=by_step,
         ),
-        defaults=defaults_of(sliding_window=4096),
+        defaults={"sliding_window": 4096},
     ),
     "beam": Family(
         gate="gate_proj",
@@ -31,7 +31,7 @@ EXPERTS: Mapping[str, Family] = {
             by_layer="mlp_layer_types",
             dense_by_default=3,
         ),
-        defaults=defaults_of(sliding_window=512),
+        defaults={"sliding_window": 512},
     ),
     "olmoe": Family(
         hidden_is_heads=True,
@@ -58,7 +58,7 @@ EXPERTS: Mapping[str, Family] = {
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 896),
         ),
-        defaults=defaults_of(sliding_window=1024),
+        defaults={"sliding_window": 1024},
     ),
     "gpt_oss": Family(
         sinks="sinks",
@@ -68,6 +68,6 @@ EXPERTS: Mapping[str, Family] = {
             count_alias="num_experts",
             per_token=("num_experts_per_tok", 4),
         ),
-        defaults=defaults_of(sliding_window=128),
+        defaults={"sliding_window": 128},
     ),
 }

@@ -16,8 +16,6 @@ from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
 from parcompile.model.shape import AltUp, LayerInputs, ModelShape
 
-from .traits import TIED
-
 Config = Mapping[str, Any]
 
 _NORMS = (
@@ -161,17 +159,15 @@ def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> F
             ),
             *refusals,
         ),
+        # The published configurations of multimodal models leave out what their class has.
         defaults={
             "vocab_size": 262_144,
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "num_hidden_layers": 30,
             "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
             "max_position_embeddings": positions,
             "sliding_window": window,
-            **TIED,
         },
         **others,
     )
@@ -239,11 +235,8 @@ GEMMA: Mapping[str, Family] = {
             "intermediate_size": 16_384,
             "num_hidden_layers": 35,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
             "max_position_embeddings": 32_768,
             "sliding_window": 512,
-            **TIED,
         },
     ),
     "gemma4_text": _gemma4(

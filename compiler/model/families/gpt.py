@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import TIED, all_heads
+from .traits import all_heads
 
 _KEYS = {
     "hidden_size": "n_embd",
@@ -64,7 +64,6 @@ GPT: Mapping[str, Family] = {
         kv_heads=all_heads,
         output="c_proj",
         refusals=(_CROSS,),
-        defaults=TIED,
     ),
     "gpt_bigcode": _gpt(
         keys=_KEYS,
@@ -75,7 +74,6 @@ GPT: Mapping[str, Family] = {
         heads_interleaved=True,
         output="c_proj",
         refusals=(_CROSS,),
-        defaults=TIED,
     ),
     "gpt_neo": _gpt(
         keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
@@ -85,7 +83,7 @@ GPT: Mapping[str, Family] = {
         qkv_parts="kvq",
         kv_heads=all_heads,
         output="out_proj",
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
     "gptj": _gpt(
         keys=_KEYS,
@@ -132,7 +130,7 @@ GPT: Mapping[str, Family] = {
                 "the MLP is this many hidden sizes wide: it has to be a whole number of 1 or more",
             ),
         ),
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
     "openai-gpt": Family(
         base="transformer",
@@ -147,7 +145,7 @@ GPT: Mapping[str, Family] = {
         output="c_proj",
         mlp_ratio=4,
         own_head_dim=False,
-        defaults={**TIED, "max_position_embeddings": 512},
+        defaults={"max_position_embeddings": 512},
     ),
     "ctrl": Family(
         base="transformer",
@@ -161,7 +159,7 @@ GPT: Mapping[str, Family] = {
         output="dense",
         mlp="ffn",
         own_head_dim=False,
-        defaults={**TIED, "intermediate_size": 8192, "max_position_embeddings": 256},
+        defaults={"intermediate_size": 8192, "max_position_embeddings": 256},
     ),
     "opt": _fairseq(
         base="model.decoder",
@@ -191,14 +189,14 @@ GPT: Mapping[str, Family] = {
                 "norms without weights are not described here: it has to be true",
             ),
         ),
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
     "biogpt": _fairseq(
         base="biogpt",
         positions="embed_positions",
         head="output_projection",
         refusals=(_LAYERDROP,),
-        defaults={**TIED, "max_position_embeddings": 1024},
+        defaults={"max_position_embeddings": 1024},
     ),
     "xglm": _fairseq(
         keys={
@@ -209,6 +207,6 @@ GPT: Mapping[str, Family] = {
         },
         fixed_positions="embed_positions",
         refusals=(_CROSS, _LAYERDROP),
-        defaults={**TIED, "max_position_embeddings": 2048},
+        defaults={"max_position_embeddings": 2048},
     ),
 }

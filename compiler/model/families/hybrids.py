@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
-from .traits import TIED, by_step, defaults_of
+from .traits import by_step
 
 _QWEN3_5 = Recurrent(
     RecurrentKind.GATED_DELTA_NET,
@@ -90,7 +90,7 @@ def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 HYBRIDS: Mapping[str, Family] = {
-    "lfm2": _lfm2(mlp_width=_adjusted, defaults=defaults_of(8, **TIED)),
+    "lfm2": _lfm2(mlp_width=_adjusted),
     "lfm2_moe": _lfm2(
         _LISTED,
         experts=Experts(
@@ -100,7 +100,6 @@ HYBRIDS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 1792),
             dense_layers=("num_dense_layers", 2),
         ),
-        defaults=defaults_of(8, **TIED),
     ),
     "lfm3": Family(
         gate="g_proj",
@@ -110,7 +109,7 @@ HYBRIDS: Mapping[str, Family] = {
         recurrent=replace(
             _SHORT, by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
         ),
-        defaults=defaults_of(4, 128, sliding_window=256, conv_L_cache=7, use_attention_gate=True, **TIED),
+        defaults={"sliding_window": 256, "conv_L_cache": 7, "use_attention_gate": True},
     ),
     "minimax": Family(
         recurrent=_LIGHTNING,

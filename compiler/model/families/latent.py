@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Family, Latent, Refusal
 
-from .traits import TIED, by_frequency, defaults_of, routed
+from .traits import by_frequency, routed
 
 
 def _unscaled(config: Mapping[str, Any]) -> bool:
@@ -33,8 +33,8 @@ LATENT: Mapping[str, Family] = {
         latent=Latent(), experts=routed(64, None, 1407, dense_layers=0, shared=2, count_alias="num_experts")
     ),
     "deepseek_v3": Family(latent=Latent(), experts=routed(256, 8, 2048, dense_layers=3)),
-    "youtu": Family(latent=Latent(), defaults=defaults_of(16, **TIED)),
-    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None), defaults=defaults_of(**TIED)),
+    "youtu": Family(latent=Latent(), defaults={"num_key_value_heads": 16}),
+    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None)),
     "glm4_moe_lite": Family(
         latent=Latent(768, 512, 192, 64, 256),
         experts=routed(64, 4, 1536, by_layer="mlp_layer_types", dense_by_default=1),

@@ -13,7 +13,6 @@ from parcompile.model.family import Experts, Family
 from parcompile.model.layer_kind import LayersError, LayerShape
 
 from .gemma import kinds_of_attention
-from .traits import defaults_of
 
 Config = Mapping[str, Any]
 
@@ -64,6 +63,6 @@ MIMO: Mapping[str, Family] = {
             by_layer="mlp_layer_types",
             dense_by_default=1,
         ),
-        defaults=defaults_of(4, 192, sliding_window=129),
+        defaults={"sliding_window": 129},
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_period import whole
 
-from .traits import TIED, by_step, defaults_of, routed
+from .traits import by_step, routed
 
 
 def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
@@ -37,11 +37,11 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_width=("shared_expert_intermediate_size", 5632),
             layers=by_step,
         ),
-        defaults=defaults_of(sliding_window=4096),
+        defaults={"sliding_window": 4096},
     ),
     "glm4_moe": Family(experts=routed(128, 8, 1408, dense_layers=1)),
     "solar_open": Family(experts=routed(128, 8, 1280)),
-    "dots1": Family(experts=routed(None, None, 1408, dense_layers=0), defaults=defaults_of(sliding_window=4096)),
+    "dots1": Family(experts=routed(None, None, 1408, dense_layers=0), defaults={"sliding_window": 4096}),
     "exaone_moe": Family(
         experts=routed(
             64,
@@ -53,7 +53,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             by_layer="mlp_layer_types",
             shared_key="num_shared_experts",
         ),
-        defaults=defaults_of(sliding_window=4096),
+        defaults={"sliding_window": 4096},
     ),
     "ernie4_5_moe": Family(
         experts=Experts(
@@ -67,8 +67,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_count=("moe_num_shared_experts", 2),
             dense_layers=("moe_layer_start_index", 1),
             layers=_of_ernie,
-        ),
-        defaults=defaults_of(**TIED),
+        )
     ),
     "hunyuan_v1_moe": Family(
         experts=Experts(
@@ -102,16 +101,12 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             dense_layers=("first_k_dense_replace", 0),
             dense_width=("prefix_dense_intermediate_size", None),
         ),
-        defaults=defaults_of(sliding_window=4096, **TIED),
+        defaults={"sliding_window": 4096},
     ),
     "granitemoeshared": Family(
         experts=_GRANITE,
     ),
-    "granitemoe_swa": Family(
-        sinks="sinks",
-        experts=_GRANITE,
-        defaults=defaults_of(sliding_window=128),
-    ),
+    "granitemoe_swa": Family(sinks="sinks", experts=_GRANITE, defaults={"sliding_window": 128}),
     "afmoe": Family(
         gate="gate_proj",
         experts=Experts(
@@ -122,7 +117,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_count=("num_shared_experts", 2),
             dense_layers=("num_dense_layers", 1),
         ),
-        defaults=defaults_of(sliding_window=1024),
+        defaults={"sliding_window": 1024},
     ),
     "laguna": Family(
         gate="g_proj",
@@ -146,7 +141,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
                 "layers with different numbers of heads are not described: all have to be num_attention_heads",
             ),
         ),
-        defaults=defaults_of(sliding_window=512),
+        defaults={"sliding_window": 512},
     ),
     "flint": Family(
         sinks="sinks",
@@ -158,7 +153,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared_width=("shared_expert_intermediate_size", 1024),
             layers=functools.partial(by_step, dense=(0, 1)),
         ),
-        defaults=defaults_of(sliding_window=513),
+        defaults={"sliding_window": 513},
     ),
     "kolibri1": Family(
         experts=Experts(
@@ -169,7 +164,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             width=("moe_intermediate_size", 512),
             shared_width=("shared_expert_intermediate_size", 512),
         ),
-        defaults=defaults_of(sliding_window=513),
+        defaults={"sliding_window": 513},
     ),
     "aria_text": Family(
         experts=Experts(

@@ -12,8 +12,6 @@ from parcompile.model.layer_period import LayerPeriod
 from parcompile.model.recurrent import Recurrent, RecurrentKind, SelectiveKeys, StateSpaceKeys
 from parcompile.model.shared_blocks import INNER, zamba2_kinds
 
-from .traits import defaults_of
-
 _MAMBA2 = Recurrent(
     RecurrentKind.MAMBA2,
     module="mamba",
@@ -77,7 +75,6 @@ STATE_SPACE: Mapping[str, Family] = {
         embedding="embeddings",
         attention="mixer",
         mlp="mixer",
-        never_tied=True,
         layer_blocks=nemotron_kinds,
         recurrent=Recurrent(
             RecurrentKind.MAMBA2,
@@ -115,7 +112,6 @@ STATE_SPACE: Mapping[str, Family] = {
             ),
             _NO_WINDOW,
         ),
-        defaults=defaults_of(8, 128),
     ),
     "jamba": Family(
         mlp="feed_forward",
@@ -157,7 +153,6 @@ STATE_SPACE: Mapping[str, Family] = {
             ),
             _NO_WINDOW,
         ),
-        defaults=defaults_of(8),
     ),
     "zamba2": Family(
         own_head_dim=False,
@@ -200,7 +195,6 @@ STATE_SPACE: Mapping[str, Family] = {
             "pp": "layers of all stages would share a transformer block, and every stage would need the embeddings of "
             "the tokens"
         },
-        defaults={"tie_word_embeddings": True},
     ),
     "granitemoehybrid": Family(
         mlp="shared_mlp",

@@ -9,8 +9,6 @@ from parcompile.model.family import Experts
 from parcompile.model.layer_kind import LayersError
 from parcompile.model.layer_period import whole
 
-TIED = {"tie_word_embeddings": True}
-
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
     """The last layer of each `decoder_sparse_step`, without those of `mlp_only_layers`; `dense` is its default."""
@@ -35,12 +33,6 @@ def by_frequency(first: int) -> Callable[[Mapping[str, Any], int], list[int]]:
 def all_heads(_: Mapping[str, Any], heads: int) -> int:
     """As many key and value heads as queries."""
     return heads
-
-
-def defaults_of(kv_heads: int | None = None, head_dim: int | None = None, **others: Any) -> dict[str, Any]:
-    """Defaults of a configuration's keys."""
-    found = {"num_key_value_heads": kv_heads, "head_dim": head_dim, **others}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def routed(
