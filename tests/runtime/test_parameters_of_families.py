@@ -21,6 +21,7 @@ NEVER_TIED = ("kimi_linear", "bailing_hybrid")
 ALWAYS_TIED = ("zamba2", "zamba2, 2 groups")
 """Refused otherwise: their shared blocks are tied with the head or not at all."""
 REFUSED = (("stablelm", "qk_layernorm"),)
+NO_LISTS_OF_LAYERS = ("time_step_limit", "mlp_multipliers", "attn_layer_indices", "attention_types")
 REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
 
@@ -47,6 +48,22 @@ def test_a_table_lists_what_the_model_registers(family: str) -> None:
         (None, False) if family in NEVER_TIED else (None, True) if family in ALWAYS_TIED else (None, True, False)
     ):
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
+
+
+def deep(family: str, layers: int) -> dict[str, Any]:
+    """A configuration of so many layers: what it lists for each begins again."""
+    config = tiny_config(family)
+    key = FAMILIES[family].keys.get("num_hidden_layers") or "num_hidden_layers"
+    before = config.get(key)
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == before and name not in NO_LISTS_OF_LAYERS:
+            config[name] = (value * layers)[:layers]
+    return {**config, key: layers, **({"attention_types": [[["global"], layers]]} if family == "gpt_neo" else {})}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_lists_the_parameters_of_many_layers(family: str) -> None:
+    check(deep(family, 9))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*OWN_KEYS, *LATENT)])

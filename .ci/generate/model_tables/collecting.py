@@ -41,13 +41,13 @@ class Collection:
         """What most refused configurations were refused for."""
         return self.rejected.most_common(1)[0][0] if self.rejected else "none"
 
-    def collect(self, count: int, draws: Draws | None = None, tries: int = 4) -> list[Sample]:
-        """Models that are built from draws: so many, or fewer where nearly all are refused."""
+    def collect(self, count: int, draws: Draws | None = None, tries: int = 4, deepest: int = 6) -> list[Sample]:
+        """Models of up to `deepest` layers from draws: so many, or fewer where nearly all are refused."""
         draws = draws or self.draws
         left, found = tries * count, []
         while len(found) < count and left > 0:
             left -= 1
-            if (sample := self._build(draws.one())) is not None:
+            if (sample := self._build(draws.one(deepest=deepest))) is not None:
                 found.append(sample)
         return found
 

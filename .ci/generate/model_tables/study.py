@@ -20,6 +20,8 @@ from parcompile.model.tables.expression import names as names_of
 
 GATE = 100
 """Configurations that a table has to get right, none of which it was learnt from."""
+_DEEP_MODELS = 10
+"""Of up to 60 layers: in models of 6 an eighth of the number of layers is 0, and fits into every sum."""
 _FIRST, _BATCH, _ROUNDS = 90, 30, 12
 
 
@@ -95,6 +97,7 @@ def _problem(models: Collection, stored: dict[str, Any]) -> tuple[str | None, li
     fresh = models.collect(GATE, draws, tries=12)
     if len(fresh) < GATE:
         raise LeftOutError(f"too few configurations for the gate can be built: {len(fresh)}; {models.why()}")
+    fresh += models.collect(_DEEP_MODELS, draws, deepest=DEEP)
     for sample in fresh:
         if found := disagreement(stored, sample.given, sample.parameters, models.name):
             return found, fresh

@@ -189,8 +189,14 @@ class Terms:
         order = np.argsort(hashes, kind="stable")
         if (text := partners(order, hashes[order], target, 0, 0)) is not None:
             return text
-        order = order[self.cost[order] <= _PLAIN]
+        # What is 0 everywhere explains nothing, and is a term of every sum.
+        order = order[(self.cost[order] <= _PLAIN) & (table[order] != 0).any(1)]
         ranked = hashes[order]
+        for third in range(self.simple):
+            whole = self.table[third, everywhere] + wanted
+            for one in np.flatnonzero(hashes == target + hashes[third])[:_TRIED]:
+                if (self.table[one, everywhere] == whole).all():
+                    return f"{self.texts[one]} - {self.texts[third]}"
         for third in range(self.simple):
             for sign, rest in ((1, target - hashes[third]), (-1, target + hashes[third])):
                 if (text := partners(order, ranked, rest, third, sign)) is not None:
