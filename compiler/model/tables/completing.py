@@ -60,11 +60,11 @@ def given(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _by_own_names(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the configuration says, under the names of the class.
+def _by_own_names(table: Table, config: Mapping[str, Any], *, once: bool = False) -> dict[str, Any]:
+    """What the configuration says, under the names of the class. Of two names, that which it sets last counts.
 
     Raises:
-        TableError: two names of one key have different values, of which transformers takes the one that it sets last.
+        TableError: two names of a key have different values, where each has to be said `once`.
     """
     found: dict[str, Any] = {}
     said: dict[str, str] = {}
@@ -72,7 +72,7 @@ def _by_own_names(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
         owner, dot, _ = key.rpartition(".")
         name = table.names.get(key, key.removeprefix(owner + dot))
         own, today = owner + dot + name, with_kinds_of_today(name, value)
-        if own in found and found[own] != today:
+        if once and own in found and found[own] != today:
             first, second = sorted((said[own], key), key=table.names.__contains__)
             raise TableError(f"{first} and {second} are the same key, and differ", second)
         found[own], said[own] = today, key
@@ -92,6 +92,7 @@ def stated(table: Table, config: Mapping[str, Any]) -> tuple[tuple[str, Hashable
     Raises:
         TableError: the table does not tell the parameters of this configuration.
     """
+    _by_own_names(table, config, once=True)
     values = given(table, config)
     return tuple((key, frozen(values[key])) for key in keys_read(table) if key in values)
 
