@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
+from .tables import table_of
 
 Config = Mapping[str, Any]
 
@@ -15,6 +16,30 @@ _BESIDE = frozenset(
         "tie_word_embeddings",  # read by text_part
     }
 )
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_POSITIONS: Mapping[str, int] = {
+    "aria_text": 2048,
+    "cohere_compass_text": 8192,
+    "deepseek_v3": 4096,
+    "dots3_note_text": 524288,
+    "exaone4": 2048,
+    "hyperclovax": 2048,
+    "lfm2": 128000,
+    "lfm3": 128000,
+    "llama": 2048,
+    "llama4_text": 131072,
+    "minimax_m3_vl_text": 524288,
+    "mistral": 131072,
+    "mistral4": 1048576,
+    "nemotron_h": 4096,
+    "persimmon": 16384,
+    "qwen2": 32768,
+    "qwen3": 32768,
+    "qwen3_5_moe_text": 32768,
+    "qwen3_5_text": 32768,
+}
+"""`max_position_embeddings` of the classes of text parts, for files that leave it out and rows that do not say it.
+Source: the configuration classes of transformers 5.23."""
 _FLAT = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Types whose published files have the keys of the text part beside those of the whole."""
 _OF_THE_WHOLE = frozenset(
@@ -28,6 +53,7 @@ _OF_THE_WHOLE = frozenset(
 _QWEN2_VL: Config = {
     "hidden_size": 8192,
     "intermediate_size": 29568,
+    "max_position_embeddings": 32768,
     "max_window_layers": 80,
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
@@ -85,7 +111,18 @@ def text_part(config: Config) -> Config:
     if not (kind in model_types() and model_types()[str(kind)].works):
         return config  # refused, with the reasons of both
     tied = TYING[known.tied](config.get("tie_word_embeddings"), inner.get("tie_word_embeddings"))
-    return {**inner, "model_type": kind, "tie_word_embeddings": tied}
+    return {**_left_to_class(str(kind), inner), **inner, "model_type": kind, "tie_word_embeddings": tied}
+
+
+def _left_to_class(kind: str, inner: Config) -> Config:
+    """Sizes that the text part leaves to its class; files of models without other parts have to state theirs."""
+    table = table_of(kind)
+    if table is None:
+        return {}
+    positions = {"max_position_embeddings": _POSITIONS[kind]} if kind in _POSITIONS else {}
+    sizes = {key: value for key in _SIZES if (value := table.defaults.get(key)) is not None} | positions
+    said = {table.names.get(key, key) for key in inner}
+    return {key: value for key, value in sizes.items() if key not in said}
 
 
 def _flat_part(config: Config) -> Config | None:

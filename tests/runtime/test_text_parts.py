@@ -23,7 +23,7 @@ from torch import nn
 from training_runs import plain_optimizer
 
 from parcompile.model.catalogue import TEXT_ALIKE, TEXT_PARTS, model_types
-from parcompile.model.hf_config import shape_from_config
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
@@ -302,6 +302,25 @@ def test_what_a_text_part_leaves_out_has_the_default_of_its_own_class(name: str)
 def _said(config: Any, key: str) -> Any:
     found = getattr(config, key)
     return {"partial_rotary_factor": 1.0, **found} if key == "rope_parameters" else found
+
+
+@pytest.mark.parametrize("name", sorted(TEXT_PARTS - {"glm4v_moe"}))  # whose 96 heads do not divide what its class has
+def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    built = CONFIG_MAPPING[name](text_config={"model_type": model_types()[name].text}).get_text_config()
+    built.allow_global_per_layer_attribute_access = True
+    shape = shape_from_config(text_part({"model_type": name, "text_config": {}}))
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+        assert getattr(shape, key) == getattr(built, key), key
+
+
+def test_a_published_text_part_without_sizes_is_read() -> None:
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    whole = {"model_type": "llava", "image_token_index": 32000, "text_config": inner, "vocab_size": 32064}
+    assert parameter_table(shape_from_config(text_part(whole))).numel == 6_738_939_904  # llava-1.5-7b-hf
+    with pytest.raises(ModelConfigError, match="hidden_size is missing"):
+        shape_from_config(inner)
 
 
 @pytest.mark.parametrize("name", sorted(TEXT_PARTS))
