@@ -107,7 +107,7 @@ class ModelType:
     def configuration(self, given: dict[str, Any]) -> tuple[Any, Sample]:
         """The configuration that the class makes of flat values; raises whatever the class raises."""
         config = self.config_class(**nest(given))
-        said = {self._canonical(key): value for key, value in given.items()}
+        said = {self.canonical(key): value for key, value in given.items()}
         said = {key: with_kinds_of_today(key.rpartition(".")[2], value) for key, value in said.items()}
         raw = {**self.defaults, **said}
         return config, Sample(given, raw, {**raw, **self._flat(config)})
@@ -117,7 +117,8 @@ class ModelType:
         config, sample = self.configuration(given)
         return Sample(given, sample.raw, sample.full, registered(config))
 
-    def _canonical(self, key: str) -> str:
+    def canonical(self, key: str) -> str:
+        """The name that the class has for a key; older files may have another."""
         owner, dot, name = key.rpartition(".")
         return owner + dot + self.names.get(key, name)
 

@@ -84,7 +84,9 @@ class Draws(Keys):
                 own = {key.removeprefix(prefix): given.pop(key) for key in list(given) if key.startswith(prefix)}
                 own |= FOLLOWING[name](own, own.get("num_hidden_layers", layers), pick)
                 given |= {prefix + key: value for key, value in own.items()}
-        return {**self.required, **given}
+        found, own = {**self.required, **given}, self.kind.canonical
+        # A key that is drawn by two names is given by that of the class.
+        return {key: value for key, value in found.items() if own(key) == key or own(key) not in found}
 
     def _value(self, key: str, default: Any, layers: int, group: tuple[int, int], odd: bool) -> Any:
         pick, hint, last = self.random, self.kind.hints.get(key, ""), key.rpartition(".")[2]

@@ -90,6 +90,12 @@ def _qwen4_exp_text(given: dict[str, Any], _: int, pick: random.Random) -> dict[
     )
 
 
+def _recurrent_gemma(_: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """Kinds of layers that begin anew where there are fewer than layers."""
+    kinds = [pick.choice(["recurrent", "attention"]) for _ in range(pick.randint(1, layers))]
+    return {"block_types": kinds, "attention_bias": pick.random() < 0.5}
+
+
 def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
     """A kind for every layer: the class names 54 where none is given, and takes no other number."""
     found: dict[str, Any] = {"num_mem_blocks": pick.choice([1, 2, 2, 3])}
@@ -101,13 +107,14 @@ def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str
 
 FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str, Any]]] = {
     "dots3_note_text": _dots3_note_text,
-    "gemma4_text": _gemma4_text,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _gemma4_text),
     "granitemoehybrid": lambda _, __, pick: {"position_embedding_type": pick.choice([None, "rope", "nope"])},
     "gpt_neo": lambda _, layers, __: {"attention_types": [[["global"], layers]]},
     "jamba": _jamba,
     **dict.fromkeys(("mamba", "falcon_mamba"), _mamba),
     "mamba2": _mamba2,
     "qwen4_exp_text": _qwen4_exp_text,
+    "recurrent_gemma": _recurrent_gemma,
     "zamba2": _zamba2,
 }
 """What changes in a draw of a type: from what was drawn and the number of layers."""
