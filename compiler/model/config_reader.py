@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .derived_rows import by_hand
 from .family import Family
 from .layer_kind import LayersError
 from .layer_period import LayerPeriod
-from .tables import class_default
+from .tables import class_default, reads
 
 Config = Mapping[str, Any]
 
@@ -53,6 +54,11 @@ class ConfigReader:
         if self._config.get(name) not in (None, self._config[alias]):
             raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)
         return self.size(alias)
+
+    def counts(self, name: str) -> bool:
+        """Whether parameters follow from a key. Of a plug-in's family they may."""
+        model_type = str(self._config.get("model_type"))
+        return by_hand(model_type) or reads(model_type, self._names.get(name, name) or "")
 
     def has(self, name: str) -> bool:
         """Whether there is a value, or the family has a default for a key that is left out."""

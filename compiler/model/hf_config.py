@@ -151,7 +151,9 @@ def _list_all_layers(config: Config, layers: int) -> None:
 def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:
     if not family.attends:
         return 0
-    return family.kv_heads(config, heads) if family.kv_heads else read.size("num_key_value_heads", heads)
+    if family.kv_heads is not None:
+        return family.kv_heads(config, heads)
+    return read.size("num_key_value_heads", heads) if family.latent or read.counts("num_key_value_heads") else heads
 
 
 def _positions(read: ConfigReader, family: Family, config: Config) -> int:
@@ -277,7 +279,7 @@ def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads
 def _head_dim(read: ConfigReader, family: Family, hidden: int, heads: int) -> int:
     if not family.attends:
         return 0
-    if family.own_head_dim and read.has("head_dim"):
+    if family.own_head_dim and read.has("head_dim") and read.counts("head_dim"):
         width = read.size("head_dim")
         if family.hidden_is_heads and heads * width != hidden:
             raise ModelConfigError(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parcompile.backends.architecture.families import FAMILIES, Switches
 from parcompile.model.families import FAMILIES as MODELS
+from parcompile.model.tables import reads
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, compile_plan
 from parcompile.text import parse
@@ -55,7 +56,7 @@ def models(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> dict[st
         found |= {"v_head_dim": 16, "q_lora_rank": draw(st.sampled_from([32, 96]))}
     elif family.grouped:
         found["num_key_value_heads"] = draw(st.sampled_from([heads, heads // 2, 4]))
-        if "head_dim" in MODELS[name].defaults or (MODELS[name].own_head_dim and name != "starcoder2"):
+        if reads(name, "head_dim") and name != "starcoder2":
             found["head_dim"] = draw(st.sampled_from([HEAD_DIM, 2 * HEAD_DIM]))
     found |= _switches(draw, family)
     return found | (_experts(draw, name, family, layers) if family.router else {})

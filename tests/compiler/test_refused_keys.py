@@ -44,6 +44,7 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("exaone4", {**SMALL, "layer_types": []}, "layer_types", "has 0 entries for 2 layers"),
         ("gemma2", {**SMALL, "layer_types": ["full_attention"] * 3}, "layer_types", "has 3 entries for 2 layers"),
         ("deepseek_v32", {**EXPERTS, "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types", "has 61 entries for 2"),
+        ("jamba", {**EXPERTS, "head_dim": 16}, "head_dim", "heads of another width"),
         ("zamba2", {**SHARED, "layer_types": ["mamba", "hybrid"]}, "layer_types", "from layers_block_type only"),
     ],
 )

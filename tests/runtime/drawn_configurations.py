@@ -11,6 +11,8 @@ from typing import Any
 
 from families import FAMILIES, tiny_config
 
+from parcompile.model.tables import reads
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "tp 2": (2, {"tp": 2}),
@@ -171,7 +173,7 @@ def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any
     found: dict[str, Any] = {"num_attention_heads": heads}
     if "num_key_value_heads" in names:
         found["num_key_value_heads"] = choose.choice([1, 2, 4, heads])
-    if traits.own_head_dim and not traits.hidden_is_heads and "head_dim" in names:
+    if reads(family, "head_dim") and not traits.hidden_is_heads and "head_dim" in names:
         found["head_dim"] = choose.choice([8, 16])
     elif traits.hidden_is_heads and "head_dim" in names:
         found["head_dim"] = 32 // heads

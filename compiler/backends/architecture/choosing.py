@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model import families as model_families
 from parcompile.model.shape import MoeShape
-from parcompile.model.tables import class_default
+from parcompile.model.tables import class_default, reads
 
 from .families import FAMILIES, Switches
 from .switches import ACTIVATIONS, Architecture, InexpressibleError, Router
@@ -58,7 +58,7 @@ def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
 
 
 def _has_head_dim(name: str) -> bool:
-    return name not in ("gpt2", "starcoder2") and model_families.FAMILIES[name].own_head_dim
+    return name != "starcoder2" and reads(name, "head_dim")
 
 
 def _turns_part(family: Switches, wanted: Architecture) -> bool:

@@ -7,8 +7,6 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import all_heads
-
 
 def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
     if config.get("new_decoder_architecture"):
@@ -29,7 +27,6 @@ ALIBI: Mapping[str, Family] = {
         heads_interleaved=True,
         output="dense",
         mlp_ratio=4,
-        own_head_dim=False,
         refusals=(
             Refusal(
                 "num_kv_heads",
@@ -52,11 +49,9 @@ ALIBI: Mapping[str, Family] = {
         alibi=True,
         attention="self_attention",
         qkv=("query_key_value",),
-        kv_heads=all_heads,
         heads_interleaved=True,
         output="dense",
         mlp_ratio=4,
-        own_head_dim=False,
         refusals=(
             Refusal(
                 "slow_but_exact",
@@ -80,11 +75,9 @@ ALIBI: Mapping[str, Family] = {
         alibi=True,
         attention="attn",
         qkv=("Wqkv",),
-        kv_heads=all_heads,
         output="out_proj",
         mlp="ffn",
         mlp_ratio=4,
-        own_head_dim=False,
         defaults={"max_position_embeddings": 2048},
     ),
 }

@@ -7,8 +7,6 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import all_heads
-
 
 def _modernbert_window(config: Mapping[str, Any]) -> int:
     window = config.get("local_attention", 128)
@@ -24,13 +22,7 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 BIASED: Mapping[str, Family] = {
     "jais2": Family(),
-    "persimmon": Family(
-        qkv=("query_key_value",),
-        kv_heads=lambda _, heads: heads,
-        heads_interleaved=True,
-        output="dense",
-        own_head_dim=False,
-    ),
+    "persimmon": Family(qkv=("query_key_value",), heads_interleaved=True, output="dense"),
     "phi": Family(
         output="dense",
         refusals=(
@@ -44,19 +36,15 @@ BIASED: Mapping[str, Family] = {
         embedding="embed_in",
         attention="attention",
         qkv=("query_key_value",),
-        kv_heads=lambda _, heads: heads,
         heads_interleaved=True,
         output="dense",
-        own_head_dim=False,
     ),
     "modernbert-decoder": Family(
         embedding="embeddings.tok_embeddings",
         embedding_norm="embeddings.norm",
         head="decoder",
         attention="attn",
-        kv_heads=all_heads,
         output="Wo",
-        own_head_dim=False,
         window_of=_modernbert_window,
         refusals=(
             Refusal(
@@ -68,13 +56,12 @@ BIASED: Mapping[str, Family] = {
         defaults={"intermediate_size": 1152},
     ),
     "stablelm": Family(
-        own_head_dim=False,
         refusals=(
             Refusal(
                 "qk_layernorm",
                 lambda config: bool(config.get("qk_layernorm")),
                 "a LayerNorm of its own for each head is not described: set it to false",
             ),
-        ),
+        )
     ),
 }

@@ -8,8 +8,6 @@ from typing import Any
 from parcompile.model.family import Family, Norm, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
-from .traits import all_heads
-
 _POSITIVE = "it counts how often layers run: it has to be a whole number of 1 or more"
 
 
@@ -60,7 +58,6 @@ DENSE: Mapping[str, Family] = {
     "hrm_text": Family(
         runs=_cycles,
         initial_state="z_L_init",
-        kv_heads=all_heads,
         gate="gate_proj",
         refusals=(
             Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),

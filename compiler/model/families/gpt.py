@@ -7,8 +7,6 @@ from typing import Any
 
 from parcompile.model.family import Family, Refusal
 
-from .traits import all_heads
-
 _KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -30,20 +28,12 @@ _LAYERDROP = Refusal(
 
 def _gpt(**others: Any) -> Family:
     """What GPT-2 and its relatives have in common."""
-    return Family(base="transformer", layers="h", embedding="wte", mlp_ratio=4, own_head_dim=False, **others)
+    return Family(base="transformer", layers="h", embedding="wte", mlp_ratio=4, **others)
 
 
 def _fairseq(**others: Any) -> Family:
     """What the decoders have in common that came from fairseq."""
-    return Family(
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=all_heads,
-        output="out_proj",
-        mlp="",
-        own_head_dim=False,
-        **others,
-    )
+    return Family(output="out_proj", mlp="", **others)
 
 
 def _whole(value: Any) -> bool:
@@ -61,7 +51,6 @@ GPT: Mapping[str, Family] = {
         transposed=True,
         attention="attn",
         qkv=("c_attn",),
-        kv_heads=all_heads,
         output="c_proj",
         refusals=(_CROSS,),
     ),
@@ -79,26 +68,15 @@ GPT: Mapping[str, Family] = {
         keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
         positions="wpe",
         attention="attn.attention",
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=all_heads,
         output="out_proj",
         defaults={"max_position_embeddings": 2048},
     ),
-    "gptj": _gpt(
-        keys=_KEYS,
-        attention="attn",
-        qkv=("k_proj", "v_proj", "q_proj"),
-        qkv_parts="kvq",
-        kv_heads=all_heads,
-        output="out_proj",
-    ),
+    "gptj": _gpt(keys=_KEYS, attention="attn", output="out_proj"),
     "codegen": _gpt(
         keys=_KEYS,
         attention="attn",
         qkv=("qkv_proj",),
         qkv_parts="qvk",
-        kv_heads=all_heads,
         fused_blocks=4,
         output="out_proj",
         refusals=(
@@ -117,12 +95,10 @@ GPT: Mapping[str, Family] = {
         head="embed_out",
         attention="attention",
         qkv=("query_key_value",),
-        kv_heads=all_heads,
         heads_interleaved=True,
         output="dense",
         mlp_ratio=1,
         mlp_width=lambda config, hidden_size: int(_multiple(config)) * hidden_size,
-        own_head_dim=False,
         refusals=(
             Refusal(
                 "intermediate_multiple_size",
@@ -141,10 +117,8 @@ GPT: Mapping[str, Family] = {
         transposed=True,
         attention="attn",
         qkv=("c_attn",),
-        kv_heads=all_heads,
         output="c_proj",
         mlp_ratio=4,
-        own_head_dim=False,
         defaults={"max_position_embeddings": 512},
     ),
     "ctrl": Family(
@@ -155,10 +129,8 @@ GPT: Mapping[str, Family] = {
         fixed_positions="pos_encoding",
         attention="multi_head_attention",
         qkv=("Wq", "Wk", "Wv"),
-        kv_heads=all_heads,
         output="dense",
         mlp="ffn",
-        own_head_dim=False,
         defaults={"intermediate_size": 8192, "max_position_embeddings": 256},
     ),
     "opt": _fairseq(

@@ -21,6 +21,10 @@ _MAMBA2 = Recurrent(
 )
 
 
+def _other_head_dim(config: Mapping[str, Any]) -> bool:
+    return "head_dim" in config and config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
+
+
 _NO_WINDOW = Refusal(
     "sliding_window",
     lambda config: config.get("sliding_window") is not None,
@@ -142,6 +146,11 @@ STATE_SPACE: Mapping[str, Family] = {
                 )
             ),
             Refusal(
+                "head_dim",
+                _other_head_dim,
+                "heads of another width than hidden_size / num_attention_heads are not described: remove it",
+            ),
+            Refusal(
                 "mamba_inner_layernorms",
                 lambda config: config.get("mamba_inner_layernorms") is False,
                 "transformers builds the norms of step sizes, B and C whatever it says: remove it",
@@ -155,7 +164,6 @@ STATE_SPACE: Mapping[str, Family] = {
         ),
     ),
     "zamba2": Family(
-        own_head_dim=False,
         mlp="feed_forward",
         mlp_ratio=4,
         shared_blocks=True,

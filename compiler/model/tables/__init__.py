@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .completing import OLDER_KINDS, TableError, complete, stated
+from .completing import OLDER_KINDS, TableError, complete, reads, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
@@ -24,6 +24,7 @@ __all__ = [
     "in_layers",
     "left_out",
     "parameters",
+    "reads",
     "repeated",
     "stated",
     "table_of",

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from .expression import ExpressionError, evaluate, names
-from .reading import Table
+from .reading import Table, table_of
 
 
 class TableError(ValueError):
@@ -120,6 +120,12 @@ def keys_read(table: Table) -> tuple[str, ...]:
     """The keys that expressions of a table read, in alphabetical order."""
     rows = (text for row in table.rows for text in (row.when, *row.shape))
     return _keys_read(tuple(dict.fromkeys((*table.stacks.values(), *table.derived.values(), *table.derived, *rows))))
+
+
+def reads(model_type: str, key: str) -> bool:
+    """Whether parameters of a type follow from a key."""
+    table = table_of(model_type)
+    return table is not None and key in keys_read(table)
 
 
 def follow(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
