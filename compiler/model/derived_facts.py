@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .cutting.attention import OUTPUTS
 from .derived_rows import by_hand, derived_rows, of_one
 from .families.added import BUILT_IN
 from .family import Family, QkNorm
@@ -27,11 +28,12 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     norms = {
         name: one for name, one in weights.items() if one.sequence_parallel and "." not in name and len(one.shape) == 1
     }
+    attending = {name for name, one in layer.items() if not set(shape.attention_layers).isdisjoint(one.layers or ())}
     mlps = _of_mlps(layer, shape, family)
     of_queries = [one for name, one in weights.items() if _norms_queries(f"{name}.weight", family)]
     found = {
-        "qkv_bias": _biased(layer, family.attention, *family.qkv, *_COMPRESSING),
-        "attention_output_bias": _biased(layer, family.attention, family.output),
+        "qkv_bias": _biased(attending, family.attention, *family.qkv, *_COMPRESSING),
+        "attention_output_bias": _biased(attending, family.attention, *OUTPUTS),
         "gated_mlp": all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps)),
         "mlp_bias": any(name.endswith(".bias") for name in mlps),
         "head_bias": any(one.name == f"{family.head}.bias" for one in table.after),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from parcompile.model import hf_config, parameters
+from parcompile.model import config_reader, hf_config, parameters
 from parcompile.model.cutting.keys import leading_key
 from parcompile.model.derived_rows import by_hand
 from parcompile.model.families.added import BUILT_IN
@@ -38,11 +38,11 @@ def test_the_rows_of_every_type_come_from_its_table() -> None:
 
 
 _BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
-_NEOX = {"up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h"}
+_NEOX = {"output": "dense", "up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h"}
 _GPT = {"final_norm": "ln_f", "defaults": {"tie_word_embeddings": True}}
 PLUG_INS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {**_BIASES, **_GPT, "up": ("c_fc",), "gated": False, "down": "c_proj"},
+    "gpt2": {**_BIASES, **_GPT, "output": "c_proj", "up": ("c_fc",), "gated": False, "down": "c_proj"},
     "gpt_neox": {**_BIASES, **_NEOX, "final_norm": "final_layer_norm"},
     "falcon": {**_NEOX, **_GPT, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
     "qwen3": {"qk_norm": QkNorm.HEAD},
@@ -60,10 +60,12 @@ def test_the_family_of_a_plug_in_gets_the_rows_that_a_table_gives_the_same_type(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"model_type": name, **SMALL, **({"n_positions": 64} if name == "gpt2" else {})}
+    if name in ("gpt2", "gpt_neox"):
+        config["num_key_value_heads"] = config["num_attention_heads"]  # their classes know no others
     shape = shape_from_config(config)
     table = parameter_table(shape)
     monkeypatch.setitem(cast("dict[str, Family]", BUILT_IN), name, replace(BUILT_IN[name], **PLUG_INS[name]))
-    for module in (hf_config, parameters):
+    for module in (config_reader, hf_config, parameters):
         monkeypatch.setattr(module, "by_hand", lambda _: True)
     named = {"norm_names": shape.norm_names, "norms_per_layer": shape.norms_per_layer}
     written = replace(shape_from_config(config), **named)

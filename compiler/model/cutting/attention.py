@@ -10,6 +10,8 @@ from parcompile.model.tables import Repeated
 from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
 from .keys import leading_key, own_key
 
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "Wo")
+"""What classes call the projection of what the heads give."""
 _OF_HEADS = ("q_b_proj", "kv_b_proj")
 """What makes queries, and keys and values, of compressed ones: head by head."""
 
@@ -20,7 +22,7 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
         return FROZEN  # all ranks have to choose the same keys
     name, _, kind = module.rpartition(".")
     bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads
-    if kind in ("weight", "bias") and name == family.output:
+    if kind in ("weight", "bias") and name in OUTPUTS:
         size = heads * shape.value_dim
         pairs = heads // 2 if shape.paired_heads else heads
         return STREAM if bias else rows(Part(size, pairs), transposed=family.transposed)

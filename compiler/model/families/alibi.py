@@ -25,7 +25,6 @@ ALIBI: Mapping[str, Family] = {
         qkv=("query_key_value",),
         kv_heads=_falcon_kv_heads,
         heads_interleaved=True,
-        output="dense",
         mlp_ratio=4,
         refusals=(
             Refusal(
@@ -50,7 +49,6 @@ ALIBI: Mapping[str, Family] = {
         attention="self_attention",
         qkv=("query_key_value",),
         heads_interleaved=True,
-        output="dense",
         mlp_ratio=4,
         refusals=(
             Refusal(
@@ -75,7 +73,6 @@ ALIBI: Mapping[str, Family] = {
         alibi=True,
         attention="attn",
         qkv=("Wqkv",),
-        output="out_proj",
         mlp="ffn",
         mlp_ratio=4,
         defaults={"max_position_embeddings": 2048},

@@ -22,29 +22,22 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 BIASED: Mapping[str, Family] = {
     "jais2": Family(),
-    "persimmon": Family(qkv=("query_key_value",), heads_interleaved=True, output="dense"),
+    "persimmon": Family(qkv=("query_key_value",), heads_interleaved=True),
     "phi": Family(
-        output="dense",
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
-        ),
+        )
     ),
     "starcoder2": Family(),
     "nemotron": Family(),
     "gpt_neox": Family(
-        base="gpt_neox",
-        embedding="embed_in",
-        attention="attention",
-        qkv=("query_key_value",),
-        heads_interleaved=True,
-        output="dense",
+        base="gpt_neox", embedding="embed_in", attention="attention", qkv=("query_key_value",), heads_interleaved=True
     ),
     "modernbert-decoder": Family(
         embedding="embeddings.tok_embeddings",
         embedding_norm="embeddings.norm",
         head="decoder",
         attention="attn",
-        output="Wo",
         window_of=_modernbert_window,
         refusals=(
             Refusal(

@@ -33,7 +33,7 @@ def _gpt(**others: Any) -> Family:
 
 def _fairseq(**others: Any) -> Family:
     """What the decoders have in common that came from fairseq."""
-    return Family(output="out_proj", mlp="", **others)
+    return Family(mlp="", **others)
 
 
 def _whole(value: Any) -> bool:
@@ -45,15 +45,7 @@ def _multiple(config: Mapping[str, Any]) -> Any:
 
 
 GPT: Mapping[str, Family] = {
-    "gpt2": _gpt(
-        keys=_KEYS,
-        positions="wpe",
-        transposed=True,
-        attention="attn",
-        qkv=("c_attn",),
-        output="c_proj",
-        refusals=(_CROSS,),
-    ),
+    "gpt2": _gpt(keys=_KEYS, positions="wpe", transposed=True, attention="attn", qkv=("c_attn",), refusals=(_CROSS,)),
     "gpt_bigcode": _gpt(
         keys=_KEYS,
         positions="wpe",
@@ -61,24 +53,21 @@ GPT: Mapping[str, Family] = {
         qkv=("c_attn",),
         kv_heads=lambda config, heads: 1 if config.get("multi_query", True) else heads,
         heads_interleaved=True,
-        output="c_proj",
         refusals=(_CROSS,),
     ),
     "gpt_neo": _gpt(
         keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
         positions="wpe",
         attention="attn.attention",
-        output="out_proj",
         defaults={"max_position_embeddings": 2048},
     ),
-    "gptj": _gpt(keys=_KEYS, attention="attn", output="out_proj"),
+    "gptj": _gpt(keys=_KEYS, attention="attn"),
     "codegen": _gpt(
         keys=_KEYS,
         attention="attn",
         qkv=("qkv_proj",),
         qkv_parts="qvk",
         fused_blocks=4,
-        output="out_proj",
         refusals=(
             Refusal(
                 "n_head",
@@ -96,7 +85,6 @@ GPT: Mapping[str, Family] = {
         attention="attention",
         qkv=("query_key_value",),
         heads_interleaved=True,
-        output="dense",
         mlp_ratio=1,
         mlp_width=lambda config, hidden_size: int(_multiple(config)) * hidden_size,
         refusals=(
@@ -117,7 +105,6 @@ GPT: Mapping[str, Family] = {
         transposed=True,
         attention="attn",
         qkv=("c_attn",),
-        output="c_proj",
         mlp_ratio=4,
         defaults={"max_position_embeddings": 512},
     ),
@@ -129,7 +116,6 @@ GPT: Mapping[str, Family] = {
         fixed_positions="pos_encoding",
         attention="multi_head_attention",
         qkv=("Wq", "Wk", "Wv"),
-        output="dense",
         mlp="ffn",
         defaults={"intermediate_size": 8192, "max_position_embeddings": 256},
     ),

@@ -82,7 +82,7 @@ _LISTED = Refusal(
 
 
 def _lfm2(*refusals: Refusal, **others: Any) -> Family:
-    return Family(output="out_proj", mlp="feed_forward", recurrent=_SHORT, refusals=(_OLD_NAME, *refusals), **others)
+    return Family(mlp="feed_forward", recurrent=_SHORT, refusals=(_OLD_NAME, *refusals), **others)
 
 
 def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
