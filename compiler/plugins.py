@@ -13,7 +13,8 @@ from .backends.losses import Loss
 from .backends.reading import Account, Draft, Outcome, Question, Source, Undecided, UndecidedError
 from .backends.registry import Target
 from .diagnostics import Edit, Fix, Related, Severity
-from .model.family import Experts, Family, Latent, Norm, QkNorm, Refusal
+from .model.family import Experts, Family, Latent, Norm, Refusal
+from .model.plug_in_traits import QkNorm
 from .plan import Plan
 from .rules.registry import Check, Example, Finding, Rule
 from .spec.resolve import Resolution

@@ -9,7 +9,8 @@ from typing import Any
 from .cutting.attention import OUTPUTS
 from .derived_rows import by_hand, derived_rows, of_one
 from .families.added import BUILT_IN
-from .family import Family, QkNorm
+from .family import Family
+from .plug_in_traits import QkNorm
 from .shape import ModelShape
 from .table import Parameter
 from .tables import table_of

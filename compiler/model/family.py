@@ -11,6 +11,7 @@ from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_period import LayerPeriod
 from .layer_runs import LayerRuns
+from .plug_in_traits import ExpertsOfPlugIn, OfPlugIn, Switch
 from .recurrent.traits import Recurrent
 from .shape import AltUp, LayerInputs, ModelShape
 
@@ -23,19 +24,6 @@ class Norm(enum.Enum):
     NOTHING = "nothing"
 
 
-class QkNorm(enum.Enum):
-    """The norm of queries and keys."""
-
-    NONE = "none"
-    HEAD = "one weight of a head's width, used by all heads"
-    HEADS = "a weight for each head"
-    WHOLE = "one norm over all heads together"
-
-
-Switch = bool | str | tuple[str, ...]
-"""A trait that is fixed, or the configuration key that decides it; several keys stand for the same thing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A configuration that the parameters of its family cannot be told from: the key, when, and why."""
@@ -46,15 +34,10 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(ExpertsOfPlugIn):
     """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
 
     block: str = "mlp"
-    router: str = "gate"
-    gated: bool = True
-    """The first projection gives a gate too."""
-    transposed: bool = False
-    """Stored as [experts, in, out]."""
     interleaved: bool = False
     """The columns of gate and up alternate, in place of all gates first."""
     shared: str = ""
@@ -65,7 +48,6 @@ class Experts:
     is `mlp` itself."""
     norm_after: str = ""
     """A norm at the end of the block, of what routed and shared experts give together."""
-    shared_gate: str = ""
     count: tuple[str, int | None] = ("num_local_experts", 8)
     count_alias: str | None = None
     """Another name of that key, which transformers reads and may write too."""
@@ -114,8 +96,8 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Names below `base.layers.N`, and traits. Without arguments it is Llama."""
+class Family(OfPlugIn):
+    """Names below `base.layers.N`, and traits that no row tells. Without arguments it is Llama."""
 
     base: str = "model"
     keys: Mapping[str, str | None] = field(default_factory=dict)
@@ -129,11 +111,7 @@ class Family:
     embedding_norm: str = ""
     alibi: Switch = False
     """Scores fall linearly with the distance of a key, by a slope of each head (arXiv 2108.12409)."""
-    final_norm: str = "norm"
-    """Empty: the last layer ends with one."""
     head: str = "lm_head"
-    order: tuple[str, ...] = ("attention", "mlp", "norms")
-    """Of a plug-in: the parts of a layer in the order in which they are registered; other words name one norm each."""
     layers_per_module: int = 1
     """Layers in one module of `layers`: its attentions, MLPs and norms are lists of so many; the first has experts."""
     transposed: bool = False
@@ -153,11 +131,6 @@ class Family:
     """Each head of the first half works with its place in the second half: both halves are cut alike."""
     sinks: str = ""
     """A learned score of each head beside those of its keys, which takes a share of the softmax and gives nothing."""
-    output: str = "o_proj"
-    qk_norm: QkNorm = QkNorm.NONE
-    qk_norm_key: str | None = None
-    """The configuration key that switches the norm of queries and keys on."""
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     gate: str = ""
     """A projection that gates what the attention gives, before its output projection."""
     gate_of_heads: Callable[[Mapping[str, Any]], bool] | None = None
@@ -187,8 +160,6 @@ class Family:
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False
     """Hybrid layers use transformer blocks in turn, in front of their Mamba-2 layer (`shared_blocks.py`)."""
-    never_tied: bool = False
-    """The class ties its head to the embedding in no configuration."""
     altup: Callable[[Mapping[str, Any]], AltUp | None] | None = None
     """Its residual streams, where it has several."""
     hyper_streams: tuple[str, int] | None = None
@@ -201,20 +172,8 @@ class Family:
     """The width of the MLP in hidden sizes, where the configuration does not say."""
     mlp_width: Callable[[Mapping[str, Any], int], int] | None = None
     """What the MLP makes of `intermediate_size`."""
-    up: tuple[str, ...] = ("gate_proj", "up_proj")
-    gated: bool = True
-    """Two column-parallel projections; fused when `up` has one name."""
-    down: str = "down_proj"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norms_by: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
-    """Those of a configuration, where they vary."""
     norm: Norm = Norm.WEIGHT
-    norm_bias: Switch = False
-    """Norms of weights have a bias too."""
-    qkv_bias: Switch = "attention_bias"
-    output_bias: Switch = "attention_bias"
-    mlp_bias: Switch = False
-    head_bias: Switch = False
     experts: Experts | None = None
     latent: Latent | None = None
     indexer: Indexer | None = None
@@ -223,8 +182,6 @@ class Family:
     """Values of keys that a configuration leaves out, where they are not those of Llama's."""
     hidden_is_heads: bool = False
     """hidden_size has to be num_attention_heads x head_dim, whatever `head_dim` says: parts of the layer assume it."""
-    own_head_dim: bool = True
-    """The configuration may state `head_dim`; otherwise it is hidden_size / num_attention_heads."""
     window_of: Callable[[Mapping[str, Any]], int | None] | None = None
     """The sliding window of a configuration that does not state `sliding_window`."""
     window_key: str | None = None
@@ -232,8 +189,6 @@ class Family:
     window_only_in: Literal["", "mask", "attention"] = ""
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
-    null_is_off: tuple[str, ...] = ()
-    """Of a plug-in: switches that transformers takes for off where they are null; it refuses the null of others."""
     refusals: tuple[Refusal, ...] = ()
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axes of the mesh that the runtime does not run the family over, and why."""

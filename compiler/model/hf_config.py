@@ -15,11 +15,12 @@ from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_facts import facts_of
 from .derived_rows import by_hand
 from .families import FAMILIES
-from .family import Family, Latent, Norm, QkNorm
+from .family import Family, Latent, Norm
 from .indexer import IndexerShape, indexer_shape
 from .key_types import LISTS_OF_KINDS, listed_otherwise, mistyped
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
+from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
 from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape

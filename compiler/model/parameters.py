@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from .derived_rows import by_hand, derived_rows
 from .families import FAMILIES
-from .family import Family, QkNorm
+from .family import Family
+from .plug_in_traits import QkNorm
 from .rows import Rows, kinds
 from .shape import ModelShape
 from .table import Layers, Parameter, ParameterTable, Part, Split, column, row, vocabulary

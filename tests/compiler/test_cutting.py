@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
@@ -11,9 +11,10 @@ from parcompile.model import config_reader, hf_config, parameters
 from parcompile.model.cutting.keys import leading_key
 from parcompile.model.derived_rows import by_hand
 from parcompile.model.families.added import BUILT_IN
-from parcompile.model.family import Family, Norm, QkNorm
+from parcompile.model.family import Family, Norm
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
+from parcompile.model.plug_in_traits import ExpertsOfPlugIn, OfPlugIn, QkNorm
 from parcompile.model.table import Parameter, Part, Split
 
 SMALL: dict[str, Any] = {
@@ -35,6 +36,18 @@ def rows_of(model_type: str, **changes: Any) -> dict[str, Parameter]:
 
 def test_the_rows_of_every_type_come_from_its_table() -> None:
     assert not [name for name in BUILT_IN if by_hand(name)]
+
+
+@pytest.mark.parametrize("kind", [OfPlugIn, ExpertsOfPlugIn])
+def test_no_built_in_family_says_what_its_table_says(kind: type[OfPlugIn] | type[ExpertsOfPlugIn]) -> None:
+    said = {
+        (name, one.name)
+        for name, family in BUILT_IN.items()
+        for one in fields(kind)
+        for traits in (family, family.experts)
+        if isinstance(traits, kind) and getattr(traits, one.name) != getattr(kind(), one.name)
+    }
+    assert said == set()
 
 
 _BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}

@@ -1,7 +1,4 @@
-"""What distinguishes the model families: names, fused weights, biases, norms, and defaults of their configurations.
-
-A family is data: how its parameters differ from Llama's, under the names that transformers gives them. The rows of
-`parcompile.model.parameters` follow from it.
+"""What distinguishes the model families beside the rows of their tables: names of modules, and what keys mean.
 
 Source: the modeling files and configuration classes of transformers 5.23; the tests compare every family with them.
 """
