@@ -1,9 +1,9 @@
-"""Which keys a configuration has and which of them take a number or a switch and no null, by transformers' classes.
+"""Which keys a configuration has and what values they take, by transformers' classes.
 
     python .ci/generate/key_types.py      # writes compiler/model/key_types.json
 
 Most classes are strict: a value of another type, or null, is refused before a model is built. A key stands in the file
-when its class declares a number or a switch and refuses null. The keys that a class has are its fields, their other
+when its class declares what it takes and refuses something else. The keys that a class has are its fields, their other
 names, and those that its source names or writes itself.
 """
 
@@ -24,8 +24,20 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from parcompile.model.catalogue import model_types
 
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "key_types.json"
-_KINDS = {"int": "whole", "float": "number", "float | int": "number", "int | float": "number", "bool": "switch"}
-
+_KINDS = {
+    "int": "whole",
+    "float": "fraction",
+    "bool": "switch",
+    "str": "text",
+    "None": "null",
+    "list": "list",
+    "tuple": "list",
+    "dict": "mapping",
+    "transformers.modeling_rope_utils.RopeParameters": "mapping",
+}
+"""What a value of a JSON file is, of a type in Python."""
+_VALUES: Mapping[str, Any] = {"null": None, "text": "much", "mapping": {}, "list": [], "switch": True}
+_BRACKETS = re.compile(r"\[[^][]*\]")
 
 _QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
 """A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""
@@ -61,17 +73,27 @@ def key_types() -> dict[str, dict[str, list[str]]]:
     for name in _causal():
         kinds: dict[str, list[str]] = {}
         for one in dataclasses.fields(CONFIG_MAPPING[name]):
-            said = one.type.__name__ if isinstance(one.type, type) else str(one.type)
-            if said in _KINDS and isinstance(one.default, int | float) and _refuses_null(name, one.name):
-                kinds.setdefault(_KINDS[said], []).append(one.name)
+            taken = _taken(one.type.__name__ if isinstance(one.type, type) else str(one.type))
+            other = next((kind for kind in _VALUES if kind not in taken), None)
+            if taken and other is not None and _refuses(name, one.name, _VALUES[other]):
+                kinds.setdefault(" ".join(sorted(taken)), []).append(one.name)
         found[name] = {kind: sorted(keys) for kind, keys in sorted(kinds.items())}
     return found
 
 
-def _refuses_null(name: str, key: str) -> bool:
+def _taken(declared: str) -> set[str]:
+    """The kinds of values that a type in Python stands for; none where it names another."""
+    inner = None
+    while inner != declared:
+        inner, declared = declared, _BRACKETS.sub("", declared)
+    kinds = {_KINDS.get(one.strip()) for one in declared.split("|")}
+    return set() if None in kinds else {kind for kind in kinds if kind is not None}
+
+
+def _refuses(name: str, key: str, value: Any) -> bool:
     """Whether the class does what it declares: some set a value before it is checked, or check nothing."""
     try:
-        CONFIG_MAPPING[name](**{key: None})
+        CONFIG_MAPPING[name](**{key: value})
     except Exception as error:
         return f"Validation error for field '{key}'" in str(error)
     return False

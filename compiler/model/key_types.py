@@ -9,16 +9,34 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics.suggest import closest
 
 _NEAR = 0.85
 """How alike a key that a class lacks is to the one that was meant; keys of a model's own code are less alike."""
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "switch": (bool,),
+    "whole": (int,),
+    "fraction": (float,),
+    "text": (str,),
+    "list": (list, tuple),
+    "mapping": (Mapping,),
+}
+"""In this order: in Python a switch is a whole number too."""
 LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types"})
 """Keys whose lists transformers compares with the number of layers."""
-_MEANT = {"whole": "a whole number", "number": "a number", "switch": "true or false"}
+_MEANT = {
+    "whole": "a whole number",
+    "fraction": "a number with a point, as 1.0",
+    "switch": "true or false",
+    "text": "text",
+    "list": "a list",
+    "mapping": "a mapping",
+    "null": "null",
+}
 
 
 @functools.cache
@@ -33,14 +51,21 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
 
     A type of which nothing is known, such as a plug-in's, has none.
     """
-    for kind, keys in _stored()["types"].get(model_type, {}).items():
+    for kinds, keys in _stored()["types"].get(model_type, {}).items():
+        taken = kinds.split()
         for key in keys:
-            if key not in config or _is_taken(config[key], kind):
+            if key not in config or _kind(config[key]) in taken:
                 continue
             if config[key] is None:
-                return key, f"{key} is null, which transformers refuses: write {_MEANT[kind]}, or leave the key out"
-            return key, f"{key} is {json.dumps(config[key])[:60]}: it has to be {_MEANT[kind]}"
+                return key, f"{key} is null, which transformers refuses: write {_meant(taken)}, or leave the key out"
+            return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
     return None
+
+
+def _meant(taken: Sequence[str]) -> str:
+    number = {"whole", "fraction"} <= set(taken)
+    words = [_MEANT[kind] for kind in _MEANT if kind in taken and not (number and kind in ("whole", "fraction"))]
+    return " or ".join(["a number", *words] if number else words)
 
 
 def listed_otherwise(config: Mapping[str, Any], layers: int) -> tuple[str, str] | None:
@@ -68,8 +93,9 @@ def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, 
             yield key, meant
 
 
-def _is_taken(value: Any, kind: str) -> bool:
-    """A number may stand for a switch, and a switch for a number: Python takes them for each other."""
-    if kind == "whole":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return isinstance(value, int | float)
+def _kind(value: Any) -> str:
+    """What a value is, in the words of the file; what no JSON file holds is none."""
+    for kind, types in _TYPES.items():
+        if isinstance(value, types):
+            return kind
+    return ""
