@@ -9,7 +9,7 @@ from .derived_rows import by_hand
 from .family import Family
 from .layer_kind import LayersError
 from .layer_period import LayerPeriod
-from .tables import class_default, reads
+from .tables import alias_of, class_default, reads
 
 Config = Mapping[str, Any]
 
@@ -47,9 +47,14 @@ class ConfigReader:
             raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
         return value
 
-    def aliased(self, name: str, default: int | None, alias: str | None) -> int:
-        """The value of a key that has another name, under which it may stand instead."""
-        if alias is None or self._config.get(alias) is None:
+    def alias(self, name: str, given: str | None) -> str | None:
+        """Another name of a key, which transformers reads and may write too; of a plug-in's family the one given."""
+        model_type = str(self._config.get("model_type"))
+        return given if by_hand(model_type) else alias_of(model_type, name)
+
+    def aliased(self, name: str, default: int | None, given: str | None) -> int:
+        """The value of a key that has another name, under which it may stand instead; `given` is that of `alias`."""
+        if (alias := self.alias(name, given)) is None or self._config.get(alias) is None:
             return self.size(name, default)
         if self._config.get(name) not in (None, self._config[alias]):
             raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)

@@ -49,18 +49,14 @@ class Experts(ExpertsOfPlugIn):
     norm_after: str = ""
     """A norm at the end of the block, of what routed and shared experts give together."""
     count: tuple[str, int | None] = ("num_local_experts", 8)
-    count_alias: str | None = None
-    """Another name of that key, which transformers reads and may write too."""
     identities: tuple[str, int] | None = None
     """The key of how many further experts give back what they take, in place of computing."""
     per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
-    chosen_alias: str | None = None
     width: tuple[str, int | None] = ("intermediate_size", None)
     shared_width: tuple[str, int | None] | None = None
     """The key of the shared expert's width."""
     shared_count: tuple[str, int] | None = None
     """The key of the number of shared experts, each as wide as the others."""
-    shared_alias: str | None = None
     dense_layers: tuple[str, int] | None = None
     """The key of how many first layers keep the dense MLP."""
     dense_by_default: int = 0

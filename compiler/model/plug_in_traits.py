@@ -65,3 +65,9 @@ class ExpertsOfPlugIn:
     transposed: bool = False
     """Stored as [experts, in, out]."""
     shared_gate: str = ""
+    count_alias: str | None = None
+    """Another name of the key of their number, which transformers reads and may write too."""
+    chosen_alias: str | None = None
+    """That of the key of how many of them a token visits."""
+    shared_alias: str | None = None
+    """That of the key of how many are shared."""

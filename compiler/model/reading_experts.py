@@ -25,7 +25,7 @@ def _has_experts(
 ) -> bool:
     if blocks is not None:
         return bool(blocks.experts)
-    if experts.one_is_dense and read.aliased(*experts.count, alias=experts.count_alias) == 1:
+    if experts.one_is_dense and read.aliased(*experts.count, given=experts.count_alias) == 1:
         return False
     if experts.period is not None and not _layers_of_period(read, experts):
         return False
@@ -36,7 +36,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
-        alias = experts.shared_alias
+        alias = read.alias(experts.shared_count[0], experts.shared_alias)
         shared = read.number(*experts.shared_count)
         if alias is not None and read.has(alias):
             if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
@@ -54,9 +54,9 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         shared_width *= max(shared, 1)
     first, layers = _layers(read, experts, config, layers_per_module)
     return MoeShape(
-        num_experts=read.aliased(*experts.count, alias=experts.count_alias),
+        num_experts=read.aliased(*experts.count, given=experts.count_alias),
         num_identities=read.number(*experts.identities) if experts.identities else 0,
-        num_experts_per_token=read.aliased(*experts.per_token, alias=experts.chosen_alias),
+        num_experts_per_token=read.aliased(*experts.per_token, given=experts.chosen_alias),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),
         shared_intermediate_size=shared_width,

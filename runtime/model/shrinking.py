@@ -20,7 +20,7 @@ from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import FOLLOWING
-from parcompile.model.tables import class_default
+from parcompile.model.tables import alias_of, class_default
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 
@@ -243,7 +243,7 @@ def _widths(plan: Plan, config: Any) -> dict[str, Any]:
     count = min(shape.moe.num_experts, groups * in_group)
     if experts.identities is not None:
         found[experts.identities[0]] = min(shape.moe.num_identities, count)
-    for name in (experts.count[0], experts.count_alias):
+    for name in (experts.count[0], alias_of(shape.model_type, experts.count[0])):
         if name is not None and (name == experts.count[0] or name in plan.spec.model.hf_config):
             found[name] = count
     return found

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
+from parcompile.model.tables import alias_of
 from parcompile.runtime.model.model_class import causal_model
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
@@ -638,12 +639,11 @@ def test_the_count_of_experts_has_the_names_that_transformers_reads(family: str)
     experts = FAMILIES[family].experts
     assert experts is not None
     key, names = experts.count[0], CONFIG_MAPPING[family].attribute_map
-    assert experts.count_alias == next(
-        (other for pair in names.items() for one, other in (pair, pair[::-1]) if one == key), None
-    )
-    if experts.count_alias:
+    alias = alias_of(family, key)
+    assert alias == next((other for pair in names.items() for one, other in (pair, pair[::-1]) if one == key), None)
+    if alias:
         config = tiny_config(family)
-        check({**{name: value for name, value in config.items() if name != key}, experts.count_alias: config[key]})
+        check({**{name: value for name, value in config.items() if name != key}, alias: config[key]})
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,6 @@ DOTS3: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_experts",
             count=("n_routed_experts", 256),
-            count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 1536),
             shared_count=("n_shared_experts", 1),

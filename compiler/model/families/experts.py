@@ -9,12 +9,11 @@ from parcompile.model.family import Experts, Family
 from .traits import by_step
 
 EXPERTS: Mapping[str, Family] = {
-    "mixtral": Family(experts=Experts(count_alias="num_experts")),
+    "mixtral": Family(experts=Experts()),
     "qwen3_moe": Family(
         window_key="use_sliding_window",
         experts=Experts(
             count=("num_experts", 128),
-            count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 768),
             layers=by_step,
@@ -25,7 +24,6 @@ EXPERTS: Mapping[str, Family] = {
         gate="gate_proj",
         experts=Experts(
             count=("num_experts", 256),
-            count_alias=None,
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 2560),
             by_layer="mlp_layer_types",
@@ -36,24 +34,15 @@ EXPERTS: Mapping[str, Family] = {
     "olmoe": Family(
         hidden_is_heads=True,
         window_only_in="attention",
-        experts=Experts(
-            count=("num_experts", 64), count_alias="num_local_experts", per_token=("num_experts_per_tok", 8)
-        ),
+        experts=Experts(count=("num_experts", 64), per_token=("num_experts_per_tok", 8)),
     ),
     "phimoe": Family(window_only_in="mask", experts=Experts(count=("num_local_experts", 16))),
     "granitemoe": Family(experts=Experts(block="block_sparse_moe")),
-    "flex_olmo": Family(
-        experts=Experts(count=("num_experts", 7), count_alias="num_local_experts", per_token=("num_experts_per_tok", 5))
-    ),
-    "minimax_m2": Family(
-        experts=Experts(
-            count=("num_local_experts", 256), count_alias="num_experts", per_token=("num_experts_per_tok", 8)
-        )
-    ),
+    "flex_olmo": Family(experts=Experts(count=("num_experts", 7), per_token=("num_experts_per_tok", 5))),
+    "minimax_m2": Family(experts=Experts(count=("num_local_experts", 256), per_token=("num_experts_per_tok", 8))),
     "mellum": Family(
         experts=Experts(
             count=("num_local_experts", 64),
-            count_alias="num_experts",
             by_layer="mlp_layer_types",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 896),
@@ -62,12 +51,7 @@ EXPERTS: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         sinks="sinks",
-        experts=Experts(
-            interleaved=True,
-            count=("num_local_experts", 128),
-            count_alias="num_experts",
-            per_token=("num_experts_per_tok", 4),
-        ),
+        experts=Experts(interleaved=True, count=("num_local_experts", 128), per_token=("num_experts_per_tok", 4)),
         defaults={"sliding_window": 128},
     ),
 }

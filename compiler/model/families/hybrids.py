@@ -113,7 +113,7 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "minimax": Family(
         recurrent=_LIGHTNING,
-        experts=Experts(count_alias="num_experts"),
+        experts=Experts(),
         refusals=(
             Refusal(
                 "router_jitter_noise",

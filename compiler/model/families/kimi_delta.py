@@ -67,12 +67,9 @@ def _experts(count: int, width: int, dense: int) -> Experts:
     return Experts(
         shared="shared_experts",
         count=("num_experts", count),
-        count_alias="num_local_experts",
         per_token=("num_experts_per_token", 8),
-        chosen_alias="num_experts_per_tok",
         width=("moe_intermediate_size", width),
         shared_count=("num_shared_experts", 1),
-        shared_alias="n_shared_experts",
         by_layer="mlp_layer_types",
         dense_layers=("first_k_dense_replace", dense),
     )

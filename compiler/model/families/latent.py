@@ -29,9 +29,7 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
 
 
 LATENT: Mapping[str, Family] = {
-    "deepseek_v2": Family(
-        latent=Latent(), experts=routed(64, None, 1407, dense_layers=0, shared=2, count_alias="num_experts")
-    ),
+    "deepseek_v2": Family(latent=Latent(), experts=routed(64, None, 1407, dense_layers=0, shared=2)),
     "deepseek_v3": Family(latent=Latent(), experts=routed(256, 8, 2048, dense_layers=3)),
     "youtu": Family(latent=Latent(), defaults={"num_key_value_heads": 16}),
     "minicpm3": Family(latent=Latent(768, 256, 64, 32, None)),

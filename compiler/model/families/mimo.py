@@ -57,7 +57,6 @@ MIMO: Mapping[str, Family] = {
         layer_shapes=_layers,
         experts=Experts(
             count=("n_routed_experts", 256),
-            count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 8),
             width=("moe_intermediate_size", 2048),
             by_layer="mlp_layer_types",

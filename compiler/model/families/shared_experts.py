@@ -49,7 +49,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             1024,
             dense_layers=1,
             count_key="num_experts",
-            count_alias=None,
             by_layer="mlp_layer_types",
             shared_key="num_shared_experts",
         ),
@@ -60,9 +59,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             shared="shared_experts",
             shared_is_optional=True,
             count=("moe_num_experts", 64),
-            count_alias="num_experts",
             per_token=("moe_k", 6),
-            chosen_alias="num_experts_per_tok",
             width=("moe_intermediate_size", 1536),
             shared_count=("moe_num_shared_experts", 2),
             dense_layers=("moe_layer_start_index", 1),
@@ -73,9 +70,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_mlp",
             count=("num_experts", 1),
-            count_alias="num_local_experts",
             per_token=("moe_topk", 1),
-            chosen_alias="num_experts_per_tok",
             shared_width=("intermediate_size", None),
         )
     ),
@@ -159,7 +154,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_experts",
             count=("num_local_experts", 384),
-            count_alias="num_experts",
             per_token=("num_experts_per_tok", 6),
             width=("moe_intermediate_size", 512),
             shared_width=("shared_expert_intermediate_size", 512),
@@ -178,7 +172,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_experts",
             count=("num_local_experts", 128),
-            count_alias="num_experts",
             per_token=("num_experts_per_tok", 4),
             width=("intermediate_size", 3072),
             shared_width=("shared_intermediate_size", 3072),

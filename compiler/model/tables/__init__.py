@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .completing import OLDER_KINDS, TableError, complete, reads, stated
+from .completing import OLDER_KINDS, TableError, alias_of, complete, reads, stated
 from .counting import Counts, counts_of
 from .parameters import Derived, parameters
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
@@ -17,6 +17,7 @@ __all__ = [
     "Row",
     "Table",
     "TableError",
+    "alias_of",
     "class_default",
     "complete",
     "counts_of",

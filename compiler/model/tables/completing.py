@@ -128,6 +128,16 @@ def reads(model_type: str, key: str) -> bool:
     return table is not None and key in keys_read(table)
 
 
+@functools.cache
+def alias_of(model_type: str, key: str) -> str | None:
+    """Another name of a key, which the class of a type reads and may write too."""
+    table = table_of(model_type)
+    if table is None:
+        return None
+    own = table.names.get(key, key)
+    return next((name for name in (own, *table.names) if name != key and table.names.get(name, name) == own), None)
+
+
 def follow(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
     """The same with the values that follow from others.
 
