@@ -80,6 +80,8 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "topk_method": ("greedy", "group_limited_greedy"),
     "intermediate_size": (24, 56),
 }
+_ALWAYS_COMPRESSED = ("minicpm3", "longcat_flash", "hy_v4", "dots3_note_text")
+"""Whose class takes no null for the rank of queries."""
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 _RARE = {
     "use_bidirectional_attention": (True,),
@@ -160,13 +162,16 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
 def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
     traits = FAMILIES[family]
     if traits.latent is not None:
-        return {
-            "q_lora_rank": choose.choice([None, 8, 12]) if family != "minicpm3" else choose.choice([8, 12]),
+        latent = {
+            "q_lora_rank": choose.choice([8, 12] if family in _ALWAYS_COMPRESSED else [None, 8, 12]),
             "kv_lora_rank": choose.choice([8, 16]),
             "qk_nope_head_dim": choose.choice([4, 8]),
             "qk_rope_head_dim": choose.choice([4, 8]),
             "v_head_dim": choose.choice([4, 8]),
         }
+        if family == "longcat_flash":  # angles for the features that it rotates, no others
+            latent["head_dim"] = latent["qk_rope_head_dim"]
+        return latent
     if family in ("gpt_neox", "persimmon"):
         return {"num_attention_heads": choose.choice([4, 8])}
     heads = choose.choice([4, 8])
@@ -186,6 +191,8 @@ def _experts(choose: random.Random, family: str, config: Any, names: set[str], l
         return {}
     count = choose.choice([4, 8])
     found: dict[str, Any] = {experts.count[0]: count, experts.per_token[0]: choose.choice([1, 2, 3])}
+    if family == "longcat_flash":  # of one expert for each token transformers computes nothing
+        found[experts.per_token[0]] = choose.choice([2, 3])
     if experts.width[0] == "moe_intermediate_size":
         found["moe_intermediate_size"] = choose.choice([8, 24])
     if experts.shared_count is not None:
@@ -339,7 +346,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
 
 def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
     """Layers of different shapes: heads of full ones, whose keys they use, and further embeddings."""
-    if not FAMILIES[family].layer_shapes or "global_head_dim" not in names:
+    if not FAMILIES[family].layer_shapes or family == "dots3_note_text":
         return {}
     layers = changes["num_hidden_layers"]
     if family == "mimo_v2_flash":  # whose layers with a window have twice as many kv heads
@@ -353,6 +360,8 @@ def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: 
         widths = [choose.choice([24, 40]) for _ in range(layers)]
         return {
             **found,
+            # Of two layers none has keys of its own kind before it.
+            "num_kv_shared_layers": choose.choice([0, layers - 2]),
             "intermediate_size": widths,
             "activation_sparsity_pattern": [choose.choice([0.0, 0.7]) for _ in range(layers)],
             "hidden_size_per_layer_input": choose.choice([4, 12]),
