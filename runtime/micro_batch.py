@@ -49,6 +49,8 @@ class MicroBatch:
     """Of packed documents, the sample and the position in it of each token [1, S, 2]."""
     positions: Tensor | None = None
     """Of the tokens of this cp rank, each counted within its document [1 or B, S]."""
+    tokens: Tensor | None = None
+    """The numbers of these tokens [B, S], which routers that look experts up want on every stage of a pipeline."""
     alone: bool = False
     """Each rank has all tokens, in their order; keys may be there from calls before."""
 
@@ -113,6 +115,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs.pop(FIRST_SAMPLE, None),
         kwargs.pop(TOKEN_PLACES, None),
         kwargs.get("position_ids"),
+        kwargs.get("input_ids"),
         kwargs.pop(ALONE, False),
     )
     return kwargs

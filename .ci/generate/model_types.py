@@ -34,7 +34,6 @@ WRITTEN = {
     "cpmant": "whole_context",
     "doge": "own_mask",
     "dbrx": "rows_of_experts",
-    "deepseek_v4": "compressed_keys",
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",
     "gpt-sw3": "no_table",

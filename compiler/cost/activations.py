@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
+from parcompile.model.compressed_keys import LowRank
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
 from parcompile.model.layer_kind import KeysAndValues
@@ -83,6 +84,10 @@ def layer_bytes(
     if shape.mla is not None:
         mla = shape.mla
         attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    elif shape.low_rank is not None:
+        low, wide = shape.low_rank, heads * shape.head_dim
+        compressed = 0 if shape.compressed is None else 3 * shape.compressed.series * shape.head_dim
+        attention = low.query_rank + 3 * wide + low.output_groups * low.output_rank / tp + shape.head_dim + compressed
     else:
         attention = (heads + _own(kv_heads, shape)) * (shape.head_dim + shape.value_dim)
     projections = 3 if shape.gated_mlp else 2
@@ -149,6 +154,8 @@ def eager_layer_bytes(
         mla = shape.mla
         attention = width * heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim)
         attention += width * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
+    elif shape.low_rank is not None:
+        attention = _low_rank_bytes(shape, shape.low_rank, tp, width)
     else:
         attention = width * (heads + kv_heads) * (shape.head_dim + shape.value_dim)
     if shape.qk_norm:
@@ -169,13 +176,31 @@ def eager_layer_bytes(
         mlp += 4.0 * experts.num_choices
         if shape.model_type in CLAMPED:
             mlp += width * 2 * chosen * experts.intermediate_size / tp
-        mlp += width * kept * experts.shared_intermediate_size / tp
+        mlp += width * (kept + 2 * (shape.model_type in CLAMPED_SHARED)) * experts.shared_intermediate_size / tp
         if family.experts is not None and family.experts.beside_mlp:
             # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.
             mlp += len(family.experts.norms) * h * (4 + normed) + 4 * h + 3 * width * h
     else:
         mlp = width * kept * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * shape.blocks_per_layer * h)
+
+
+def _low_rank_bytes(shape: ModelShape, low: LowRank, tp: int, width: float) -> float:
+    """What attention of queries and outputs through fewer features keeps for each token, without its log-sum-exp.
+
+    Norms multiply in fp32: they keep what goes in and what they make of it. The norm of queries has no weight, and
+    keeps what goes in as it is and in fp32. Keys are values. A compressor weights what tokens give by a softmax in
+    fp32, which it keeps beside that in the type of the weights, and norms keys, each of which stands for many tokens.
+    """
+    cast = 4 if width < 4 else 0
+    wide = shape.num_attention_heads / tp * shape.head_dim
+    kept = (8 + width) * low.query_rank + 2 * wide * width + wide * cast  # queries before and behind rotation
+    kept += 2 * width * wide + width * low.output_groups * low.output_rank / tp
+    kept += (8 + width) * shape.head_dim
+    if (keys := shape.compressed) is not None:
+        kept += keys.series * shape.head_dim * (width + 4 + (width if cast else 0))
+        kept += (8 + 2 * width) * shape.head_dim / keys.rate
+    return kept
 
 
 def _kv_heads(shape: ModelShape, tp: int) -> float:
@@ -190,14 +215,16 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
 
 FP32_NORMS = (
     *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("olmo2", "olmo3", "beam"),
+    *("olmo2", "olmo3", "beam", "deepseek_v4"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 FP32_MLPS = ("beam",)
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
 VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
-CLAMPED = ("hy_v4", "minimax_m3_vl_text")
+CLAMPED = ("deepseek_v4", "hy_v4", "minimax_m3_vl_text")
 """Model types whose experts clamp both halves of the first projection, and keep them before and behind that."""
+CLAMPED_SHARED = ("deepseek_v4",)
+"""Those whose shared expert does so too."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

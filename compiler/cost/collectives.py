@@ -167,9 +167,11 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     passed = blocks - (0 if work.shape.runs is None else work.shape.blocks_per_layer * work.shape.runs.untrained)
     again = passed + wide if work.recomputes_layers else 0
     backward = passed + stage.has_head
-    # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is.
+    # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
+    # and so is what a mixture of streams multiplies it by.
     normed = experts is not None and (experts.norm_after or _BEHIND_MLP.intersection(work.shape.norm_names))
-    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers and not normed else 0
+    needed = normed or work.shape.hyper_streams
+    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers and not needed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         both = 2 * passed + (blocks - passed) + wide + stage.has_head + stage.has_embedding + again

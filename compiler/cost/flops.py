@@ -3,7 +3,8 @@
 Convention of this project: 6 operations for each parameter in a matrix product (head included, embedding not) and
 token, plus 12 · S · L · a · dh for attention without halving it for the causal mask (arXiv 2204.02311, appendix B).
 What is recomputed does not count. A layer that carries a state adds three times the operations of its recurrence in the
-place of attention. An indexer does not count either: attention counts as if every key were seen.
+place of attention. An indexer does not count either: attention counts as if every key were seen. Keys that stand for
+windows of tokens count beside those of the tokens.
 Of packed documents S is the length of a document.
 """
 
@@ -38,6 +39,9 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
         return (
             attention + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
         )
+    if shape.low_rank is not None:
+        attention = shape.low_rank.numel(h, heads, shape.head_dim) + h * shape.head_dim
+        return attention + (0 if shape.compressed is None else shape.compressed.numel(h, shape.head_dim))
     projected, kv_heads = shape.keys_and_values.value, shape.num_key_value_heads
     keys, values = kv_heads * ("k" in projected), kv_heads * ("v" in projected)
     taken = shape.attention_inputs * (shape.head_dim * (heads + keys) + shape.value_dim * values)
@@ -107,6 +111,8 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     keys = sequence_length / 2
     if shape.sliding_window is not None and shape.sliding_window < sequence_length:
         keys = shape.sliding_window * (1 - shape.sliding_window / (2 * sequence_length))
+    if shape.compressed is not None:
+        keys += shape.compressed.count(sequence_length) / 2
     return 2.0 * keys * width
 
 
@@ -136,6 +142,9 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     else:
         width = shape.num_attention_heads * mean_over_layers(shape, lambda one: (one.head_dim + one.value_dim) / 2)
     attending = len(shape.attention_layers) if shape.runs is None else shape.runs.counted
-    attention = 12.0 * attending * width * sequence_length
+    keys = sequence_length + mean_over_layers(
+        shape, lambda one: 0 if one.compressed is None else one.compressed.count(sequence_length)
+    )
+    attention = 12.0 * attending * width * keys
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
     return 6.0 * matmul_parameters(shape) + attention + 3.0 * states * scan_flops_per_token(shape)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parcompile.layout.stages import Stage
+from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -23,6 +26,12 @@ def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     Each tp rank computes all of it.
     """
     indexer, mla = shape.indexer, shape.mla
+    if shape.low_rank is not None:
+        total = 0.0
+        for count, keys, choice in _choices(shape, range(shape.num_hidden_layers)):
+            scored = keys.count(sequence_length) * choice.heads * (choice.head_dim + 1)
+            total += 2.0 * count * (choice.numel(shape.hidden_size, shape.low_rank.query_rank) + scored)
+        return total / shape.num_hidden_layers
     if indexer is None or mla is None or mla.q_lora_rank is None:
         return 0.0
     flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
@@ -43,7 +52,13 @@ def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
 
 def frozen_bytes(work: Workload, stage: Stage) -> float:
     """The weights of a stage's indexers, which every tp rank holds whole, and which are not trained."""
-    indexer, mla = work.shape.indexer, work.shape.mla
+    indexer, mla, low = work.shape.indexer, work.shape.mla, work.shape.low_rank
+    if low is not None:
+        h = work.shape.hidden_size
+        return work.element_bytes * sum(
+            count * (choice.numel(h, low.query_rank) + (2 * keys.rate + 1) * choice.head_dim)
+            for count, keys, choice in _choices(work.shape, stage.layers)
+        )
     if indexer is None or mla is None or mla.q_lora_rank is None:
         return 0.0
     numel = indexer.numel(work.shape.hidden_size, mla.q_lora_rank) + 2 * indexer.head_dim
@@ -51,8 +66,19 @@ def frozen_bytes(work: Workload, stage: Stage) -> float:
 
 
 def scoring_bytes(work: Workload, stage: Stage) -> float:
-    """What an indexer holds while it scores: its scores in fp32, and what is left of them above zero."""
+    """What an indexer holds while it scores: its scores in fp32, and what is left of them above zero.
+
+    Of compressed keys this is scaled, too, in a tensor of its own, and each row of a batch is scored alone.
+    """
     indexer = work.shape.indexer
+    if work.shape.low_rank is not None:
+        return max(
+            (
+                3.0 * 4 * min(SCORES_AT_ONCE, work.sequence_length * choice.heads * keys.count(work.sequence_length))
+                for _, keys, choice in _choices(work.shape, stage.layers)
+            ),
+            default=0.0,
+        )
     if indexer is None or not set(indexer.layers) & set(stage.layers):
         return 0.0
     return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * work.sequence_length)
@@ -63,6 +89,8 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
 
     With full recomputation the choice of each layer, and what hides the keys of one.
     """
+    if work.shape.low_rank is not None:
+        return _compressed_bytes(work, stage)
     indexer = work.shape.indexer
     if indexer is None:
         return 0.0
@@ -73,3 +101,31 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     if work.recomputes_layers:
         return work.local_tokens * (hiding * bool(attending) + chosen * own)
     return float(work.local_tokens * hiding * attending)
+
+
+def _compressed(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys]]:
+    """How many of these layers have compressed keys of each kind."""
+    for own, one in shape.by_kind:
+        if one.compressed is not None and (count := len(set(own) & set(layers))):
+            yield count, one.compressed
+
+
+def _choices(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, KeyChoice]]:
+    """The same of those among whose compressed keys an indexer chooses."""
+    return ((count, keys, keys.choice) for count, keys in _compressed(shape, layers) if keys.choice is not None)
+
+
+def _compressed_bytes(work: Workload, stage: Stage) -> float:
+    """What hides compressed keys, of later windows and such as were not chosen; recomputed, the choice of each layer.
+
+    A choice is of 64-bit numbers.
+    """
+    length, kinds = work.sequence_length, list(_compressed(work.shape, stage.layers))
+    if not work.recomputes_layers:
+        hiding = sum(count * keys.count(length) for count, keys in kinds)
+        return float(work.local_tokens * work.element_bytes * hiding)
+    hiding = max((keys.count(length) for _, keys in kinds), default=0)
+    chosen = sum(
+        count * min(choice.top_k, keys.count(length)) for count, keys, choice in _choices(work.shape, stage.layers)
+    )
+    return float(work.local_tokens * (work.element_bytes * hiding + 2 * INDEX_BYTES * chosen))

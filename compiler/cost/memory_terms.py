@@ -146,8 +146,10 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         if work.framework == "deepspeed":
             held_layer = largest if work.recomputes_layers else sparse if moe_layers else dense
             layer = held_layer.total * tokens + in_flight - behind_mlp if stage.layers else 0.0
-            # While the indexer of the last layer scores, no logits are there yet.
-            scoring = scoring_bytes(work, stage) + sum(kept.values())
+            # While the indexer of the last layer scores, no logits are there yet; nor is what a layer computes again,
+            # where scoring keeps nothing for backward.
+            again = layer if work.recomputes_layers and work.shape.low_rank is not None else 0.0
+            scoring = scoring_bytes(work, stage) + sum(kept.values()) - again
             kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
             taken = sum(kept.values()) + 2 * work.element_bytes * logits + _loss_chunk_bytes(work, logits)
             kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken, scoring - taken)
@@ -217,7 +219,7 @@ def _behind_mlp_bytes(work: Workload) -> float:
     if not work.recomputes_layers:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
-    of_token = added_bytes(shape)
+    of_token = added_bytes(shape, work.element_bytes)
     if inputs is not None:
         of_token += (2 * NORM_BYTES + work.element_bytes) * shape.hidden_size + 4 * work.element_bytes * inputs.width
     return work.split_tokens * of_token / share

@@ -1,7 +1,9 @@
 """What hyper-connections cost: every block reads all residual streams of a token and writes to all of them.
 
 A mixture takes the streams side by side, in fp32, for as many numbers as it needs: one for each stream to read it, and
-one to write it (transformers models/hy_v4/modeling_hy_v4.py: HYV4HyperConnection, HYV4HyperHead).
+one to write it (transformers models/hy_v4/modeling_hy_v4.py: HYV4HyperConnection, HYV4HyperHead). Where it mixes the
+streams with one another too, one for each pair of them, which it makes doubly stochastic step by step, and it norms the
+streams first (models/deepseek_v4/modeling_deepseek_v4.py: DeepseekV4HyperConnection).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ NUMBERS = 8
 
 def mixture_parameters(shape: ModelShape) -> int:
     """Parameters of a layer's mixtures that multiply each token."""
-    return MIXTURES * 2 * shape.hyper_streams**2 * shape.hidden_size
+    pairs = shape.hyper_streams if shape.square_mixtures else 0
+    return MIXTURES * (2 + pairs) * shape.hyper_streams**2 * shape.hidden_size
 
 
 def head_parameters(shape: ModelShape) -> int:
@@ -33,12 +36,17 @@ def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
     if not shape.hyper_streams:
         return 0.0
     numbers = NUMBERS * FP32_BYTES * shape.hyper_streams
-    return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape) + numbers)
+    if shape.square_mixtures:
+        # Each time what is normalised, by rows or by columns, and its sums; before it a softmax and its logits.
+        pairs = shape.hyper_streams**2
+        numbers += FP32_BYTES * (2 * shape.square_mixtures * (pairs + shape.hyper_streams) + 2 * pairs)
+    return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape, element_bytes) + numbers)
 
 
-def added_bytes(shape: ModelShape) -> float:
-    """What a block gives for a token, in fp32, as it is added to the streams."""
-    return float(FP32_BYTES * shape.hidden_size) if shape.hyper_streams else 0.0
+def added_bytes(shape: ModelShape, element_bytes: float) -> float:
+    """What a block gives for a token as it is added to the streams: in their type where these are mixed, else fp32."""
+    width = element_bytes if shape.square_mixtures else FP32_BYTES
+    return float(width * shape.hidden_size) if shape.hyper_streams else 0.0
 
 
 def head_bytes(work: Workload, stage: Stage) -> float:
@@ -53,6 +61,7 @@ def head_bytes(work: Workload, stage: Stage) -> float:
 
 
 def _streams(shape: ModelShape, element_bytes: float) -> float:
-    """All streams of a token, and their copy in fp32, where they are not."""
+    """All streams of a token, their copy in fp32, where they are not, and what a norm makes of them."""
     copied = FP32_BYTES if element_bytes < FP32_BYTES else 0
+    copied += FP32_BYTES if shape.square_mixtures else 0
     return shape.hyper_streams * shape.hidden_size * (element_bytes + copied)

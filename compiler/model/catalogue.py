@@ -68,6 +68,7 @@ CORRECTED = frozenset(
         "beam",
         "deepseek_v3",
         "deepseek_v32",
+        "deepseek_v4",
         "dots1",
         "dots3_note_text",
         "ernie4_5_moe",
@@ -115,7 +116,6 @@ WEIGHTED_IN_TYPE = frozenset(
 _NEAREST = {
     "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",
-    "deepseek_v4": "deepseek_v32",
     "emu3": "llama",
     "phi4_multimodal": "phi3",
     "kimi_k2": "deepseek_v3",

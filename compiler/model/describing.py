@@ -51,6 +51,10 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("latent attention")
     if family.indexer:
         found.append("keys chosen by an indexer")
+    if family.low_rank:
+        found.append("keys that stand for windows of tokens, some chosen by an indexer")
+    if family.experts and family.experts.hashed:
+        found.append("experts that are looked up by the numbers of tokens")
     if family.positions:
         found.append("learned positions")
     if family.alibi is True:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .compressed_keys import LowRank
 from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_period import LayerPeriod
@@ -77,6 +78,8 @@ class Experts(ExpertsOfPlugIn):
     """The key of a list that says "dense" or "sparse" for each layer, before all others."""
     layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None
     """The layers with experts, from the configuration and the number of layers, where no such list says it."""
+    hashed: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
+    """The layers whose router looks the experts of a token up by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,8 @@ class Family(OfPlugIn):
     """Its residual streams, where it has several."""
     hyper_streams: tuple[str, int] | None = None
     """The key of the number of its residual streams, where learned mixtures join them (hyper-connections)."""
+    square_mixtures: tuple[str, int] | None = None
+    """Where these mixtures mix the streams with one another too, the key of how often their numbers are normalised."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"
@@ -172,6 +177,8 @@ class Family(OfPlugIn):
     norm: Norm = Norm.WEIGHT
     experts: Experts | None = None
     latent: Latent | None = None
+    low_rank: Callable[[Mapping[str, Any]], LowRank] | None = None
+    """Projections of queries and outputs through fewer features, without latent keys."""
     indexer: Indexer | None = None
     """What chooses the keys that each query attends to."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .activation import kept_numbers
 from .catalogue import refusal
+from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_facts import facts_of
 from .derived_rows import by_hand
@@ -113,6 +114,8 @@ def shape_from_config(config: Config) -> ModelShape:
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         altup=None if family.altup is None else family.altup(config),
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
+        square_mixtures=0 if family.square_mixtures is None else read.size(*family.square_mixtures),
+        low_rank=_low_rank(family, config),
     )
     if family.layer_shapes is not None:
         shape = _of_kinds(shape, family, config)
@@ -228,6 +231,15 @@ def _indexer(read: ConfigReader, family: Family, config: Config) -> IndexerShape
         return None
     try:
         return indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size)
+    except LayersError as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _low_rank(family: Family, config: Config) -> LowRank | None:
+    if family.low_rank is None:
+        return None
+    try:
+        return family.low_rank(config)
     except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
 

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .compressed_keys import CompressedKeys
 from .mla_shape import MlaShape
 
 
@@ -42,6 +43,8 @@ class LayerShape:
     """Whether the layer has attention sinks, where its family knows them."""
     num_attention_heads: int | None = None
     mla: MlaShape | None = None
+    compressed: CompressedKeys | None = None
+    """Keys that stand for windows of tokens, beside those of the tokens in the layer's own window."""
 
 
 OF_MODEL = frozenset({"num_attention_heads", "mla"})

@@ -53,6 +53,10 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         shared_width = (read.number if experts.shared_is_optional else read.size)(*experts.shared_width) or 0
         shared_width *= max(shared, 1)
     first, layers = _layers(read, experts, config, layers_per_module)
+    try:
+        hashed = () if experts.hashed is None else experts.hashed(config, read.size("num_hidden_layers"))
+    except LayersError as error:
+        raise ModelConfigError(str(error), error.key) from error
     return MoeShape(
         num_experts=read.aliased(*experts.count, given=experts.count_alias),
         num_identities=read.number(*experts.identities) if experts.identities else 0,
@@ -62,6 +66,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         shared_intermediate_size=shared_width,
         first_moe_layer=first,
         layers=layers,
+        hashed=hashed,
     )
 
 

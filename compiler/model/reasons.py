@@ -43,13 +43,6 @@ REASONS: Mapping[str, Reason] = {
         "its layers write to a matrix of each head through exponential gates, and keep a running maximum beside it "
         f"(mLSTM): {_CARRIED}",
     ),
-    "compressed_keys": Reason(
-        "compressed keys",
-        "queries see keys that stand for whole windows of tokens, which a learned projection compresses, besides those "
-        "of single tokens: the ring passes keys of single tokens",
-        "a type whose indexer chooses keys of single tokens: deepseek_v32, glm_moe_dsa, axk2, or hy_v4, which has "
-        "several residual streams too",
-    ),
     "hashed_ngrams": Reason(
         "embeddings of n-grams",
         "layers add embeddings that are found by hashes of neighbouring tokens, and let an indexer choose keys by "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
+from .compressed_keys import CompressedKeys, LowRank
 from .indexer import IndexerShape
 from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
@@ -33,6 +34,8 @@ class MoeShape:
     """The layers with experts, where dense ones stand between them; None: all from the first on."""
     num_identities: int = 0
     """Further experts that give back what they take: the router chooses among them too."""
+    hashed: tuple[int, ...] = ()
+    """Layers whose router takes the experts of a token from a table, by the token's number."""
 
     @property
     def num_choices(self) -> int:
@@ -129,8 +132,14 @@ class ModelShape:
     altup: AltUp | None = None
     hyper_streams: int = 0
     """Residual streams that every block reads and writes through mixtures of its own (hyper-connections); 0: none."""
+    square_mixtures: int = 0
+    """Where these mixtures mix the streams with one another too, how often the numbers of all pairs are normalised."""
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    low_rank: LowRank | None = None
+    """Projections of queries and outputs through fewer features, without latent keys."""
+    compressed: CompressedKeys | None = None
+    """Keys that stand for windows of tokens, in a model all of whose layers have them alike; else see `kinds`."""
     indexer: IndexerShape | None = None
     """What chooses the keys that each query attends to."""
     recurrent: RecurrentShape | None = None

@@ -44,6 +44,8 @@ def _groups(spec: Resolution) -> int:
         return family.fused_blocks
     if shape.paired_heads:
         return shape.num_attention_heads // 2
+    if shape.low_rank is not None:
+        return shape.low_rank.output_groups
     interleaved = family.heads_interleaved and shape.num_key_value_heads > 1
     return shape.num_key_value_heads if interleaved else shape.num_attention_heads
 
@@ -55,6 +57,8 @@ def _why(spec: Resolution) -> str:
         return f"holds queries, keys and values in {family.fused_blocks} blocks of heads in one projection"
     if spec.shape.paired_heads:
         return f"takes the difference of pairs of heads, {spec.shape.num_attention_heads // 2} of them"
+    if spec.shape.low_rank is not None:
+        return f"projects what its heads give in {spec.shape.low_rank.output_groups} groups (o_groups)"
     return "holds each key and value between its queries in one projection"
 
 

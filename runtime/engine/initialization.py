@@ -14,7 +14,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import take_over_norm
+from parcompile.runtime.expert_parallel import take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mpu import Mpu
 from parcompile.runtime.inject import inject
@@ -111,6 +111,8 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     model = build_model(plan) if model is None else model
     rules, check = plan.spec.model.shape.user_module, None
+    if mesh.rank == 0:
+        warn_of_empty_tables(model)
     if rules is not None and getattr(model, "parcompile_mesh", None) is None:
         prepare_user_module(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:

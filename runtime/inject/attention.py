@@ -34,6 +34,9 @@ _CASTING, _CASTS_MASKS = "parcompile_casting", frozenset({"mpt"})
 RING = "parcompile_ring"
 """The attribute under which a module keeps its `RingPlace`."""
 
+BESIDE = "parcompile_beside"
+"""The attribute of a module some of whose keys stand for windows of tokens: the function that attends to them too."""
+
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
@@ -189,6 +192,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     place: RingPlace = getattr(module, RING)
     name = type(module).__name__
+    if isinstance(attention_mask, Tensor) and hasattr(module, BESIDE):
+        assert scaling is not None
+        return getattr(module, BESIDE)(place, query, key, attention_mask, scaling, sliding_window, s_aux), None
     if attention_mask is not None and not isinstance(attention_mask, Unmasked):
         raise RunError(
             f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True

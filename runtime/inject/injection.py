@@ -15,7 +15,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import deal_experts, pass_on, visit_chosen
+from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, pass_on, visit_chosen
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
@@ -29,6 +29,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import RingPlace, use_ring_attention
+from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_experts, cut_experts_alone
 from .generation import let_generate
 from .heads import localise_heads
@@ -99,6 +100,8 @@ class _Injection:
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         use_pieces(self.model, self.mesh)
         use_indexers(self.model, self.mesh)
+        use_compressed_keys(self.model, self.mesh)
+        hand_tokens(self.model, self.mesh)
         pass_on(self.model, self.mesh)
         visit_chosen(self.model)
         deal_experts(self.model, self.mesh, self.slices)
@@ -158,6 +161,9 @@ class _Injection:
                 continue  # the bias of a linear that its weight has replaced
             if is_inside(owner_name, whole):
                 setattr(owner, kind, _sliced(parameter, piece))
+            elif is_grouped(owner):
+                owner.weight = _sliced(parameter, piece)
+                keep_groups(parent, owner, self.mesh.size("tp"))
             elif isinstance(owner, nn.Linear) or type(owner).__name__ == _CONV1D:
                 layer = self._parallel(owner, piece, region)
                 setattr(parent, child, layer)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from parcompile.layout.groups import EXPERT_DP
 from parcompile.progress import progress
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import is_dealt
+from parcompile.runtime.expert_parallel import draw_tables, is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
@@ -76,8 +76,9 @@ class SelfCheck:
         # Compared by the names of modules, which all uses of a block have in common once it is injected.
         share_blocks(without_peft(model), path, shape)
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
-        # It passes a state from one to the next, and the masks of stacks are not looked at.
-        same = shape.user_module is None and shape.recurrent is None and shape.runs is None
+        # It passes a state from one to the next, or compresses keys of both; the masks of stacks are not looked at.
+        plain = shape.recurrent is None and shape.low_rank is None and shape.runs is None
+        same = shape.user_module is None and plain
         if same and border > 1 and separates_documents(without_peft(model), path):
             self._positions[1, border:] -= border
         self._labels = self._ids.masked_fill(self._positions == 0, IGNORED_LABEL)
@@ -205,6 +206,8 @@ def check_small_copy(mesh: Mesh) -> None:
     for parameter in model.parameters():
         if parameter.dim() < 2:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    if (moe := small.plan.spec.model.shape.moe) is not None:
+        draw_tables(model, moe.num_experts, generator)
     check = SelfCheck(model, small)
     inject(model, small)
     recompute_as_planned(model, small.plan, small.rank)

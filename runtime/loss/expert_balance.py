@@ -44,7 +44,7 @@ class BalancedLoss:
         self._received: Tensor | None = None
         moe = mesh.plan.spec.model.shape.moe
         routers = _routers(model)
-        if moe is None or (not routers and _has_experts(mesh)):
+        if moe is None or (not routers and _has_routers(mesh)):
             raise RunError(
                 f"output_router_logits: {type(model).__name__} does not say which modules are routers: set it to false",
                 everywhere=True,
@@ -102,10 +102,14 @@ class BalancedLoss:
         return balance
 
 
-def _has_experts(mesh: Mesh) -> bool:
-    """Whether this rank's stages have layers with experts."""
+def _has_routers(mesh: Mesh) -> bool:
+    """Whether this rank's stages have layers whose router chooses by scores."""
     shape = mesh.plan.spec.model.shape
-    return any(shape.routed(stage.layers) for stage in Holding(mesh.plan, mesh.index("pp")).stages)
+    hashed = () if shape.moe is None else shape.moe.hashed
+    return any(
+        shape.routed(stage.layers) > len({*hashed} & {*stage.layers})
+        for stage in Holding(mesh.plan, mesh.index("pp")).stages
+    )
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:

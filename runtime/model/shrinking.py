@@ -32,14 +32,18 @@ most this many beside what is left over when the real one is divided by it)."""
 
 _SAID_AGAIN = frozenset(
     (
+        "compress_rate_csa",
+        "compress_rate_hca",
+        "compress_ratios",
         "hybrid_layer_pattern",
         "moe_layer_freq",
+        "num_hash_layers",
         "sliding_window_size",
         "swa_num_attention_heads",
         "swa_num_key_value_heads",
     )
 )
-"""Keys of MiMo's published file that say what other keys say too."""
+"""Keys of published files of MiMo and DeepSeek-V4 that say what other keys say too."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
 _WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _HIDDEN_OF_A_HEAD, _BLOCK = 32, 16, 16, 64, 16
 
@@ -52,6 +56,11 @@ def borders(config: Any, sequence_length: int) -> list[int]:
         sequence_length: of the plan's sequences. What is not shorter never begins, and is left out.
     """
     found = [getattr(config, key, None) for key in _WINDOWS]
+    rates = _rates(config)
+    if rates:
+        # An indexer chooses among keys of so many tokens each.
+        found[_WINDOWS.index("index_topk")] = config.index_topk * min(rates.values())
+    found += rates.values()
     found += [_switch(rope, config) for rope in _ropes(config)]
     return sorted({place for place in found if isinstance(place, int) and 0 < place < sequence_length})
 
@@ -125,11 +134,25 @@ def _heads(plan: Plan, config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"num_attention_heads": fewer * ratio, "hidden_size": fewer * ratio * of_head}
     if shape.kinds or hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
+    found |= _low_rank(plan, of_head)
     found |= _state_space(plan, found["hidden_size"])
     found |= _windowed_latent(shape, fewer)
     if shape.mla is None and ("head_dim" in plan.spec.model.hf_config or class_default(shape.model_type, "head_dim")):
         found["head_dim"] = shape.head_dim
     return found
+
+
+def _low_rank(plan: Plan, of_head: int) -> dict[str, Any]:
+    """Two heads in each group whose outputs are projected together, a group or two on a rank, narrow projections."""
+    shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
+    if shape.low_rank is None:
+        return {}
+    low = shape.low_rank
+    groups = tp * (2 if tp == 1 and low.output_groups % 2 == 0 else 1)
+    heads = groups * min(shape.num_attention_heads // low.output_groups, 2)
+    ranks = {"q_lora_rank": low.query_rank, "o_lora_rank": low.output_rank}
+    narrow = {key: min(rank, _WIDTH_OF_A_RANK) for key, rank in ranks.items()}
+    return {**narrow, "o_groups": groups, "num_attention_heads": heads, "hidden_size": heads * of_head}
 
 
 def _without_attention(plan: Plan) -> dict[str, Any]:
@@ -365,6 +388,8 @@ def _lengths(config: Any, before: int, length: int) -> dict[str, Any]:
     for key in _WINDOWS:
         if isinstance(window := getattr(config, key, None), int):
             found[key] = min(window, WINDOW) if window < before else max(window, length)
+    if rates := _rates(config):
+        found["compress_rates"] = {kind: min(rate, WINDOW) if rate < before else rate for kind, rate in rates.items()}
     switches = [switch for rope in _ropes(config) if (switch := _switch(rope, config)) is not None]
     if not switches:
         return found
@@ -380,6 +405,11 @@ def _lengths(config: Any, before: int, length: int) -> dict[str, Any]:
     if getattr(config, "original_max_position_embeddings", None):
         found["original_max_position_embeddings"] = start
     return found
+
+
+def _rates(config: Any) -> Mapping[str, int]:
+    """How many tokens a compressed key stands for, in layers of each kind."""
+    return getattr(config, "compress_rates", None) or {}
 
 
 def _moved(rope: Mapping[str, Any], start: int) -> dict[str, Any]:

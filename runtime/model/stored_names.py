@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .short_names import short_names
+
 _BACKBONE = "backbone."
 """What stands for `model.` in files of Nemotron-H."""
 
@@ -86,6 +88,10 @@ _EXPERTS = (
     (r"\.experts\.down_proj$", ".experts.{}", ("w2",)),
     (r"\.mlp\.experts\.gate_up_proj$", ".block_sparse_moe.experts.{}", ("w1", "w3")),
     (r"\.mlp\.experts\.down_proj$", ".block_sparse_moe.experts.{}", ("w2",)),
+    (r"\.mlp\.experts\.gate_up_proj$", ".ffn.experts.{}", ("w1", "w3")),
+    (r"\.mlp\.experts\.down_proj$", ".ffn.experts.{}", ("w2",)),
+    (r"^model\.(.+)\.mlp\.experts\.gate_up_proj$", r"\1.ffn.experts.{}", ("w1", "w3")),
+    (r"^model\.(.+)\.mlp\.experts\.down_proj$", r"\1.ffn.experts.{}", ("w2",)),
 )
 
 
@@ -98,6 +104,9 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     for pattern, replacement in _RENAMED:
         other = re.sub(pattern, replacement, name)
         if other != name and other in stored:
+            return opened(other), {other}
+    for other in short_names(name):
+        if other in stored:
             return opened(other), {other}
     for pattern, place, parts in _EXPERTS:
         if not re.search(pattern, name):

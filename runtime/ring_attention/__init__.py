@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .beside import attention_beside
 from .blockwise import all_gather_attention, ring_attention
 from .collator import (
     PackedCollator,
@@ -29,6 +30,7 @@ __all__ = [
     "UspGroups",
     "all_gather_attention",
     "attention",
+    "attention_beside",
     "batches_of_tokens",
     "document_borders",
     "double_ring_attention",

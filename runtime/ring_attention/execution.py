@@ -147,7 +147,7 @@ def attention_forward(
     ahead = gathered(call, key, value)
     for one in call.passes:
         running = RunningAttention(one.of_queries(out), one.of_queries(lse))
-        for tiles, keys, values, terms in _blocks(call, one, key, value, ahead):
+        for tiles, keys, values, terms in blocks(call, one, key, value, ahead):
             attend(call.kernel, tiles, one.of_queries(query), keys, values, running, call.scale, terms)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
@@ -155,7 +155,7 @@ def attention_forward(
     return out, lse
 
 
-def _blocks(
+def blocks(
     call: AttentionCall, one: Pass, key: Tensor, value: Tensor, ahead: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Sequence[Tile], Tensor, Tensor, Terms | None]]:
     """Tiles, the keys and values that they are of, and these keys' terms, as the keys come."""

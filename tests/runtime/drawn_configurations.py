@@ -154,6 +154,8 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
         changes |= {"use_shared_attention_adapter": adapters, "tie_word_embeddings": True}
     changes |= _rope(choose, family, config, changes)
     changes |= _layer_shapes(choose, family, names, changes)
+    if FAMILIES[family].low_rank is not None:
+        changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}
     refused = FAMILIES[family].refused_axes.keys()
     run = [name for name, (_, axes) in LAYOUTS.items() if not refused & axes.keys()]
     return Drawn(number, family, layout or choose.choice(run), changes)
@@ -175,6 +177,14 @@ def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any
     if family in ("gpt_neox", "persimmon"):
         return {"num_attention_heads": choose.choice([4, 8])}
     heads = choose.choice([4, 8])
+    if traits.low_rank is not None:
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": 1,
+            "head_dim": choose.choice([8, 16]),
+            "q_lora_rank": choose.choice([6, 12]),
+            "o_lora_rank": choose.choice([3, 8]),
+        }
     found: dict[str, Any] = {"num_attention_heads": heads}
     if "num_key_value_heads" in names:
         found["num_key_value_heads"] = choose.choice([1, 2, 4, heads])
@@ -197,6 +207,9 @@ def _experts(choose: random.Random, family: str, config: Any, names: set[str], l
         found["moe_intermediate_size"] = choose.choice([8, 24])
     if experts.shared_count is not None:
         found[experts.shared_count[0]] = choose.choice([1, 2])
+    if experts.hashed is not None:
+        found["n_shared_experts"] = 1  # transformers builds no other number
+        found["mlp_layer_types"] = [choose.choice(["hash_moe", "moe"]) for _ in range(layers - 1)] + ["moe"]
     if "n_group" in names:
         groups = choose.choice([1, 2])
         found |= {"n_group": groups, "topk_group": choose.choice([1, groups])}
@@ -297,6 +310,15 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         found["attention_types"] = [[["global", "local"], layers // 2]]
     kinds = getattr(config, "layer_types", None)
     states = FAMILIES[family].recurrent
+    if FAMILIES[family].low_rank is not None:
+        words = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+        return {
+            "layer_types": [choose.choice(words) for _ in range(layers)],
+            "compress_rates": {one: choose.choice([1, 2, 3, 5, 40]) for one in words[1:]},
+            "sliding_window": choose.choice([2, 5, LENGTH, 40]),
+            "index_topk": choose.choice([1, 3, 40]),
+            "o_groups": choose.choice([4, 4, 8]),
+        }
     if FAMILIES[family].indexer is not None:
         # Every layer has one; its heads hold the rotary part of the others'.
         sizes = {"index_head_dim": 16, "index_n_heads": choose.choice([2, 4]), "index_topk": choose.choice([2, 5, 40])}

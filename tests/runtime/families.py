@@ -192,6 +192,36 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "deepseek_v4": {
+        **{key: value for key, value in _COMMON.items() if key != "intermediate_size"},
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 12,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+        "sliding_window": 5,
+        "swiglu_limit": 0.5,
+        "index_n_heads": 3,
+        "index_head_dim": 6,
+        "index_topk": 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+    },
     "mistral4": {
         **_ROUTED,
         **_LATENT,
@@ -540,7 +570,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 OWN_KEYS = (
     *("gpt2", "gpt_bigcode", "gptj", "gpt_neo", "opt", "biogpt", "xglm", "falcon", "bloom", "mpt"),
     *("codegen", "gpt_neox_japanese", "openai-gpt", "ctrl", "modernbert-decoder", "longcat_flash"),
-    *("mamba", "falcon_mamba", "mamba2"),
+    *("mamba", "falcon_mamba", "mamba2", "deepseek_v4"),
 )
 """Families whose configurations have other keys than Llama's."""
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from families import tiny_config
 from torch import Tensor, nn
+from training_runs import fill_tables
 
 from parcompile.plan import Plan, compile_plan
 from parcompile.rules import check
@@ -57,6 +58,7 @@ def drawn_model(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or name.endswith("bias"):
             parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
+    fill_tables(model, plan, generator)
     # Phi-MoE draws its experts at random in training: every layout alike, but not as plain torch does.
     return model.eval() if plan.spec.model.shape.model_type == "phimoe" else model.train()
 

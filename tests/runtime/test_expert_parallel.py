@@ -38,6 +38,23 @@ CASES = {
     "pp2 × dp2 × ep2, and no experts in the first stage": Case(
         "deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}
     ),
+    "pp2 × dp2 × ep2, experts looked up by tokens, full recomputation": Case(
+        "deepseek_v4", {"pp": 2, "dp": 2, "ep": 2}, {"activation_checkpointing": "full"}
+    ),
+    "tp2 × dp2 × ep4, experts looked up by tokens, each whole": Case(
+        "deepseek_v4", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}
+    ),
+    "pp2, and a first stage that balances nothing": Case(
+        "deepseek_v4",
+        {"pp": 2},
+        {"micro_batch_size": 4},
+        {
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.1,
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "swiglu_limit": 7.0,  # at a smaller one rounding takes a value across it
+        },
+    ),
     "cp2 × dp2 × ep2, two ranks for each expert, ulysses, ZeRO stage 2": Case(
         "mixtral", {"cp": 2, "dp": 2, "ep": 2, "cp_implementation": "ulysses"}, zero=2
     ),

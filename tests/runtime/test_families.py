@@ -16,6 +16,7 @@ from ranks import run_ranks
 from training_runs import whole_parameters
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.families import FAMILIES
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +27,7 @@ REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "ol
 
 STAGED = (
     *("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2"),
-    *("hy_v4", "gemma3n_text, own keys"),
+    *("hy_v4", "deepseek_v4", "gemma3n_text, own keys"),
 )
 """Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers, several
 residual streams."""
@@ -35,11 +36,12 @@ BETWEEN = ("llama4_text, dense layers between", "qwen3_moe, sparse steps", "erni
 """Variants with dense layers between and behind those with experts."""
 
 MAIN = tuple(family for family in RUNTIME_FAMILIES if family not in RELATIVES)
+WITH_CP = tuple(family for family in RUNTIME_FAMILIES if "cp" not in FAMILIES[family].refused_axes)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tp2": (2, {"tp": 2}, MAIN),
-    "cp2": (2, {"cp": 2}, MAIN),
-    "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, (*RUNTIME_FAMILIES, *BETWEEN)),
+    "cp2": (2, {"cp": 2}, tuple(family for family in MAIN if family in WITH_CP)),
+    "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}, (*WITH_CP, *BETWEEN)),
     "tp4, kv heads replicated": (4, {"tp": 4}, REPLICATED),
     "pp2": (2, {"pp": 2}, (*(family for family in RUNTIME_FAMILIES if family not in ONE_LAYOUT), *BETWEEN)),
     "pp2 × tp2, sequence parallel": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}, STAGED),

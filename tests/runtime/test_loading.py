@@ -28,6 +28,7 @@ FAMILIES = (
     *("mamba, 48 channels", "mamba2"),  # no attention
     # stored under names of the published code, joined or in parts; some have parameters that nothing trains
     *("hrm_text", "axk2", "lfm3", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "hy_v4"),
+    "deepseek_v4",  # under shorter names
 )
 
 

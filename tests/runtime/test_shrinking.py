@@ -90,6 +90,7 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         "dots3_note_text": windows,
         # A stage begins with a layer that has an indexer.
         "hy_v4": {"indexer_types": (["full"] + ["shared"] * 3) * 2},
+        "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 8, "compress_rates": None},
     }.get(family, {})
     lists = {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "sliding_window": 300}
     known = planned_config(family_plan(family, 1, {})).to_dict()
@@ -121,6 +122,9 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}
     if "mlp_layer_types" in tiny_config(family):
         more |= {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
+    if family == "deepseek_v4":
+        kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+        more = {"layer_types": [*kinds, *kinds, *kinds[1:]], "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 5}
     if family == "gemma3n_text":
         more = {"activation_sparsity_pattern": [0.5, 0.0] * 4}
     others = {"cp": 2} if "pp" in FAMILIES[family].refused_axes else {"pp": 2}

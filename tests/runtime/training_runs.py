@@ -107,7 +107,16 @@ def initial_model(plan: Plan) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith(".bias") or not parameter.any():
             parameter.data.normal_(std=0.2, generator=generator)
+    fill_tables(model, plan, generator)
     return model
+
+
+def fill_tables(model: torch.nn.Module, plan: Plan, generator: torch.Generator) -> None:
+    """Draws the experts of each token that routers look up, which are zeros until weights are loaded."""
+    from parcompile.runtime.expert_parallel import draw_tables
+
+    if plan.spec.model.shape.moe is not None:
+        draw_tables(model, plan.spec.model.shape.moe.num_experts, generator)
 
 
 def train_with_engine(

@@ -60,6 +60,8 @@ class ModelType:
         self.model_class = CLASSES[name]
         self.nested: dict[str, Any] = {}
         """Classes of the configurations inside this one, by their key."""
+        self.numbers: set[str] = set()
+        """Keys that hold a number under each of several names."""
         self.names: dict[str, str] = {}
         self.defaults: dict[str, Any] = {}
         self.hints: dict[str, str] = {}
@@ -78,6 +80,11 @@ class ModelType:
                 if prefix.count(".") < 2:
                     self.nested[key] = type(inner)
                     self._read(type(inner), f"{key}.")
+                continue
+            if _is_numbers(inner) and not INERT.search(field.name):
+                self.numbers.add(key)
+                self.defaults |= {f"{key}.{name}": number for name, number in inner.items()}
+                self.hints |= {f"{key}.{name}": "int" for name in inner}
                 continue
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             if default is MISSING or not _is_json(default):
@@ -127,6 +134,8 @@ class ModelType:
         for key, value in vars(config).items():
             if isinstance(value, PreTrainedConfig):
                 found.update(self._flat(value, f"{prefix}{key}."))
+            elif prefix + key in self.numbers and isinstance(value, dict):
+                found |= {f"{prefix}{key}.{name}": number for name, number in value.items()}
             elif not key.startswith("_") and _is_json(value):
                 found[prefix + key] = list(value) if isinstance(value, tuple) else value
         return found
@@ -159,6 +168,10 @@ def nest(given: dict[str, Any]) -> dict[str, Any]:
             holder = holder.setdefault(owner, {})
         holder[last] = copy.deepcopy(value)
     return found
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, dict) and bool(value) and all(type(one) is int for one in value.values())
 
 
 def _is_json(value: object) -> bool:

@@ -65,6 +65,28 @@ def _dots3_note_text(given: dict[str, Any], layers: int, pick: random.Random) ->
     return found
 
 
+def _deepseek_v4(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """Both rates of compression or none, groups of heads, and now and then kinds of layers in older words."""
+    rates = [key for key in given if key.startswith("compress_rates.")]
+    for key in rates:
+        del given[key]
+    found: dict[str, Any] = {}
+    if rates:
+        found = {f"compress_rates.{kind}_attention": pick.choice(SMALL_PRIMES) for kind in _COMPRESSED}
+    for key in ("compress_rate_csa", "compress_rate_hca"):
+        if key in given:
+            found[key] = pick.choice([None, *SMALL_PRIMES])
+    if pick.random() < 0.7:
+        groups = pick.choice([1, 2, 3, 5])
+        found |= {"o_groups": groups, "num_attention_heads": groups * pick.choice([1, 2, 3, 4, 7])}
+    if pick.random() < 0.3:
+        found["compress_ratios"] = [pick.choice([0, 4, 128]) for _ in range(layers + pick.choice([0, 0, 1]))]
+    return found
+
+
+_COMPRESSED = ("compressed_sparse", "heavily_compressed")
+
+
 def _mamba(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
     """The rank of step sizes as a word or a number."""
     return {"time_step_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
@@ -106,6 +128,7 @@ def _zamba2(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str
 
 
 FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str, Any]]] = {
+    "deepseek_v4": _deepseek_v4,
     "dots3_note_text": _dots3_note_text,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _gemma4_text),
     "granitemoehybrid": lambda _, __, pick: {"position_embedding_type": pick.choice([None, "rope", "nope"])},

@@ -90,7 +90,7 @@ class Keys:
                 self.keys[name], self.kind.hints[name], self.letters[name] = None, "str", letters
             elif re.search("^use_|bias$", last):
                 self.keys[name], self.kind.hints[name] = None, "bool"
-            elif re.search("dim|size|num_|rank|head|groups|conv$|expand", last):
+            elif re.search("dim|size|num_|rank|head|groups|conv$|expand|_rate_", last):
                 self.keys[name], self.kind.hints[name] = None, "int"
 
     def _other_name(self, name: str, owner: str) -> None:

@@ -119,8 +119,8 @@ def learnt(models: Collection) -> dict[str, Any]:
     kind = models.kind
     rows, stacks = rows_and_stacks(kind, models.samples)
     stored: dict[str, Any] = {"class": kind.model_class}
-    if kind.nested:
-        stored["nested"] = sorted(kind.nested)
+    if kind.nested or kind.numbers:
+        stored["nested"] = sorted({*kind.nested, *kind.numbers})
     if names := {old: new for old, new in kind.names.items() if old.rpartition(".")[2] != new}:
         stored["names"] = names
     used = {one for row in rows for text in (row.get("when", "True"), *row["shape"]) for one in names_of(text)}

@@ -94,7 +94,8 @@ class Terms:
                     quotient = _quotient(values[one], values[other])
                     quotients.append((f"{one} // {other}", quotient))
                     quotients.append((f"3 * {one} // (4 * {other})", _quotient(3 * values[one], 4 * values[other])))
-                    for third in small if len(small) <= 16 else ():
+                    # Features of all heads in groups of them: their count tells what is divided by what.
+                    for third in small if len(small) <= 16 or "group" in other else ():
                         if third not in (one, other):
                             product = _quotient(values[one] * values[third], values[other])
                             self._note(f"{one} * {third} // {other}", product, 6)

@@ -14,13 +14,18 @@ OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "Wo")
 """What classes call the projection of what the heads give."""
 _OF_HEADS = ("q_b_proj", "kv_b_proj")
 """What makes queries, and keys and values, of compressed ones: head by head."""
+_OF_GROUPS = "o_a_proj"
+"""What projects the outputs of each group of heads on its own."""
 
 
 def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
     """The cut of `module` (`q_proj.weight`) in layers of this shape."""
-    if module.startswith("indexer."):
+    if module.startswith(("indexer.", "compressor.indexer.")):
         return FROZEN  # all ranks have to choose the same keys
     name, _, kind = module.rpartition(".")
+    if shape.low_rank is not None and name in (_OF_GROUPS, family.output):
+        groups = Part(shape.low_rank.output_groups * shape.low_rank.output_rank, shape.low_rank.output_groups)
+        return Cut(Split(0, (groups,))) if name == _OF_GROUPS else rows(groups, transposed=False)
     bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads
     if kind in ("weight", "bias") and name in OUTPUTS:
         size = heads * shape.value_dim
@@ -32,7 +37,7 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
         if shape.paired_heads:
             whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
         return columns(whole, dims, transposed=family.transposed)
-    of_queries = {family.gate, *(_OF_HEADS if shape.mla else ())} - {""}
+    of_queries = {family.gate, *(_OF_HEADS if shape.mla or shape.low_rank else ())} - {""}
     of_heads = name in of_queries or (family.sinks and module == family.sinks)
     units = heads if of_heads else _heads_of(one.row.shape[0], shape, family)
     if units is not None:

@@ -11,6 +11,7 @@ from parcompile.model.family import Family
 from .alibi import ALIBI
 from .attention_free import ATTENTION_FREE
 from .biased import BIASED
+from .compressed import COMPRESSED
 from .dense import DENSE
 from .dots3 import DOTS3
 from .experts import EXPERTS
@@ -35,6 +36,7 @@ BUILT_IN: Mapping[str, Family] = {
     **SHARED_EXPERTS,
     **LATENT,
     **INDEXED,
+    **COMPRESSED,
     **DOTS3,
     **LONGCAT,
     **LLAMA4,
@@ -96,7 +98,7 @@ def _added(name: str) -> Family | str | None:
 _OF_TABLES = (
     *("recurrent", "layer_shapes", "layer_blocks", "runs", "norm_gate", "indexer", "shared_blocks", "layer_inputs"),
     *("altup", "initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
-    "values_of_layers",
+    *("values_of_layers", "square_mixtures", "low_rank"),
 )
 """What only families whose rows come from derived tables have."""
 

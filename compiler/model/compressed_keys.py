@@ -1,0 +1,60 @@
+"""Keys that stand for whole windows of tokens, beside those of single tokens in a sliding window (DeepSeek-V4).
+
+A compressor makes one key, which is the value too, of each `rate` tokens: a mean by weights that it learns for each
+feature. With two series a key stands for the window before, too. An indexer may choose among these keys.
+
+Source: transformers models/deepseek_v4/modeling_deepseek_v4.py (DeepseekV4HCACompressor, DeepseekV4CSACompressor,
+DeepseekV4Indexer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChoice:
+    """An indexer of compressed keys, which makes smaller keys of its own for the same windows."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+
+    def numel(self, hidden: int, query_rank: int) -> int:
+        """Elements of its weights that multiply each token."""
+        return query_rank * self.heads * self.head_dim + hidden * (4 * self.head_dim + self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedKeys:
+    """What the compressor of a layer makes."""
+
+    rate: int
+    """Tokens of a window."""
+    series: int = 1
+    """Vectors that a token gives to keys: 2 where it gives one to the key of the next window, too."""
+    choice: KeyChoice | None = None
+
+    def count(self, sequence_length: int) -> int:
+        """Compressed keys of a sequence: tokens behind the last whole window are in none."""
+        return sequence_length // self.rate
+
+    def numel(self, hidden: int, head_dim: int) -> int:
+        """Elements of the compressor's weights that multiply each token, without its indexer."""
+        return 2 * self.series * head_dim * hidden
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Projections of queries, and of what attention gives, through fewer features."""
+
+    query_rank: int
+    output_groups: int
+    """Groups of heads, each projected on its own before all are projected together."""
+    output_rank: int
+    """Features of a group between both projections."""
+
+    def numel(self, hidden: int, heads: int, head_dim: int) -> int:
+        """Elements of the weights of queries and outputs that multiply each token."""
+        wide = heads * head_dim
+        return self.query_rank * (hidden + wide) + self.output_rank * (wide + self.output_groups * hidden)

@@ -1,0 +1,188 @@
+"""Attention over keys that stand for whole windows of tokens (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
+from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.layer_kind import LayersError, LayerShape
+
+_WINDOW, _CHOSEN, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_RATES = {_CHOSEN: 4, _HEAVY: 128}
+_OLD_RATES = {_CHOSEN: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+_BY_RATIO = {0: _WINDOW, 4: _CHOSEN, 128: _HEAVY}
+_BY_HASH, _BY_SCORE = "hash_moe", "moe"
+_GROUPS, _HEADS, _HEAD_DIM = 8, 64, 512
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayersError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
+    return value
+
+
+def _of_layers(key: str, given: Any, known: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """The entries of a list for each layer; transformers reads no more than there are layers."""
+    if not isinstance(given, list | tuple):
+        raise LayersError(f"{key} is {given!r}: it has to be a list with an entry for each layer", key)
+    if len(given) < count:
+        raise LayersError(f"{key} has {len(given)} entries for {count} layers: write one for each", key)
+    found = tuple(given[:count])
+    if others := [one for one in found if one not in known]:
+        raise LayersError(f"{key} has {others[0]!r}: its entries are {', '.join(map(str, known))}", key)
+    return found
+
+
+def _kinds(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    """The kinds of layers: a list, an older list of how many tokens a key stands for, or two kinds in turn."""
+    if (given := config.get("layer_types")) is not None:
+        return _of_layers("layer_types", given, (_WINDOW, *_RATES), count)
+    if (ratios := config.get("compress_ratios")) is not None:
+        return tuple(_BY_RATIO[one] for one in _of_layers("compress_ratios", ratios, tuple(_BY_RATIO), count))
+    return tuple(_HEAVY if layer < 2 or layer % 2 == 0 else _CHOSEN for layer in range(count))
+
+
+def _rate(config: Mapping[str, Any], kind: str) -> int:
+    if config.get(_OLD_RATES[kind]) is not None:
+        return _whole(config, _OLD_RATES[kind], 0)
+    rates = config.get("compress_rates")
+    if rates is None:
+        return _RATES[kind]
+    if not isinstance(rates, Mapping) or kind not in rates:
+        sentence = f"compress_rates has no {kind}, which layers are: write how many tokens a key stands for"
+        raise LayersError(sentence, "compress_rates")
+    return _whole(rates, kind, 0)
+
+
+def _layer_shapes(config: Mapping[str, Any], common: LayerShape, count: int) -> list[LayerShape]:
+    choice = KeyChoice(
+        _whole(config, "index_n_heads", 64), _whole(config, "index_head_dim", 128), _whole(config, "index_topk", 512)
+    )
+    found: dict[str, LayerShape] = {_WINDOW: common}
+    kinds = _kinds(config, count)
+    if _CHOSEN in kinds:
+        found[_CHOSEN] = replace(common, compressed=CompressedKeys(_rate(config, _CHOSEN), 2, choice))
+    if _HEAVY in kinds:
+        found[_HEAVY] = replace(common, compressed=CompressedKeys(_rate(config, _HEAVY)))
+    return [found[kind] for kind in kinds]
+
+
+def _low_rank(config: Mapping[str, Any]) -> LowRank:
+    return LowRank(
+        _whole(config, "q_lora_rank", 1024), _whole(config, "o_groups", _GROUPS), _whole(config, "o_lora_rank", 1024)
+    )
+
+
+def _hashed(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The layers whose router looks a token's experts up by its number."""
+    if (given := config.get("mlp_layer_types")) is not None:
+        kinds = _of_layers("mlp_layer_types", given, (_BY_HASH, _BY_SCORE), count)
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == _BY_HASH)
+    first = config.get("num_hash_layers")
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        raise LayersError(f"num_hash_layers is {first!r}: it has to be a whole number of 0 or more", "num_hash_layers")
+    return tuple(range(min(count, 3 if first is None else first)))
+
+
+def _balances_nothing(config: Mapping[str, Any]) -> bool:
+    count = config.get("num_hidden_layers", 43)
+    try:
+        return bool(config.get("output_router_logits")) and len(_hashed(config, count)) == count
+    except LayersError:
+        return False  # said where layers are read
+
+
+def _is_not(key: str, wanted: Any, reason: str) -> Refusal:
+    return Refusal(key, lambda config: config.get(key) not in (None, wanted), reason)
+
+
+def _ungrouped(config: Mapping[str, Any]) -> bool:
+    heads, groups = config.get("num_attention_heads", _HEADS), config.get("o_groups", _GROUPS)
+    return isinstance(groups, int) and groups > 0 and heads % groups != 0
+
+
+def _narrow(config: Mapping[str, Any]) -> bool:
+    """Whether fewer features of an indexer's head are there than are rotated."""
+    width, part = config.get("head_dim", _HEAD_DIM), config.get("partial_rotary_factor")
+    rotated = config.get("qk_rope_head_dim", width // 8) if part is None else int(width * part)
+    return isinstance(rotated, int) and config.get("index_head_dim", 128) < rotated
+
+
+def _another_width(config: Mapping[str, Any]) -> bool:
+    return config.get("intermediate_size") not in (None, config.get("moe_intermediate_size", 2048))
+
+
+COMPRESSED: Mapping[str, Family] = {
+    "deepseek_v4": Family(
+        keys={"intermediate_size": None},
+        kv_heads=lambda _, __: 1,
+        output="o_b_proj",
+        sinks="sinks",
+        qkv_bias=False,
+        output_bias=False,
+        hyper_streams=("hc_mult", 4),
+        square_mixtures=("hc_sinkhorn_iters", 20),
+        low_rank=_low_rank,
+        layer_shapes=_layer_shapes,
+        defaults={"sliding_window": 128, "head_dim": _HEAD_DIM},
+        experts=Experts(
+            shared="shared_experts",
+            count=("n_routed_experts", 256),
+            count_alias="num_local_experts",
+            per_token=("num_experts_per_tok", 6),
+            width=("moe_intermediate_size", 2048),
+            dense_width=("moe_intermediate_size", 2048),
+            shared_count=("n_shared_experts", 1),
+            hashed=_hashed,
+        ),
+        mlp_bias="mlp_bias",
+        refused_axes={
+            "cp": "its queries see keys that stand for whole windows of tokens, and no rank has the tokens of all "
+            "windows: the ring passes keys of single tokens"
+        },
+        refusals=(
+            _is_not("n_shared_experts", 1, "transformers builds one shared expert whatever it says: write 1"),
+            _is_not("num_key_value_heads", 1, "all queries share one key, which is the value too: write 1"),
+            _is_not(
+                "norm_topk_prob", wanted=True, reason="transformers divides by the sum of scores always: write true"
+            ),
+            _is_not("attention_bias", wanted=False, reason="transformers' projections have no bias: write false"),
+            _is_not("router_jitter_noise", 0, "transformers' routers multiply nothing by noise: write 0"),
+            Refusal(
+                "scoring_func",
+                lambda config: config.get("scoring_func", "sigmoid") not in ("sqrtsoftplus", "sigmoid"),
+                "transformers takes it from its activations, which have 'sqrtsoftplus' and 'sigmoid' of these: write "
+                "one of them",
+            ),
+            Refusal(
+                "attention_dropout",
+                lambda config: bool(config.get("attention_dropout")),
+                "weights of keys that stand for windows are not dropped by their place: write 0",
+            ),
+            Refusal(
+                "output_router_logits",
+                _balances_nothing,
+                "no router chooses by its scores, and transformers computes no loss of them: write false",
+            ),
+            Refusal(
+                "o_groups",
+                _ungrouped,
+                "num_attention_heads % o_groups is not 0, and each group has whole heads: choose a divisor",
+            ),
+            Refusal(
+                "index_head_dim",
+                _narrow,
+                "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
+            ),
+            Refusal(
+                "intermediate_size",
+                _another_width,
+                "transformers takes it for another name of moe_intermediate_size, which differs: leave it out",
+            ),
+        ),
+    ),
+}

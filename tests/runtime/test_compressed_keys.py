@@ -1,0 +1,183 @@
+"""Keys that stand for windows of tokens: attention over them, packed documents, and what a plan says of them.
+
+The reference is transformers' own model, which takes each document alone. Whole models in every layout:
+test_families.py; experts that are looked up by tokens over ep: test_expert_parallel.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import tiny_config
+from family_runs import drawn_model, family_plan
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from parcompile.plan import Plan
+from parcompile.runtime import RunError
+from parcompile.runtime.preflight import preflight
+from parcompile.runtime.ring_attention import attention_beside
+from parcompile.spec.values import Precision
+
+FAMILY, TOLERANCE = "deepseek_v4", 1e-5
+BORDERS = [[0, 1, 4, 16], [0, 11, 13, 16]]
+"""Documents of two rows: shorter than a window of 2 or 5 tokens, with tokens behind the last whole one, and of one
+window and more."""
+
+
+def dense(query: Tensor, key: Tensor, further: Tensor, bias: Tensor, sinks: Tensor, window: int) -> Tensor:
+    """What transformers' eager attention gives."""
+    length = query.shape[2]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    own = torch.zeros(length, length).masked_fill((distance < 0) | (distance >= window), -math.inf)
+    mask = torch.cat([own.expand(len(query), 1, -1, -1), bias], -1)
+    keys = torch.cat([key, further], 2)
+    scores = query @ keys.transpose(2, 3) * query.shape[3] ** -0.5 + mask
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, length, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ keys
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_further_keys_are_one_more_block_of_attention(tiled: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rate, length = 3, 20
+    shapes = {"query": (2, 4, length, 8), "key": (2, 1, length, 8), "further": (2, 1, length // rate, 8), "sinks": (4,)}
+    given = {name: torch.randn(shape, generator=generator, requires_grad=True) for name, shape in shapes.items()}
+    ready = (torch.arange(length) + 1)[:, None] // rate > torch.arange(length // rate)
+    hidden = ~ready | (torch.rand(2, 1, length, length // rate, generator=generator) < 0.3)
+    bias = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+    assert bool(hidden.all(-1).any()), "some queries see no further key"
+    tiles = [(slice(start, start + 5), slice(0, (start + 5) // rate)) for start in range(0, length, 5)]
+    out = attention_beside(
+        given["query"], given["key"], given["key"], given["further"], bias,
+        tiles=tiles if tiled else None, sinks=given["sinks"], window=5,
+    )  # fmt: skip
+    expected = dense(given["query"], given["key"], given["further"], bias, given["sinks"], 5)
+    assert torch.allclose(out, expected, atol=1e-5)
+    weights = torch.randn(out.shape, generator=generator)
+    found, wanted = (torch.autograd.grad((one * weights).sum(), list(given.values())) for one in (out, expected))
+    for name, one, other in zip(given, found, wanted, strict=True):
+        assert float((one - other).norm() / other.norm()) < TOLERANCE, name
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def packed(plan: Plan) -> dict[str, Any]:
+    """The rows of documents, each counted from its own beginning."""
+    ids = tokens()
+    positions, labels = torch.empty_like(ids), torch.full_like(ids, -100)
+    for row, borders in enumerate(BORDERS):
+        for start, stop in itertools.pairwise(borders):
+            positions[row, start:stop] = torch.arange(stop - start)
+            labels[row, start : stop - 1] = ids[row, start + 1 : stop]
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "shift_labels": labels, "documents": BORDERS}
+
+
+def over_ranks(rank: int, plan: Plan) -> dict[str, Tensor]:
+    from parcompile.runtime import join
+    from parcompile.runtime.inject import inject
+
+    mesh = join(plan)
+    model = inject(drawn_model(plan), mesh)
+    found = gradients(model, packed(plan))
+    for name, parameter in plan.parameters.expanded():
+        if parameter.split is not None:
+            parts = [torch.empty_like(found[name]) for _ in range(2)]
+            dist.all_gather(parts, found[name].contiguous())
+            found[name] = torch.cat(parts, parameter.split.dim)
+    return found
+
+
+@pytest.mark.ranks
+def test_windows_of_packed_documents_begin_anew_in_each() -> None:
+    """transformers' own compressor would make windows over the ends of documents: it gets each alone."""
+    plan = family_plan(FAMILY, 2, {"tp": 2, "sequence_parallel": True})
+    found = run_ranks(2, over_ranks, plan, timeout=120)[0]
+    model, ids = drawn_model(family_plan(FAMILY, 1, {})), tokens()
+    documents = [
+        ids[row : row + 1, start:stop]
+        for row, borders in enumerate(BORDERS)
+        for start, stop in itertools.pairwise(borders)
+        if stop - start > 1
+    ]
+    count = sum(one.shape[1] - 1 for one in documents)
+    model.zero_grad()
+    for one in documents:
+        (model(input_ids=one, labels=one).loss * (one.shape[1] - 1) / count).backward()
+    expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert not [name for name in expected if ".indexer." in name], "transformers trains no indexer"
+    assert found.keys() == expected.keys()
+    # A gradient that is next to nothing beside the others is their rounding.
+    least = 1e-2 * max(float(one.norm()) for one in expected.values())
+    for name, whole in expected.items():
+        gradient = found[name][: len(whole)]
+        if name.endswith("gate_up_proj"):
+            continue  # its halves are cut each on its own
+        assert float((gradient - whole).norm()) < TOLERANCE * max(float(whole.norm()), least), name
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "recompute"),
+    [({}, "none"), ({"tp": 2, "sequence_parallel": True}, "full"), ({"tp": 2}, "full"), ({"pp": 2}, "none")],
+)
+def test_preflight_counts_what_the_estimate_says(parallelism: dict[str, Any], recompute: str) -> None:
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "q_lora_rank": 96,
+        "o_groups": 4,
+        "o_lora_rank": 48,
+        "moe_intermediate_size": 128,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "sliding_window": 128,
+        "index_n_heads": 8,
+        "index_head_dim": 32,
+        "index_topk": 64,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    }
+    plan = family_plan(FAMILY, math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp")), parallelism, **sizes)
+    training = replace(
+        plan.spec.training, sequence_length=1024, activation_checkpointing=recompute, precision=Precision.BF16
+    )
+    report = preflight(replace(plan, spec=replace(plan.spec, training=training)), [0])
+    assert report.agrees, report.text()
+
+
+def test_generation_is_refused_with_what_to_do_instead() -> None:
+    from parcompile.runtime.inject.compressed import _with_mask
+    from parcompile.runtime.micro_batch import ALONE, begin, end
+
+    begin((), {"input_ids": tokens(), ALONE: True})
+    try:
+        with pytest.raises(RunError, match="parcompile checkpoint export"):
+            _with_mask(nn.Identity(), (), {"hidden_states": torch.zeros(1, 2, 3)}, compressed=True)
+    finally:
+        end()
+
+
+def test_tables_of_experts_that_are_zeros_are_told() -> None:
+    from parcompile.runtime import build_model
+    from parcompile.runtime.expert_parallel import warn_of_empty_tables
+
+    plan = family_plan(FAMILY, 1, {})
+    with pytest.warns(UserWarning, match="every token visits expert 0"):
+        warn_of_empty_tables(build_model(plan))
+    assert tiny_config(FAMILY)["mlp_layer_types"].count("hash_moe") == 2
