@@ -22,6 +22,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from parcompile.model.catalogue import model_types
+from parcompile.model.tables import table_of
 
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "key_types.json"
 _KINDS = {
@@ -39,6 +40,20 @@ _KINDS = {
 _VALUES: Mapping[str, Any] = {"null": None, "text": "much", "mapping": {}, "list": [], "switch": True}
 _BRACKETS = re.compile(r"\[[^][]*\]")
 
+_OF_BEFORE = frozenset(
+    {
+        *("_num_labels", "add_cross_attention", "bad_words_ids", "begin_suppress_tokens"),
+        *("cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample"),
+        *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task"),
+        *("forced_bos_token_id", "forced_eos_token_id", "is_decoder", "length_penalty", "max_length"),
+        *("min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences"),
+        *("output_scores", "prefix", "pruned_heads", "remove_invalid_values", "repetition_penalty"),
+        *("return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature"),
+        *("tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript"),
+        *("typical_p", "use_bfloat16"),
+    }
+)
+"""Keys of every class of transformers 4, which files carry along."""
 _QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
 """A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""
 _WRITTEN = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
@@ -53,7 +68,9 @@ def keys_of(name: str) -> set[str]:
     """Every key that the class of a type, or one that it derives from, has under some name."""
     kind = CONFIG_MAPPING[name]
     found = {one.name for one in dataclasses.fields(kind)} | set(kind.attribute_map)
-    found |= set(PreTrainedConfig().to_dict())
+    found |= set(PreTrainedConfig().to_dict()) | _OF_BEFORE
+    if (table := table_of(name)) is not None:
+        found |= table.defaults.keys()  # the names of some are put together in the source
     for base in kind.__mro__:
         if base.__module__.startswith("transformers."):
             found |= _named_by(base)

@@ -26,8 +26,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "mapping": (Mapping,),
 }
 """In this order: in Python a switch is a whole number too."""
-LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types"})
-"""Keys whose lists transformers compares with the number of layers."""
+LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
+"""Keys whose lists transformers compares with the number of layers, or reads for each."""
 _MEANT = {
     "whole": "a whole number",
     "fraction": "a number with a point, as 1.0",

@@ -57,8 +57,10 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         hashed = () if experts.hashed is None else experts.hashed(config, read.size("num_hidden_layers"))
     except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
+    count = read.aliased(*experts.count, given=experts.count_alias)
+    _check_groups(config, count, experts.count[0])
     return MoeShape(
-        num_experts=read.aliased(*experts.count, given=experts.count_alias),
+        num_experts=count,
         num_identities=read.number(*experts.identities) if experts.identities else 0,
         num_experts_per_token=read.aliased(*experts.per_token, given=experts.chosen_alias),
         intermediate_size=width,
@@ -68,6 +70,18 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         layers=layers,
         hashed=hashed,
     )
+
+
+def _check_groups(config: Config, count: int, key: str) -> None:
+    """Of routers that choose groups of experts first: all are as large, and no more are chosen than there are."""
+    groups, chosen = config.get("n_group"), config.get("topk_group")
+    method = config.get("topk_method", "greedy" if config["model_type"] == "deepseek_v2" else None)
+    if not isinstance(groups, int) or method == "greedy":  # which looks at no groups
+        return
+    if groups < 1 or count % groups:
+        raise ModelConfigError(f"n_group is {groups}: it has to divide {key} {count}", "n_group")
+    if isinstance(chosen, int) and not 1 <= chosen <= groups:
+        raise ModelConfigError(f"topk_group is {chosen}: it has to be between 1 and n_group {groups}", "topk_group")
 
 
 def _layers_of_period(read: ConfigReader, experts: Experts) -> tuple[int, ...] | None:

@@ -23,6 +23,9 @@ SMALL = {
 }
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
+NEO = {"hidden_size": 32, "num_layers": 9, "num_heads": 4, "vocab_size": 61}
+FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+FALCON["new_decoder_architecture"] = True
 EXPERTS = {**SMALL, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 MAMBA2 = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "head_dim": 8}
 SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads": 4, "mamba_ngroups": 1}
@@ -45,6 +48,12 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("gemma2", {**SMALL, "layer_types": ["full_attention"] * 3}, "layer_types", "has 3 entries for 2 layers"),
         ("deepseek_v32", {**EXPERTS, "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types", "has 61 entries for 2"),
         ("jamba", {**EXPERTS, "head_dim": 16}, "head_dim", "heads of another width"),
+        ("gpt_neo", NEO, "attention_types", "kinds of as many layers as num_layers counts"),
+        ("smollm3", {**SMALL, "no_rope_layers": [1]}, "no_rope_layers", "has 1 entries for 2 layers"),
+        ("falcon", {**FALCON, "parallel_attn": False}, "parallel_attn", "misses a norm"),
+        ("falcon", {**FALCON, "num_kv_heads": -1}, "num_kv_heads", "1 or more"),
+        ("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_group": 3}, "n_group", "has to divide n_routed_experts 8"),
+        ("beam", {**EXPERTS, "num_experts": 8, "n_group": 2, "topk_group": 3}, "topk_group", "between 1 and n_group 2"),
         ("zamba2", {**SHARED, "layer_types": ["mamba", "hybrid"]}, "layer_types", "from layers_block_type only"),
     ],
 )

@@ -105,3 +105,10 @@ def test_a_misspelt_key_of_a_file_is_told_and_one_of_its_own_code_is_not(tmp_pat
     found = {one.code: one for one in check(Resolution(spec, (), tmp_path), DEFAULT_TARGETS)}["S005"]
     assert found.message == "experts_per_tokn has no effect: transformers' qwen3_moe does not read it"
     assert found.help == "did you mean num_experts_per_tok?"
+
+
+def test_keys_that_files_carry_along_and_those_that_a_source_puts_together_are_no_mistakes() -> None:
+    carried = {"is_decoder": False, "_num_labels": 2, "top_k": 50, "num_beams": 1}
+    for name in RUNTIME_FAMILIES:
+        assert not list(misspelt(name, carried)), name
+    assert not list(misspelt("dots3_note_text", {"swa_qk_nope_head_dim": 192}))

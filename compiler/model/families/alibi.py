@@ -36,6 +36,20 @@ ALIBI: Mapping[str, Family] = {
                 ),
                 "without new_decoder_architecture and multi_query each head has its own key and value: leave it out",
             ),
+            Refusal(
+                "num_kv_heads",
+                lambda config: isinstance(heads := config.get("num_kv_heads"), int) and heads < 1,
+                "it has to be a whole number of 1 or more",
+            ),
+            Refusal(
+                "parallel_attn",
+                lambda config: (
+                    bool(config.get("new_decoder_architecture"))
+                    and not config.get("parallel_attn", True)
+                    and config.get("num_ln_in_parallel_attn") in (None, 2)
+                ),
+                "with new_decoder_architecture and two norms transformers misses a norm of such layers: set it to true",
+            ),
         ),
         defaults={"max_position_embeddings": 2048},
     ),

@@ -26,6 +26,16 @@ _LAYERDROP = Refusal(
 )
 
 
+def _kinds_differ(config: Mapping[str, Any]) -> bool:
+    """Of GPT-Neo: pairs of kinds and how often these are repeated, `[[["global", "local"], 12]]`."""
+    listed, layers = config.get("attention_types"), config.get("num_hidden_layers", 24)
+    pairs = [[["global", "local"], 12]] if listed is None else listed
+    try:
+        return bool(sum(len(kinds) * times for kinds, times in pairs) != config.get("num_layers", layers))
+    except (TypeError, ValueError):
+        return True
+
+
 def _gpt(**others: Any) -> Family:
     """What GPT-2 and its relatives have in common."""
     return Family(base="transformer", layers="h", embedding="wte", mlp_ratio=4, **others)
@@ -56,6 +66,9 @@ GPT: Mapping[str, Family] = {
         refusals=(_CROSS,),
     ),
     "gpt_neo": _gpt(
+        refusals=(
+            Refusal("attention_types", _kinds_differ, "it has to list kinds of as many layers as num_layers counts"),
+        ),
         keys={"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
         positions="wpe",
         attention="attn.attention",

@@ -55,6 +55,11 @@ LONGCAT: Mapping[str, Family] = {
                 lambda config: config.get("num_key_value_heads") not in (None, config.get("num_attention_heads", 64)),
                 "every head has its own key and value: it has to be num_attention_heads",
             ),
+            Refusal(
+                "moe_topk",
+                lambda config: config.get("moe_topk") == 1,
+                "transformers computes nothing where a token chooses one expert: it has to be 2 or more",
+            ),
             Refusal("qk_head_dim", _heads_differ, "it has to be qk_nope_head_dim + qk_rope_head_dim"),
             Refusal(
                 "head_dim",
