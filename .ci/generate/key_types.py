@@ -70,7 +70,8 @@ def keys_of(name: str) -> set[str]:
     found = {one.name for one in dataclasses.fields(kind)} | set(kind.attribute_map)
     found |= set(PreTrainedConfig().to_dict()) | _OF_BEFORE
     if (table := table_of(name)) is not None:
-        found |= table.defaults.keys()  # the names of some are put together in the source
+        # The names of some are put together in the source.
+        found |= {key for key in table.defaults if "." not in key}
     for base in kind.__mro__:
         if base.__module__.startswith("transformers."):
             found |= _named_by(base)

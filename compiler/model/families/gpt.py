@@ -29,7 +29,7 @@ _LAYERDROP = Refusal(
 def _kinds_differ(config: Mapping[str, Any]) -> bool:
     """Of GPT-Neo: pairs of kinds and how often these are repeated, `[[["global", "local"], 12]]`."""
     listed, layers = config.get("attention_types"), config.get("num_hidden_layers", 24)
-    pairs = [[["global", "local"], 12]] if listed is None else listed
+    pairs: Any = [[["global", "local"], 12]] if listed is None else listed
     try:
         return bool(sum(len(kinds) * times for kinds, times in pairs) != config.get("num_layers", layers))
     except (TypeError, ValueError):
