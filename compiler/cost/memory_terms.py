@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
-from parcompile.model.catalogue import WEIGHTED_IN_TYPE
+from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.shape import ModelShape
 
 from .activations import ROW_COPIES, LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
@@ -179,8 +179,13 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
 
 
 def _row_copies(work: Workload) -> float:
-    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
-    return ROW_COPIES if work.ep == 1 else (work.expert_slices + 1) / work.tp
+    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent.
+
+    What experts give is kept where scores weight it. Where they scale what experts take, a token that travels is kept.
+    """
+    if work.ep > 1:
+        return (work.expert_slices + 1) / work.tp
+    return ROW_COPIES - (work.shape.model_type in SCALED_INPUTS)
 
 
 def _in_flight_bytes(work: Workload, *, routed: bool) -> float:

@@ -92,6 +92,9 @@ CORRECTED = frozenset(
 )
 """Model types whose routers have such scores."""
 
+SCALED_INPUTS = frozenset(("llama4_text",))
+"""Model types of which the router's scores scale what experts take, not what they give."""
+
 WEIGHTED_IN_TYPE = frozenset(
     (
         "cohere2_moe",

@@ -155,6 +155,8 @@ class Family(OfPlugIn):
     """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
     attends: bool = True
     """Whether any layer attends; otherwise each carries a state, and has no MLP."""
+    bare_qk_norms: Callable[[Mapping[str, Any], int], float] | None = None
+    """In which share of the layers norms without a weight, of which no row tells, norm queries and keys."""
     wide_stream: Switch = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False

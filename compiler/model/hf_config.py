@@ -101,6 +101,7 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
         norms_per_layer=len(norms),
         norm_names=norms,
+        bare_qk_norms=0.0 if family.bare_qk_norms is None else family.bare_qk_norms(config, layers),
         wide_stream=family.is_on(family.wide_stream, config),
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),

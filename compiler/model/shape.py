@@ -108,6 +108,8 @@ class ModelShape:
     """A norm of the queries and keys."""
     norm_over_heads: bool = False
     """It is one over all heads together."""
+    bare_qk_norms: float = 0.0
+    """The share of the layers in which norms without a weight norm queries and keys."""
     attention_gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
     norm_gate: int = 0

@@ -412,6 +412,22 @@ def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(
     assert report.agrees, report.text()
 
 
+@pytest.mark.parametrize("parallelism", [{}, {"dp": 2, "ep": 2}], ids=["one rank", "ep 2"])
+def test_norms_without_weights_and_scores_that_scale_what_experts_take_agree_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, parallelism: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.02)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "intermediate_size_mlp": 1024, "vocab_size": 4000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
+    layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "interleave_moe_layer_step": 1}
+    config = {"model_type": "llama4_text", "num_local_experts": 4, "attention_chunk_size": 1024}
+    training = {"sequence_length": 2048, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
+    model = {**config, **sizes, **heads, **layers}
+    plan = make_plan(parallelism.get("dp", 1), parallelism, model=model, training=training, whole_model=True)
+    report = preflight(plan, [0])
+    assert report.agrees, report.text()
+
+
 @pytest.mark.parametrize(
     ("family", "parallelism", "recompute"),
     [
