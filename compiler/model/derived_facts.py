@@ -1,4 +1,4 @@
-"""What the rows of a derived table tell of a model: where it has biases, and which norms."""
+"""What the rows of a derived table tell of a model: its biases, gates and norms, and whether its head is tied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .cutting.attention import OUTPUTS
+from .cutting.attention import OUTPUTS, PROJECTIONS
 from .derived_rows import by_hand, derived_rows, of_one
 from .families.added import BUILT_IN
 from .family import Family
@@ -16,7 +16,7 @@ from .table import Parameter
 from .tables import table_of
 
 _COMPRESSING = ("q_a_proj", "kv_a_proj_with_mqa")
-"""What latent attention projects hidden states with, beside the names of its family."""
+"""What latent attention projects hidden states with, beside those projections."""
 _NORMS_OF_QUERIES = ("q_norm", "q_layernorm", "query_layernorm")
 
 
@@ -33,7 +33,7 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     mlps = _of_mlps(layer, shape, family)
     of_queries = [one for name, one in weights.items() if _norms_queries(f"{name}.weight", family)]
     found = {
-        "qkv_bias": _biased(attending, family.attention, *family.qkv, *_COMPRESSING),
+        "qkv_bias": _biased(attending, family.attention, *PROJECTIONS, *_COMPRESSING),
         "attention_output_bias": _biased(attending, family.attention, *OUTPUTS),
         "gated_mlp": all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps)),
         "mlp_bias": any(name.endswith(".bias") for name in mlps),

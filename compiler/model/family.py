@@ -116,10 +116,8 @@ class Family(OfPlugIn):
     transposed: bool = False
     """Linears are stored as [in, out], as GPT-2's `Conv1D` is."""
     attention: str = "self_attn"
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """One name stands for a fused projection."""
     qkv_parts: str = "qkv"
-    """What these names, or the parts of the one, are, in their order."""
+    """The order of the parts of a fused projection, or of the names of `qkv`."""
     kv_heads: Callable[[Mapping[str, Any], int], int] | None = None
     """The number of kv heads, from the configuration and the number of query heads; else `num_key_value_heads`."""
     heads_interleaved: bool = False

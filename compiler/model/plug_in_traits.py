@@ -29,6 +29,8 @@ class OfPlugIn:
     """Empty: the last layer ends with one."""
     order: tuple[str, ...] = ("attention", "mlp", "norms")
     """The parts of a layer in the order in which they are registered; other words name one norm each."""
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """One name stands for a fused projection."""
     output: str = "o_proj"
     """The projection of what the heads give."""
     qk_norm: QkNorm = QkNorm.NONE

@@ -51,11 +51,26 @@ def test_no_built_in_family_says_what_its_table_says(kind: type[OfPlugIn] | type
 
 
 _BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
-_NEOX = {"output": "dense", "up": ("dense_h_to_4h",), "gated": False, "down": "dense_4h_to_h"}
+_NEOX = {
+    "qkv": ("query_key_value",),
+    "output": "dense",
+    "up": ("dense_h_to_4h",),
+    "gated": False,
+    "down": "dense_4h_to_h",
+}
+_CONV1D = {"qkv": ("c_attn",), "output": "c_proj", "up": ("c_fc",), "down": "c_proj"}
 _GPT = {"final_norm": "ln_f", "defaults": {"tie_word_embeddings": True}}
 PLUG_INS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {**_BIASES, **_GPT, "output": "c_proj", "up": ("c_fc",), "gated": False, "down": "c_proj"},
+    "gpt2": {
+        **_BIASES,
+        **_GPT,
+        "qkv": ("c_attn",),
+        "output": "c_proj",
+        "up": ("c_fc",),
+        "gated": False,
+        "down": "c_proj",
+    },
     "gpt_neox": {**_BIASES, **_NEOX, "final_norm": "final_layer_norm"},
     "falcon": {**_NEOX, **_GPT, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
     "qwen3": {"qk_norm": QkNorm.HEAD},

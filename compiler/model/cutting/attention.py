@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Part, Split
@@ -10,6 +12,13 @@ from parcompile.model.tables import Repeated
 from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
 from .keys import leading_key, own_key
 
+PROJECTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "Wq"), "q"),
+    **dict.fromkeys(("k_proj", "Wk"), "k"),
+    **dict.fromkeys(("v_proj", "Wv"), "v"),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv"), "qkv"),
+}
+"""What classes call the projections of queries, keys and values, and of which of them each is."""
 OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "Wo")
 """What classes call the projection of what the heads give."""
 _OF_HEADS = ("q_b_proj", "kv_b_proj")
@@ -31,9 +40,8 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
         size = heads * shape.value_dim
         pairs = heads // 2 if shape.paired_heads else heads
         return STREAM if bias else rows(Part(size, pairs), transposed=family.transposed)
-    if kind in ("weight", "bias") and name in family.qkv:
-        parts = _projected(family, shape)
-        whole = parts if len(family.qkv) == 1 else (parts[family.qkv.index(name)],)
+    if kind in ("weight", "bias") and name in PROJECTIONS:
+        whole = _projected(PROJECTIONS[name], family, shape)
         if shape.paired_heads:
             whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
         return columns(whole, dims, transposed=family.transposed)
@@ -46,19 +54,20 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
     return STREAM if one.row.shape == (own_key(family, "hidden_size"),) else PARTIAL
 
 
-def _projected(family: Family, shape: ModelShape) -> tuple[Part, ...]:
-    """Queries, keys and values in the order of their projections, or of their parts in the one projection."""
+def _projected(kinds: str, family: Family, shape: ModelShape) -> tuple[Part, ...]:
+    """The queries, keys or values of a projection; of all three, in the order of its parts."""
+    fused = len(kinds) > 1
     heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    if family.heads_interleaved and kv_heads > 1:
+    if fused and family.heads_interleaved and kv_heads > 1:
         # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
         return (Part((heads + 2 * kv_heads) * width, kv_heads),)
-    if family.fused_blocks:
+    if fused and family.fused_blocks:
         return (Part((heads + 2 * kv_heads) * width, family.fused_blocks),)
     sizes = {"q": width, "k": width, "v": shape.value_dim}
     if family.query_gate or shape.mla:
         sizes["q"] = 2 * width if shape.mla is None else shape.mla.qk_head_dim
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
-    return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in family.qkv_parts)
+    return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in (family.qkv_parts if fused else kinds))
 
 
 def _heads_of(text: str, shape: ModelShape, family: Family) -> int | None:

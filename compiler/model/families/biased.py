@@ -22,7 +22,7 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 BIASED: Mapping[str, Family] = {
     "jais2": Family(),
-    "persimmon": Family(qkv=("query_key_value",), heads_interleaved=True),
+    "persimmon": Family(heads_interleaved=True),
     "phi": Family(
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
@@ -30,9 +30,7 @@ BIASED: Mapping[str, Family] = {
     ),
     "starcoder2": Family(),
     "nemotron": Family(),
-    "gpt_neox": Family(
-        base="gpt_neox", embedding="embed_in", attention="attention", qkv=("query_key_value",), heads_interleaved=True
-    ),
+    "gpt_neox": Family(base="gpt_neox", embedding="embed_in", attention="attention", heads_interleaved=True),
     "modernbert-decoder": Family(
         embedding="embeddings.tok_embeddings",
         embedding_norm="embeddings.norm",

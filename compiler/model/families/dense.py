@@ -100,7 +100,7 @@ DENSE: Mapping[str, Family] = {
             "max_position_embeddings": 131072,
         }
     ),
-    "phi3": Family(qkv=("qkv_proj",)),
+    "phi3": Family(),
     "olmo": Family(norm=Norm.NOTHING),
     "olmo2": Family(),
     "olmo3": Family(defaults={"sliding_window": 4096}),

@@ -41,11 +41,6 @@ def _gpt(**others: Any) -> Family:
     return Family(base="transformer", layers="h", embedding="wte", mlp_ratio=4, **others)
 
 
-def _fairseq(**others: Any) -> Family:
-    """What the decoders have in common that came from fairseq."""
-    return Family(mlp="", **others)
-
-
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -55,12 +50,11 @@ def _multiple(config: Mapping[str, Any]) -> Any:
 
 
 GPT: Mapping[str, Family] = {
-    "gpt2": _gpt(keys=_KEYS, positions="wpe", transposed=True, attention="attn", qkv=("c_attn",), refusals=(_CROSS,)),
+    "gpt2": _gpt(keys=_KEYS, positions="wpe", transposed=True, attention="attn", refusals=(_CROSS,)),
     "gpt_bigcode": _gpt(
         keys=_KEYS,
         positions="wpe",
         attention="attn",
-        qkv=("c_attn",),
         kv_heads=lambda config, heads: 1 if config.get("multi_query", True) else heads,
         heads_interleaved=True,
         refusals=(_CROSS,),
@@ -78,7 +72,6 @@ GPT: Mapping[str, Family] = {
     "codegen": _gpt(
         keys=_KEYS,
         attention="attn",
-        qkv=("qkv_proj",),
         qkv_parts="qvk",
         fused_blocks=4,
         refusals=(
@@ -96,7 +89,6 @@ GPT: Mapping[str, Family] = {
         embedding="embed_in",
         head="embed_out",
         attention="attention",
-        qkv=("query_key_value",),
         heads_interleaved=True,
         mlp_ratio=1,
         mlp_width=lambda config, hidden_size: int(_multiple(config)) * hidden_size,
@@ -117,7 +109,6 @@ GPT: Mapping[str, Family] = {
         positions="positions_embed",
         transposed=True,
         attention="attn",
-        qkv=("c_attn",),
         mlp_ratio=4,
         defaults={"max_position_embeddings": 512},
     ),
@@ -128,11 +119,11 @@ GPT: Mapping[str, Family] = {
         embedding="w",
         fixed_positions="pos_encoding",
         attention="multi_head_attention",
-        qkv=("Wq", "Wk", "Wv"),
         mlp="ffn",
         defaults={"intermediate_size": 8192, "max_position_embeddings": 256},
     ),
-    "opt": _fairseq(
+    "opt": Family(
+        mlp="",
         base="model.decoder",
         keys={"intermediate_size": "ffn_dim"},
         positions="embed_positions",
@@ -162,14 +153,16 @@ GPT: Mapping[str, Family] = {
         ),
         defaults={"max_position_embeddings": 2048},
     ),
-    "biogpt": _fairseq(
+    "biogpt": Family(
+        mlp="",
         base="biogpt",
         positions="embed_positions",
         head="output_projection",
         refusals=(_LAYERDROP,),
         defaults={"max_position_embeddings": 1024},
     ),
-    "xglm": _fairseq(
+    "xglm": Family(
+        mlp="",
         keys={
             "hidden_size": "d_model",
             "num_hidden_layers": "num_layers",
