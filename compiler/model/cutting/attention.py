@@ -25,6 +25,8 @@ _OF_HEADS = ("q_b_proj", "kv_b_proj")
 """What makes queries, and keys and values, of compressed ones: head by head."""
 _OF_GROUPS = "o_a_proj"
 """What projects the outputs of each group of heads on its own."""
+_BEHIND_GROUPS = "o_b_proj"
+"""What takes the outputs of all groups."""
 
 
 def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
@@ -32,7 +34,7 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
     if module.startswith(("indexer.", "compressor.indexer.")):
         return FROZEN  # all ranks have to choose the same keys
     name, _, kind = module.rpartition(".")
-    if shape.low_rank is not None and name in (_OF_GROUPS, family.output):
+    if shape.low_rank is not None and name in (_OF_GROUPS, _BEHIND_GROUPS):
         groups = Part(shape.low_rank.output_groups * shape.low_rank.output_rank, shape.low_rank.output_groups)
         return Cut(Split(0, (groups,))) if name == _OF_GROUPS else rows(groups, transposed=False)
     bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads

@@ -120,10 +120,7 @@ COMPRESSED: Mapping[str, Family] = {
     "deepseek_v4": Family(
         keys={"intermediate_size": None},
         kv_heads=lambda _, __: 1,
-        output="o_b_proj",
         sinks="sinks",
-        qkv_bias=False,
-        output_bias=False,
         hyper_streams=("hc_mult", 4),
         square_mixtures=("hc_sinkhorn_iters", 20),
         low_rank=_low_rank,
@@ -132,14 +129,12 @@ COMPRESSED: Mapping[str, Family] = {
         experts=Experts(
             shared="shared_experts",
             count=("n_routed_experts", 256),
-            count_alias="num_local_experts",
             per_token=("num_experts_per_tok", 6),
             width=("moe_intermediate_size", 2048),
             dense_width=("moe_intermediate_size", 2048),
             shared_count=("n_shared_experts", 1),
             hashed=_hashed,
         ),
-        mlp_bias="mlp_bias",
         refused_axes={
             "cp": "its queries see keys that stand for whole windows of tokens, and no rank has the tokens of all "
             "windows: the ring passes keys of single tokens"
