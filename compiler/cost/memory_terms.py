@@ -146,10 +146,13 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         if work.framework == "deepspeed":
             held_layer = largest if work.recomputes_layers else sparse if moe_layers else dense
             layer = held_layer.total * tokens + in_flight - behind_mlp if stage.layers else 0.0
-            # While the indexer of the last layer scores, no logits are there yet; nor is what a layer computes again,
-            # where scoring keeps nothing for backward.
-            again = layer if work.recomputes_layers and work.shape.low_rank is not None else 0.0
-            scoring = scoring_bytes(work, stage) + sum(kept.values()) - again
+            # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
+            # layer keeps behind its attention, or computes again.
+            later = 0.0
+            if work.shape.low_rank is not None:
+                last = sparse if moe_layers else dense
+                later = layer if work.recomputes_layers else last.mlp * tokens + last.stream / 2 * work.split_tokens
+            scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
             kept["stream"] += _ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
             taken = sum(kept.values()) + 2 * work.element_bytes * logits + _loss_chunk_bytes(work, logits)
             kept["stream"] += max(0.0, _embedding_backward_bytes(work, stage) - taken, scoring - taken)
