@@ -12,11 +12,14 @@ import click
 
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
+from parcompile.diagnostics.suggest import closest
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
 
+_NEAR = 0.8
+"""How alike a name is to the type that was meant: others are as alike to `glm` as `chatglm` is."""
 _STATES = click.Choice(["works", "refused"])
 
 
@@ -72,11 +75,14 @@ def _named(name: str) -> str:
     """
     found = type_named(name)
     if found is None:
-        near = ", ".join(near_types(name))
+        near, meant = ", ".join(near_types(name)), closest(name, model_types(), least=_NEAR)
+        if near:
+            where = f"types whose names begin so: {near}"
+        else:
+            where = f"did you mean {meant}?" if meant else "`parcompile models` lists all"
         raise click.UsageError(
-            f"there is no model type {name!r}; "
-            + (f"types whose names begin so: {near}. " if near else "`parcompile models` lists all. ")
-            + "The type of a model is the model_type in its config.json, a file that --config takes"
+            f"there is no model type {name!r}; {where}{'' if where.endswith('?') else '.'} "
+            "The type of a model is the model_type in its config.json, a file that --config takes"
         )
     return found
 

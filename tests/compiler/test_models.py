@@ -90,6 +90,15 @@ def test_a_name_that_nothing_resembles_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"), [("longcat_flsh", "longcat_flash"), ("quen3", "qwen3"), ("mamab2", "mamba2")]
+)
+def test_a_misspelt_type_is_guessed(name: str, meant: str) -> None:
+    found = CliRunner().invoke(command, [name])
+    assert found.exit_code == 2
+    assert f"there is no model type '{name}'; did you mean {meant}? The type of a model" in found.output
+
+
+@pytest.mark.parametrize(
     ("name", "near"),
     [("zai-org/GLM-6", "glm_moe_dsa"), ("granite-4.0-h-tiny", "granitemoehybrid"), ("Qwen3.5-9B", "qwen3_5_moe")],
 )
