@@ -97,15 +97,19 @@ def _problem(models: Collection, stored: dict[str, Any]) -> tuple[str | None, li
     fresh = models.collect(GATE, draws, tries=12)
     if len(fresh) < GATE:
         raise LeftOutError(f"too few configurations for the gate can be built: {len(fresh)}; {models.why()}")
-    fresh += models.collect(_DEEP_MODELS, draws, deepest=DEEP)
+    deep_models = models.collect(_DEEP_MODELS, draws, deepest=DEEP)
     for sample in fresh:
         if found := disagreement(stored, sample.given, sample.parameters, models.name):
             return found, fresh
+    # What follows from other keys first: parameters follow from it, and models do not show it.
     deep = [one for _ in range(GATE) for one in models.configuration(draws, DEEP)]
     for sample in deep:
         if found := miscompleted(stored, sample, models.name):
             models.configs += deep
             return found, fresh
+    for sample in deep_models:
+        if found := disagreement(stored, sample.given, sample.parameters, models.name):
+            return found, fresh + deep_models
     return None, fresh
 
 
