@@ -15,7 +15,7 @@ from .indexer import choice_bytes, frozen_bytes, scoring_bytes
 from .kinds import mean_over_layers
 from .layer_inputs import NORM_BYTES, parts_bytes, projection_bytes, table_gradient_bytes
 from .memory import LARGEST_BUCKET, has_bucket, held_memory, keeps_both_gradients
-from .recurrent import backward_bytes, exchanged_bytes, kept_bytes
+from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes
 from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes, stream_bytes
 from .streams import added_bytes, head_bytes
@@ -25,6 +25,8 @@ LOSS_CHUNK_ELEMENTS = 2**25
 """Logits that the loss holds in fp32 at a time, on an accelerator."""
 
 
+FP32_LOGITS = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
 IN_FLIGHT_COPIES = 3
 """Rows of tokens for their experts, in copies that are in memory while experts run or go backward, beyond those that a
 layer keeps; counted by preflight."""
@@ -103,6 +105,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             key=lambda one: one.total,
             default=sparse if moe_layers else dense,
         )
+        one_layer = (sparse if moe_layers else dense).total * tokens
         if work.recomputes_layers:
             # Each layer's input is kept; one layer at a time is recomputed whole.
             layers, together = bool(stage.layers), work.shape.layers_per_module
@@ -123,6 +126,9 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             else:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
+            one_layer = sum(kept.values())
+            # A layer's MLP comes behind its scan.
+            in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if states else 0.0)
             inputs = _input_bytes(work)
             kept["stream"] += (len(stage.layers) - untrained) / together * inputs * held
             if work.shape.hyper_streams:
@@ -144,8 +150,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             )
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
         if work.framework == "deepspeed":
-            held_layer = largest if work.recomputes_layers else sparse if moe_layers else dense
-            layer = held_layer.total * tokens + in_flight - behind_mlp if stage.layers else 0.0
+            layer = one_layer + in_flight - behind_mlp if stage.layers else 0.0
             # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
             # layer keeps behind its attention, or computes again.
             later = 0.0
@@ -246,15 +251,21 @@ def _ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer
     share = work.tp if work.sequence_parallel else 1
     weight = width * work.shape.hidden_size * work.padded_vocabulary / work.tp
     waiting = weight if _is_tied(work, stage) else 0.0
-    loss = 2 * width * logits + _loss_chunk_bytes(work, logits)
+    chunk = _loss_chunk_bytes(work, logits)
+    counted, loss = 2 * width * logits + chunk, 2 * _logit_bytes(work) * logits + chunk
     normed = head = 0.0
     if stage.has_head:
         normed = hidden * (4 + 2 * width) / share
         inputs = hidden * (4 + 1 / share) if share > 1 else hidden
         head = max(loss, width * (logits + inputs) + weight)
     if work.recomputes_layers:
-        return max(recomputed_layer + waiting, normed + head) - recomputed_layer - loss
-    return max(normed + head, normed + hidden * (2 * width + 3 * 4) / share + waiting, in_flight + waiting) - loss
+        return max(recomputed_layer + waiting, normed + head) - recomputed_layer - counted
+    return max(normed + head, normed + hidden * (2 * width + 3 * 4) / share + waiting, in_flight + waiting) - counted
+
+
+def _logit_bytes(work: Workload) -> int:
+    """Of a logit and of its gradient."""
+    return max(work.element_bytes, 4) if work.shape.model_type in FP32_LOGITS else work.element_bytes
 
 
 def _embedding_backward_bytes(work: Workload, stage: Stage) -> float:

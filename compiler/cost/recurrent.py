@@ -182,14 +182,36 @@ def _kept_by_mamba2(work: Workload, one: RecurrentShape, tokens: int) -> float:
     width, heads = work.element_bytes, one.heads / work.tp
     channels = one.channels_of_rank(work.tp)
     of_token = width * (channels + 2 * one.values / work.tp + heads + channels)
-    of_head: float = (
-        4 * (5 * one.key_dim + (10 if one.gated_norm else 7) * one.value_dim + 3 * one.chunk + 4) + 2 * width
-    )
+    of_head: float = 4 * (5 * one.key_dim + _kept_values(one) * one.value_dim + 3 * one.chunk + 4) + 2 * width
     of_head += 2 * STATE_BYTES * one.key_dim * one.value_dim / one.chunk
     if work.cp > 1:
         # What each token reads of a received state, for its heads, and what that adds.
         of_head += 4 * (2 * one.key_dim + one.value_dim + 2)
     return tokens * (of_token + heads * of_head)
+
+
+def _kept_values(one: RecurrentShape) -> int:
+    """Fp32 numbers of each value that a Mamba-2 layer keeps."""
+    return 10 if one.gated_norm else 7
+
+
+def forward_bytes(work: Workload) -> float:
+    """What the scan of a Mamba-2 layer holds at its end beyond what the layer keeps; of other layers 0.
+
+    Its function holds two more fp32 numbers of each state feature, 11 of each value, where the layer goes on to keep 10
+    or 7, and a state of each chunk; its caller the channels behind their activation, but not yet the output. One piece
+    is scanned at a time.
+    """
+    one = work.shape.recurrent
+    if one is None or one.kind is not RecurrentKind.MAMBA2:
+        return 0.0
+    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    length = -(-work.sequence_length // work.cp // pieces)
+    of_heads: float = 4 * (2 * one.key_dim + (11 - _kept_values(one)) * one.value_dim)
+    of_heads += STATE_BYTES * one.key_dim * one.value_dim / one.chunk
+    beyond_output = one.channels_of_rank(work.tp) - one.values / work.tp
+    of_token = one.heads * of_heads / work.tp + pieces * work.element_bytes * beyond_output
+    return work.micro_batch * -(-length // one.chunk) * one.chunk * of_token
 
 
 def exchanged_bytes(work: Workload) -> float:

@@ -338,6 +338,57 @@ def test_models_of_real_width_agree_with_their_estimates(
     assert report.agrees, report.text()
 
 
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_heads": 32,
+    "state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 256,
+    "vocab_size": 16384,
+}
+LONGCAT: dict[str, Any] = {
+    "model_type": "longcat_flash",
+    "hidden_size": 1024,
+    "ffn_hidden_size": 2048,
+    "expert_ffn_hidden_size": 512,
+    "num_layers": 2,
+    "num_attention_heads": 16,
+    "vocab_size": 16384,
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 4,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "recompute"),
+    [
+        (MAMBA2, "full"),  # a scan that holds more than its layer keeps
+        (MAMBA2, "none"),  # logits in fp32
+        (LONGCAT, "full"),  # two layers that are recomputed as one
+    ],
+)
+def test_a_recomputed_layer_and_the_head_agree_with_the_estimate(config: dict[str, Any], recompute: str) -> None:
+    training = {
+        "sequence_length": 1024,
+        "global_batch_size": 2,
+        "micro_batch_size": 1,
+        "precision": "bf16",
+        "activation_checkpointing": recompute,
+    }
+    report = preflight(make_plan(1, {}, model=config, training=training, whole_model=True), [0])
+    assert report.agrees, report.text()
+
+
 @pytest.mark.parametrize(
     "config",
     [
