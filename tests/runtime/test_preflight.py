@@ -486,6 +486,9 @@ def test_norms_without_weights_and_scores_that_scale_what_experts_take_agree_wit
         ("minimax", {"tp": 2}, "full"),  # a norm over the heads of all ranks
         ("gpt_neox_japanese", {"pp": 2}, "none"),  # a bias in the last layer only
         ("modernbert-decoder", {"pp": 2}, "none"),  # a norm that the first layer lacks
+        ("afmoe", {"pp": 2}, "none"),  # a bias of the choice of experts, which is no buffer and is not trained
+        ("laguna", {"pp": 2}, "none"),
+        ("ernie4_5_moe", {}, "none"),
         ("diffllama", {}, "none"),  # parameters that its class draws on the CPU
         ("olmo_hybrid", {}, "none"),  # parameters that its class writes in fp32
     ],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from parcompile.model.catalogue import CORRECTION_BIASES
 from parcompile.model.family import Experts, Family
 from parcompile.model.table import Part, Split
 from parcompile.model.tables import Repeated
 
-from .cut import PARTIAL, STREAM, Cut, columns, rows
+from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
 from .keys import leading_key, own_key
 
 
@@ -35,6 +36,8 @@ def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut
         return mlp_cut(rest, one, family, inside=True)
     if one.row.shape == (own_key(family, "hidden_size"),):
         return STREAM  # a norm of what the block gives
+    if module.rpartition(".")[2] in CORRECTION_BIASES:
+        return FROZEN
     # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
     # experts: the gradient is a part.
     return PARTIAL
