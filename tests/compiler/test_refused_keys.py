@@ -48,6 +48,7 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("gemma2", {**SMALL, "layer_types": ["full_attention"] * 3}, "layer_types", "has 3 entries for 2 layers"),
         ("deepseek_v32", {**EXPERTS, "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types", "has 61 entries for 2"),
         ("jamba", {**EXPERTS, "head_dim": 16}, "head_dim", "heads of another width"),
+        ("dots3_note_text", {**EXPERTS, "swa_head_dim": None}, "swa_head_dim", "is None: it has to be a whole number"),
         ("gpt_neo", NEO, "attention_types", "kinds of as many layers as num_layers counts"),
         ("smollm3", {**SMALL, "no_rope_layers": [1]}, "no_rope_layers", "has 1 entries for 2 layers"),
         ("falcon", {**FALCON, "parallel_attn": False}, "parallel_attn", "misses a norm"),

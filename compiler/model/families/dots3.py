@@ -70,8 +70,15 @@ def _layer_shapes(config: Mapping[str, Any], common: LayerShape, num_layers: int
 
 def _of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {name: config.get(f"swa_{name}", default) for name, default in _WINDOWED.items()}
+    for name, value in found.items():
+        _check(f"swa_{name}", value)
     found["qk_rope_head_dim"] = config.get("swa_qk_rope_head_dim", found["head_dim"] - found["qk_nope_head_dim"])
     return found
+
+
+def _check(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayersError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
 
 
 def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int | None) -> LayerShape:
@@ -79,8 +86,7 @@ def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int |
     if unknown := sorted(set(own) - {*_HEADS, *_LATENT, "head_dim"}):
         raise LayersError(f"{named}{unknown[0]} differs from the model's: layers may differ in their attention", named)
     for name, value in own.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise LayersError(f"{named}{name} is {value!r}: it has to be a whole number of 1 or more", f"{named}{name}")
+        _check(named + name, value)
     assert common.mla is not None
     mla = replace(common.mla, **{name: own[name] for name in _LATENT if name in own})
     heads = own.get("num_attention_heads", common.num_attention_heads)
