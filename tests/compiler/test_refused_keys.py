@@ -22,7 +22,7 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61}
-ALL_HEADS = {"num_key_value_heads": 4}
+DOTS = {"num_key_value_heads": 4, "layer_types": ["indexed_attention", "sliding_attention"]}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
 NEO = {"hidden_size": 32, "num_layers": 9, "num_heads": 4, "vocab_size": 61}
 FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
@@ -49,7 +49,7 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("gemma2", {**SMALL, "layer_types": ["full_attention"] * 3}, "layer_types", "has 3 entries for 2 layers"),
         ("deepseek_v32", {**EXPERTS, "mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types", "has 61 entries for 2"),
         ("jamba", {**EXPERTS, "head_dim": 16}, "head_dim", "heads of another width"),
-        ("dots3_note_text", {**EXPERTS, **ALL_HEADS, "swa_head_dim": None}, "swa_head_dim", "is None: it has to be"),
+        ("dots3_note_text", {**EXPERTS, **DOTS, "swa_head_dim": None}, "swa_head_dim", "is None: it has to be"),
         ("gpt_neo", NEO, "attention_types", "kinds of as many layers as num_layers counts"),
         ("smollm3", {**SMALL, "no_rope_layers": [1]}, "no_rope_layers", "has 1 entries for 2 layers"),
         ("falcon", {**FALCON, "parallel_attn": False}, "parallel_attn", "misses a norm"),
