@@ -156,6 +156,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     changes |= _layer_shapes(choose, family, names, changes)
     if FAMILIES[family].low_rank is not None:
         changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}
+        changes["o_groups"] = min(changes["o_groups"], changes["num_attention_heads"])
     refused = FAMILIES[family].refused_axes.keys()
     run = [name for name, (_, axes) in LAYOUTS.items() if not refused & axes.keys()]
     return Drawn(number, family, layout or choose.choice(run), changes)
@@ -368,7 +369,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
 
 def _layer_shapes(choose: random.Random, family: str, names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
     """Layers of different shapes: heads of full ones, whose keys they use, and further embeddings."""
-    if not FAMILIES[family].layer_shapes or family == "dots3_note_text":
+    if not FAMILIES[family].layer_shapes or FAMILIES[family].low_rank or family == "dots3_note_text":
         return {}
     layers = changes["num_hidden_layers"]
     if family == "mimo_v2_flash":  # whose layers with a window have twice as many kv heads
