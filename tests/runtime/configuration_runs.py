@@ -39,7 +39,7 @@ def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTI
     """Draws for one layout, of the families that run over its axes."""
     axes = LAYOUTS[layout][1].keys()
     able = tuple(name for name in families if not FAMILIES[name].refused_axes.keys() & axes)
-    return [draw(number, able, layout) for number in range(first, first + count)]
+    return [draw(number, able, layout) for number in range(first, first + count)] if able else []
 
 
 def planned(drawn: Drawn, *, alone: bool = False) -> Plan:
