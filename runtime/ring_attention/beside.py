@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .execution import attention_backward, attention_call, blocks
+from .execution import attention_backward, attention_call, blocks, queries_of_pass
 from .inputs import autocast
 from .kernels.blocks import add_gradients, attend
-from .kernels.gradients import Gradients, QueriesOfPass
+from .kernels.gradients import Gradients
 from .kernels.kernel import Kernel
-from .kernels.merge import RunningAttention, unseen_rows_to_infinity
+from .kernels.merge import RunningAttention
 from .kernels.precision import accumulation_dtype
 from .kernels.selection import select_kernel
 from .kernels.terms import Terms
@@ -122,13 +122,7 @@ class _Attention(torch.autograd.Function):
         dtype = accumulation_dtype(query.dtype)
         of_further = torch.zeros_like(further, dtype=dtype)
         for one in call.passes:
-            queries = QueriesOfPass(
-                one.of_queries(query),
-                one.of_queries(grad_out),
-                one.of_queries(out),
-                unseen_rows_to_infinity(one.of_queries(lse)),
-                call.scale,
-            )
+            queries = queries_of_pass(call, one, query, grad_out, out, lse)
             keys, terms = one.of_keys(further), ctx.beside.terms(bias, query, one)
             total = one.of_queries(of_query).to(dtype)
             into = Gradients(total, one.of_keys(of_further), one.of_keys(of_further))  # a key is its value

@@ -117,13 +117,7 @@ def attention_backward(
     bring_home = None
     ahead = gathered(call, key, value)
     for one in call.passes:
-        queries = QueriesOfPass(
-            one.of_queries(query),
-            one.of_queries(grad_out),
-            one.of_queries(out),
-            unseen_rows_to_infinity(one.of_queries(lse)),
-            call.scale,
-        )
+        queries = queries_of_pass(call, one, query, grad_out, out, lse)
         targets = Gradients(one.of_queries(grads[0]), one.of_keys(grads[1]), one.of_keys(grads[2]))
         # The last gradients of this pass travel while the next one computes.
         if isinstance(one.schedule, GatherSchedule):
@@ -134,6 +128,14 @@ def attention_backward(
     if bring_home is not None:
         bring_home()
     return *grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse)
+
+
+def queries_of_pass(
+    call: AttentionCall, one: Pass, query: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> QueriesOfPass:
+    """What backward of a pass reads of its queries, their outputs and the gradients of these."""
+    hidden = unseen_rows_to_infinity(one.of_queries(lse))
+    return QueriesOfPass(one.of_queries(query), one.of_queries(grad_out), one.of_queries(out), hidden, call.scale)
 
 
 def attention_forward(
