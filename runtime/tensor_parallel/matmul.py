@@ -83,7 +83,7 @@ class _Column(torch.autograd.Function):
         weights, biases = cast(tuple[Tensor, ...], tensors[:count]), tensors[count:]
         kept = x
         if dim is None:
-            outs = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+            outs = [_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
         else:
             outs, joined = _gathered_products(x, group, dim, keep, weights, biases)
             kept = x if joined is None else joined
@@ -190,7 +190,7 @@ def _gathered_products(
     gathering = start_all_gather(x, group)
     if not travels_in_pieces(x.device, x.nbytes):
         joined = gathering.wait(dim)
-        return [F.linear(joined, w, b) for w, b in zip(weights, biases, strict=True)], joined if keep else None
+        return [_linear(joined, w, b) for w, b in zip(weights, biases, strict=True)], joined if keep else None
     outs = [x.new_empty(*shape[:-1], len(w)) for w in weights]
     for rank, arrived in gathering.arrivals():
         for out, w, b in zip(outs, weights, biases, strict=True):
@@ -210,6 +210,13 @@ def _products_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None =
         torch.bmm(x, weights, out=out)
     else:
         torch.baddbmm(bias, x, weights, out=out)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X · Wᵀ + b in storage of its own: `F.linear` with a bias gives a view, which OLMo could not clip in place."""
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    _linear_into(out, x, weight, bias)
+    return out
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -23,10 +23,11 @@ FOUND: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "tp 2, sequence parallel": (
         ("deepseek_v3", {"output_router_logits": True}),
         ("gpt_oss", {"intermediate_size": 12}),
+        ("olmo", {"attention_bias": True}),
     )
 }
 """What draws have found, by layout: a key without effect in transformers that was taken for one with; experts whose
-slices are too narrow for torch's grouped matmul."""
+slices are too narrow for torch's grouped matmul; projections with biases that are clipped in place."""
 
 
 @pytest.mark.parametrize(("layout", "first"), SAMPLE)

@@ -176,13 +176,14 @@ def test_every_key_of_a_family_that_makes_it_draw_is_noticed(family: str) -> Non
         for key, value in config.to_dict().items()
         if any(word in key for word in ("drop", "jitter", "noise")) and isinstance(value, int | float)
     ]
-    # Attention dropout is the ring's; a classifier is no part of a language model; four models do not read a key.
+    # Attention dropout is the ring's; a classifier is no part of a language model; five models do not read a key.
     unread = {
         "phi3": "embd_pdrop",
         "minimax_m3_vl_text": "router_jitter_noise",
         "llama4_text": "router_jitter_noise",
         "nemotron_h": "hidden_dropout",
         "minimax": "router_jitter_noise",  # which its family refuses
+        "deepseek_v4": "router_jitter_noise",  # likewise
     }
     ignored = {"attention_dropout", "classifier_dropout", unread.get(family)}
     if family in OWN_KEYS:  # other names of the same, and layers that a refusal keeps from being dropped

@@ -212,6 +212,16 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def check_clipping(sequence_dim: int | None) -> None:
+    """OLMo clips queries, keys and values in place."""
+    _, parallel, (_, (x, _)) = both(torch.float64, sequence_dim)
+    for _ in each_transport():
+        kept = column_parallel(x.clone().requires_grad_(), (parallel.gate, parallel.up))
+        clipped = column_parallel(x.clone().requires_grad_(), (parallel.gate, parallel.up))
+        for one, other in zip(kept, clipped, strict=True):
+            assert torch.equal(one.clamp(-0.1, 0.1), other.clamp_(-0.1, 0.1))
+
+
 def check_compile() -> None:
     for sequence_dim in (None, 1):
         _, parallel, (_, own) = both(torch.float32, sequence_dim)
@@ -298,6 +308,11 @@ def test_a_model_that_calls_layers_one_by_one_can_share_their_input(two_ranks: W
 
 def test_gradients_accumulate_and_frozen_weights_get_none(two_ranks: World) -> None:
     two_ranks.run(check_accumulation_and_frozen_weights)
+
+
+@MODES
+def test_a_model_may_write_into_what_column_layers_return(two_ranks: World, sequence_dim: int | None) -> None:
+    two_ranks.run(check_clipping, sequence_dim)
 
 
 def test_a_block_compiles_into_one_graph_with_the_same_numbers(two_ranks: World) -> None:
