@@ -3,23 +3,28 @@
     python .ci/generate/key_types.py      # writes compiler/model/key_types.json
 
 Most classes are strict: a value of another type, or null, is refused before a model is built. A key stands in the file
-when its class declares what it takes and refuses something else. The keys that a class has are its fields, their other
-names, and those that its source names or writes itself.
+when its class declares what it takes and refuses something else. Of text that names an activation, or one of a few
+words that the class compares, the words stand there too. The keys that a class has are its fields, their other names,
+and those that its source names or writes itself.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import re
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from parcompile.model.catalogue import model_types
 from parcompile.model.tables import table_of
@@ -58,6 +63,13 @@ _QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
 """A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""
 _WRITTEN = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
 """A key that a class writes itself."""
+_ACTIVATED = re.compile(r"""(?:ACT2FN\[|ACT_FNS\[|get_activation\()(?:getattr\()?(?:self\.)?config(?:\.|, ')(\w+)""")
+"""A key whose value a model looks up among activations."""
+_IS_WORD = re.compile(r"self\.(?:config\.)?(\w+) == '(\w+)'")
+_OTHER_PARTS = re.compile(
+    "Vision|Audio|Speech|Projector|Classification|Summary|QuestionAnswering|DoubleHead|PreTrained"
+)
+"""Classes of no part of a language model, and those that draw first weights."""
 
 
 def _causal() -> list[str]:
@@ -99,6 +111,72 @@ def key_types() -> dict[str, dict[str, list[str]]]:
     return found
 
 
+def words() -> dict[str, dict[str, Any]]:
+    """The words that keys of each type take: a list, or `activations` for all that transformers has."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in _causal():
+        kind = CONFIG_MAPPING[name]
+        fields = {one.name for one in dataclasses.fields(kind)}
+        module = _module_of_model(kind)
+        source = _source_of_model(module)
+        activations = sorted(importlib.import_module(module).ACT_FNS) if "ACT_FNS[" in source else "activations"
+        taken: dict[str, Any] = dict.fromkeys(fields & set(_ACTIVATED.findall(source)), activations)
+        taken |= {key: listed for key, listed in _compared(source).items() if key in fields}
+        for one in dataclasses.fields(kind):
+            if literal := _literal(one.type):
+                taken[one.name] = literal
+        found[name] = dict(sorted(taken.items()))
+    return {name: taken for name, taken in found.items() if taken}
+
+
+def _module_of_model(kind: type) -> str:
+    """Where the class of a type's models stands: some types take that of another."""
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING[kind].__module__)
+    return kind.__module__.replace("configuration_", "modeling_")
+
+
+@functools.cache
+def _source_of_model(module: str) -> str:
+    """The source of a module's classes that a language model is made of."""
+    try:
+        source = inspect.getsource(importlib.import_module(module))
+    except ModuleNotFoundError:
+        return ""
+    classes = [one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)]
+    return "\n".join(ast.unparse(one) for one in classes if not _OTHER_PARTS.search(one.name))
+
+
+@functools.cache
+def _compared(source: str) -> dict[str, list[str]]:
+    """The words of each `if self.key == "one": … elif self.key == "other": …` that ends there or with an error."""
+    found: dict[str, list[str]] = {}
+    inner: set[ast.If] = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.If) or node in inner:
+            continue
+        compared, rest = [], [node]
+        while len(rest) == 1 and isinstance(one := rest[0], ast.If):
+            inner.add(one)
+            compared.append(_IS_WORD.fullmatch(ast.unparse(one.test)))
+            rest = one.orelse
+        pairs = [one.groups() for one in compared if one is not None]
+        closed = not rest or isinstance(rest[-1], ast.Raise)
+        if closed and len({key for key, _ in pairs}) == 1 and len(pairs) == len(compared) > 1:
+            found[pairs[0][0]] = [word for _, word in pairs]
+    return found
+
+
+def _literal(declared: Any) -> list[str]:
+    """The words of `Literal["one", "other"]`, also beside null; none where something else is declared."""
+    parts = [one for one in (typing.get_args(declared) or (declared,)) if one is not type(None)]
+    if typing.get_origin(declared) is typing.Literal:
+        parts = [declared]
+    if len(parts) != 1 or typing.get_origin(parts[0]) is not typing.Literal:
+        return []
+    return [str(word) for word in typing.get_args(parts[0])]
+
+
 def _taken(declared: str) -> set[str]:
     """The kinds of values that a type in Python stands for; none where it names another."""
     inner = None
@@ -128,7 +206,8 @@ def text() -> str:
     own = {name: sorted(found - common) for name, found in keys.items()}
     types = f'"types": {{\n{_lines(key_types())}\n}}'
     names = f'"common": {json.dumps(sorted(common))}, "keys": {{\n{_lines(own)}\n}}'
-    return f'{{"transformers": {version}, {types}, {names}}}\n'
+    said = f'"words": {{\n{_lines(words())}\n}}, "activations": {json.dumps(sorted(ACT2FN))}'
+    return f'{{"transformers": {version}, {types}, {said}, {names}}}\n'
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the class of a type does not take of a configuration: null, another type than the one declared, misspelt keys.
+"""What the class of a type does not take of a configuration: null, wrong types, unknown words, misspelt keys.
 
-Most classes of transformers are strict, and refuse such a value before a model is built. A key that they do not have
-they keep and never read. What they have and check stands in `key_types.json`, which `.ci/generate/key_types.py` writes.
+Most classes of transformers are strict, and refuse such a value before a model is built. A word that they do not know,
+as of an activation, fails when the model is built or computes. A key that they do not have they keep and never read.
+What they have and check stands in `key_types.json`, which `.ci/generate/key_types.py` writes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,17 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
             if config[key] is None:
                 return key, f"{key} is null, which transformers refuses: write {_meant(taken)}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
+    for key, words in _stored()["words"].get(model_type, {}).items():
+        known = _stored()[words] if isinstance(words, str) else words
+        if isinstance(word := config.get(key), str) and word not in known:
+            return key, f"{key} is {json.dumps(word)[:60]}, which transformers does not know: {_word(word, known)}"
     return None
+
+
+def _word(word: str, known: Sequence[str]) -> str:
+    """What to write for a word that is not known."""
+    meant = closest(word, known)
+    return f"write {', '.join(known)}" if meant is None else f"did you mean {meant}?"
 
 
 def _meant(taken: Sequence[str]) -> str:

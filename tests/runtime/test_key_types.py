@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+from families import tiny_config
 from transformers import CONFIG_MAPPING
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
@@ -19,9 +22,19 @@ from parcompile.model.presets import presets
 from parcompile.model.text_part import text_part
 from parcompile.rules import DEFAULT_TARGETS, check
 from parcompile.rules.examples import example_spec
+from parcompile.runtime.model.model_class import causal_model
 from parcompile.spec.resolve import Resolution
 
 ROOT = Path(__file__).parents[2]
+NO_WORDS = {
+    "_name_or_path",
+    "init_device",
+    "norm_type",
+    "summary_type",
+    "time_step_init_scheme",
+    "mamba_ssm_cache_dtype",
+}
+"""Text that a class keeps and does not read when it builds a model that is trained."""
 
 
 def generator():
@@ -39,19 +52,47 @@ def test_the_file_says_what_the_classes_declare() -> None:
     assert set(json.loads(stored)["types"]) >= set(RUNTIME_FAMILIES)
 
 
-VALUES = {"null": None, "switch": True, "whole": 3, "fraction": 0.5, "text": "much", "list": [3], "mapping": {"a": 3}}
+VALUES = {"null": None, "switch": True, "whole": 3, "fraction": 0.5, "text": "silu", "list": [3], "mapping": {"a": 3}}
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
 def test_what_a_class_does_not_take_is_refused_by_it_and_here(name: str) -> None:
-    stored = json.loads((ROOT / "compiler" / "model" / "key_types.json").read_text(encoding="utf-8"))["types"][name]
+    every = json.loads((ROOT / "compiler" / "model" / "key_types.json").read_text(encoding="utf-8"))
+    stored, words = every["types"][name], every["words"].get(name, {})
+    listed = {key: found[0] for key, found in words.items() if isinstance(found, list)}
     for kinds, keys in stored.items():
         for kind, value in VALUES.items():
             taken = kind in kinds.split()
-            assert [mistyped(name, {key: value}) is None for key in keys] == [taken] * len(keys), (kinds, kind)
+            said = {key: listed.get(key, value) if kind == "text" else value for key in keys}
+            assert [mistyped(name, {key: said[key]}) is None for key in keys] == [taken] * len(keys), (kinds, kind)
             if not taken:  # the classes check all fields alike
                 with pytest.raises(Exception, match=f"Validation error for field '{keys[0]}'"):
                     CONFIG_MAPPING[name](**{keys[0]: value})
+
+
+@pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
+def test_a_word_that_a_class_does_not_know_is_refused_by_it_and_here(name: str) -> None:
+    config = tiny_config(name)
+    assert takes(config)
+    texts = [key for key, value in CONFIG_MAPPING[name](**config).to_dict().items() if isinstance(value, str)]
+    for key in set(texts) - NO_WORDS:
+        wrong = {**config, key: "sillu"}
+        if takes(wrong):
+            shape_from_config(wrong)
+            continue
+        with pytest.raises(ModelConfigError, match=f"{key}.*sillu") as found:
+            shape_from_config(wrong)
+        assert found.value.key == key
+
+
+def takes(config: dict[str, Any]) -> bool:
+    """Whether the class builds a model and computes with it."""
+    torch.manual_seed(0)
+    try:
+        causal_model(CONFIG_MAPPING[config["model_type"]](**config))(input_ids=torch.arange(8)[None])
+    except Exception:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
