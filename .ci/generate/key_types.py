@@ -66,6 +66,7 @@ _WRITTEN = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
 _ACTIVATED = re.compile(r"""(?:ACT2FN\[|ACT_FNS\[|get_activation\()(?:getattr\()?(?:self\.)?config(?:\.|, ')(\w+)""")
 """A key whose value a model looks up among activations."""
 _IS_WORD = re.compile(r"self\.(?:config\.)?(\w+) == '(\w+)'")
+_GROUPS = ("n_group", "topk_group", "topk_method")
 _OTHER_PARTS = re.compile(
     "Vision|Audio|Speech|Projector|Classification|Summary|QuestionAnswering|DoubleHead|PreTrained"
 )
@@ -177,6 +178,37 @@ def _literal(declared: Any) -> list[str]:
     return [str(word) for word in typing.get_args(parts[0])]
 
 
+def sizes() -> dict[str, Any]:
+    """What classes ask of sizes: heads that divide hidden_size, turned widths that are even, groups of experts."""
+    multiples: list[str] = []
+    turned: dict[str, str] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name in _causal():
+        defaults = {one.name: one.default for one in dataclasses.fields(CONFIG_MAPPING[name])}
+        routed = {key: defaults[key] for key in _GROUPS if isinstance(defaults.get(key), int | str)}
+        if routed:
+            groups[name] = routed
+        heads = defaults.get(CONFIG_MAPPING[name].attribute_map.get("num_attention_heads", "num_attention_heads"))
+        if not isinstance(heads, int) or heads < 2:
+            continue
+        if "not a multiple of" in _error(name, {"hidden_size": 16 * heads + 1}):
+            multiples.append(name)
+        odd = {"qk_rope_head_dim": 9}, {"head_dim": 9}, {"hidden_size": 9 * heads, "head_dim": None}
+        for values in (*odd, {"hidden_size": 9 * heads}):
+            if "even rotary dimension" in _error(name, values):
+                turned[name] = "qk_rope_head_dim" if "qk_rope_head_dim" in values else "head_dim"
+                break
+    return {"multiples": multiples, "turned": turned, "groups": groups}
+
+
+def _error(name: str, values: Mapping[str, Any]) -> str:
+    try:
+        CONFIG_MAPPING[name](**values)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def _taken(declared: str) -> set[str]:
     """The kinds of values that a type in Python stands for; none where it names another."""
     inner = None
@@ -188,11 +220,7 @@ def _taken(declared: str) -> set[str]:
 
 def _refuses(name: str, key: str, value: Any) -> bool:
     """Whether the class does what it declares: some set a value before it is checked, or check nothing."""
-    try:
-        CONFIG_MAPPING[name](**{key: value})
-    except Exception as error:
-        return f"Validation error for field '{key}'" in str(error)
-    return False
+    return f"Validation error for field '{key}'" in _error(name, {key: value})
 
 
 def _lines(values: Mapping[str, Any]) -> str:
@@ -207,6 +235,7 @@ def text() -> str:
     types = f'"types": {{\n{_lines(key_types())}\n}}'
     names = f'"common": {json.dumps(sorted(common))}, "keys": {{\n{_lines(own)}\n}}'
     said = f'"words": {{\n{_lines(words())}\n}}, "activations": {json.dumps(sorted(ACT2FN))}'
+    said += "".join(f', "{name}": {json.dumps(found)}' for name, found in sizes().items())
     return f'{{"transformers": {version}, {types}, {said}, {names}}}\n'
 
 

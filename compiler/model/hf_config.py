@@ -18,7 +18,7 @@ from .derived_rows import by_hand
 from .families import FAMILIES
 from .family import Family, Latent, Norm
 from .indexer import IndexerShape, indexer_shape
-from .key_types import LISTS_OF_KINDS, listed_otherwise, mistyped
+from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .plug_in_traits import QkNorm
@@ -63,6 +63,13 @@ def shape_from_config(config: Config) -> ModelShape:
     family = FAMILIES[name]
     read = ConfigReader(config, family, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads") if family.attends else 0
+    if heads and hidden % heads and whole_heads(name):
+        raise ModelConfigError(
+            f"hidden_size {hidden} / num_attention_heads {heads} is not whole: transformers' {name} refuses that, "
+            "beside a head_dim too",
+            "num_attention_heads",
+            "write heads that divide hidden_size",
+        )
     for refused in family.refusals:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
@@ -315,6 +322,8 @@ def _sliding_window(config: Config, family: Family) -> int | None:
         return None
     default = family.defaults.get("sliding_window") if family.window_of is None else family.window_of(config)
     window = config.get("sliding_window", default)
+    if isinstance(window, int) and window < 1 and "sliding_window" in fields_of(str(config["model_type"])):
+        raise ModelConfigError(f"sliding_window is {window}: a window has a token or more", "sliding_window")
     return window if isinstance(window, int) and window > 0 else None
 
 

@@ -29,6 +29,13 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 """In this order: in Python a switch is a whole number too."""
 LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
 """Keys whose lists transformers compares with the number of layers, or reads for each."""
+_POSITIVE = frozenset(
+    {
+        *("attention_chunk_size", "no_rope_layer_interval", "head_dim", "rotary_dim", "query_pre_attn_scalar"),
+        "dim_model_base",
+    }
+)
+"""Sizes by which classes divide or which they count with, beside those that parameters follow from."""
 _MEANT = {
     "whole": "a whole number",
     "fraction": "a number with a point, as 1.0",
@@ -60,11 +67,20 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
             if config[key] is None:
                 return key, f"{key} is null, which transformers refuses: write {_meant(taken)}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
+    for key in sorted(_POSITIVE & fields_of(model_type) & config.keys()):
+        if isinstance(number := config[key], int | float) and number <= 0:
+            return key, f"{key} is {number}: it has to be more than 0"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:
             return key, f"{key} is {json.dumps(word)[:60]}, which transformers does not know: {_word(word, known)}"
     return None
+
+
+@functools.cache
+def fields_of(model_type: str) -> frozenset[str]:
+    """The keys whose values a class checks."""
+    return frozenset(key for keys in _stored()["types"].get(model_type, {}).values() for key in keys)
 
 
 def _word(word: str, known: Sequence[str]) -> str:
@@ -102,6 +118,32 @@ def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, 
         meant = closest(key, known - config.keys(), least=_NEAR)
         if meant is not None:
             yield key, meant
+
+
+def turned_width(config: Mapping[str, Any], head_dim: int | None) -> tuple[str, int] | None:
+    """The key and the width of each head that rotary positions turn whole; None where they turn a part, or none.
+
+    `head_dim` is the width where the configuration does not state it.
+    """
+    key = _stored()["turned"].get(config.get("model_type"))
+    rope = config.get("rope_parameters")
+    part = config.get("partial_rotary_factor", 1.0)
+    if isinstance(rope, Mapping):
+        part = rope.get("partial_rotary_factor", part)
+    width = head_dim if key == "head_dim" and head_dim is not None else config.get(key or "")
+    whole = isinstance(part, int | float) and part >= 1
+    return (key, width) if key and whole and isinstance(width, int) else None
+
+
+def groups_of_experts(config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """`n_group`, `topk_group` and `topk_method` of a configuration, with what its class takes where it says nothing."""
+    said = {**_stored()["groups"].get(config.get("model_type"), {}), **config}
+    return said.get("n_group"), said.get("topk_group"), said.get("topk_method")
+
+
+def whole_heads(model_type: str) -> bool:
+    """Whether a class takes no hidden_size but a multiple of num_attention_heads, beside any head_dim."""
+    return model_type in _stored()["multiples"]
 
 
 def _kind(value: Any) -> str:

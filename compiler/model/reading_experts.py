@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .family import Experts, Family
+from .key_types import groups_of_experts
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError
 from .shape import MoeShape
@@ -74,8 +75,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
 
 def _check_groups(config: Config, count: int, key: str) -> None:
     """Of routers that choose groups of experts first: all are as large, and no more are chosen than there are."""
-    groups, chosen = config.get("n_group"), config.get("topk_group")
-    method = config.get("topk_method", "greedy" if config["model_type"] == "deepseek_v2" else None)
+    groups, chosen, method = groups_of_experts(config)
     if not isinstance(groups, int) or method == "greedy":  # which looks at no groups
         return
     if groups < 1 or count % groups:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
-from parcompile.model.key_types import misspelt
+from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution
 
@@ -116,7 +116,10 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
             if known:
                 fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
         elif hint is None and "preset" not in given and "hf_config" not in given:
-            hint = "write head_dim, or other heads" if error.key == "num_attention_heads" else f"add {error.key}"
+            if error.key == "num_attention_heads":
+                hint = "write head_dim, or other heads"
+            elif error.key not in given:
+                hint = f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
 
 
@@ -177,10 +180,8 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
     """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
-    if shape.mla is not None:
-        return
     heads = shape.num_attention_heads
-    for kv_heads in shape.kv_head_counts:
+    for kv_heads in shape.kv_head_counts if shape.mla is None else ():
         if heads % kv_heads == 0:
             continue
         fitting = divisors(heads)
@@ -193,16 +194,11 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
             help=f"num_key_value_heads can be {', '.join(map(str, fitting))}",
             fixes=(fix,) if path[-1] == "num_key_value_heads" else (),
         )
-    if shape.head_dim % 2 and spec.model_config.get("model_type") in _TURNED_WHOLE:
-        path = model_path(spec, "head_dim", "num_attention_heads")
-        yield Finding(
-            f"head_dim {shape.head_dim} is odd: rotary positions turn pairs", path, help="write an even width"
-        )
-
-
-_TURNED_WHOLE = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"}
-)
+    turned = turned_width(spec.model_config, None if shape.mla else shape.head_dim)
+    if turned is not None and turned[1] % 2:
+        key, width = turned
+        path = model_path(spec, key, "num_attention_heads")
+        yield Finding(f"{key} {width} is odd: rotary positions turn pairs", path, help="write an even width")
 
 
 @rule(

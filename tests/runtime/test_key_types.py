@@ -85,6 +85,43 @@ def test_a_word_that_a_class_does_not_know_is_refused_by_it_and_here(name: str) 
         assert found.value.key == key
 
 
+SIZES = [
+    ("arcee", {"head_dim": 9}, "S009"),
+    ("deepseek_v3", {"qk_rope_head_dim": 5}, "S009"),
+    ("gemma2", {"hidden_size": 33, "head_dim": 8}, "S003"),
+    ("mixtral", {"sliding_window": 0}, "S003"),
+    ("gptj", {"rotary_dim": -1}, "S003"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "S003"),
+    ("nemotron_h", {"topk_group": 3}, "S003"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "code"), SIZES)
+def test_sizes_that_a_class_fails_with_are_refused_by_key(
+    tmp_path: Path, name: str, wrong: dict[str, int], code: str
+) -> None:
+    config = {**tiny_config(name), **wrong}
+    assert not takes(config)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = {**example_spec({}), "model": {"hf_config": "config.json"}}
+    found = [one for one in check(Resolution(spec, folder=tmp_path)) if one.code == code]
+    assert found and any(key in found[0].message for key in wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("phi", {"partial_rotary_factor": 0.5, "hidden_size": 36}),
+        ("qwen2", {"sliding_window": 0}),
+        ("llama", {"sliding_window": 0}),
+    ],
+)
+def test_sizes_that_a_class_takes_are_taken(name: str, right: dict[str, Any]) -> None:
+    config = {**tiny_config(name), **right}
+    assert takes(config)
+    shape_from_config(config)
+
+
 def takes(config: dict[str, Any]) -> bool:
     """Whether the class builds a model and computes with it."""
     torch.manual_seed(0)
