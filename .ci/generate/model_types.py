@@ -30,9 +30,20 @@ from parcompile.model.families import FAMILIES
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
 
 WRITTEN = {
+    "aya_vision": "unscaled_head",
+    "blip-2": "always_images",
     "blt": "byte_patches",
+    "cohere2_vision": "unscaled_head",
     "cpmant": "whole_context",
     "doge": "own_mask",
+    "deepseek_ocr2": "no_causal_text",
+    "ernie4_5_vl_moe": "experts_of_images",
+    "instructblip": "always_images",
+    "instructblipvideo": "always_images",
+    "mistral_large4": "no_causal_text",
+    "molmo2": "wide_embedding",
+    "paligemma": "seen_prompts",
+    "unlimited_ocr": "no_causal_text",
     "dbrx": "rows_of_experts",
     "gemma4_assistant": "draft_model",
     "gemma4_unified_assistant": "draft_model",

@@ -15,6 +15,7 @@ from parcompile.diagnostics.reporters.style import writable
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
+from parcompile.model.reasons import REASONS
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
 
@@ -136,9 +137,10 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
     else:
         assert one.reason is not None
         lines = [f"{one.name} is refused: {one.reason.why}"]
+        told = one.reason is not REASONS["multimodal"]
         if one.text is not None:
-            lines.append(f"text part: {one.text}, which {_state_alone(one)}")
-        if one.reason.instead and not one.text:
+            lines.append(f"text part: {one.text}" + ("" if told else ", which is refused"))
+        if one.reason.instead and (told or not one.text):
             lines.append(f"what runs: {one.reason.instead}")
         if one.nearest:
             lines.append(f"nearest type that works: {one.nearest}")
@@ -148,14 +150,6 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
     if found:
         lines.append(f"presets: {', '.join(found)}")
     return lines
-
-
-def _state_alone(one: ModelType) -> str:
-    """Why a multimodal type is not trained as its text part."""
-    assert one.text is not None
-    if model_type(one.text).works:
-        return f"works, but with text alone {one.name} does not compute what {one.text} does"
-    return "is refused"
 
 
 def _tree(one: ModelType, config: Mapping[str, Any] | None = None) -> dict[str, Any]:

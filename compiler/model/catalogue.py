@@ -21,36 +21,37 @@ from .tables import counts_of, table_of
 
 TEXT_PARTS = frozenset(
     {
-        *("aria", "cohere_compass", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "exaone4_5", "fast_vlm", "fuyu"),
-        *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "got_ocr2"),
+        *("aria", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note"),
+        *("exaone4_5", "fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+        *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
-        *("ovis2", "perception_lm", "pp_chart2table", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *(
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qianfan_ocr",
-            "shieldgemma2",
-            "smolvlm",
-            "video_llama_3",
-            "video_llava",
-            "vipllava",
-        ),
+        *("ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
+        *("shieldgemma2", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
     }
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
 TEXT_ALIKE: Mapping[str, str] = {
-    "glm4v": "glm4",
-    "glm4v_moe": "glm4_moe",
-    "qwen2_vl": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
+    "cosmos3_edge_text": "arcee",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "glm_ocr_text": "glm4",
+    "granite4_vision_text": "granite",
+    "granite_docling_text": "granite",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
+    "paddleocr_vl_text": "llama",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Multimodal types whose text part rotates each feature by one of three positions, and the type that computes the same
-of text alone: the three positions of a token of text are one."""
+"""Types of text parts that are no causal language models of their own, and the type that computes the same of text
+alone: where they rotate each feature by one of three positions, those of a token of text are one."""
 
 RUNTIME_FAMILIES = tuple(BUILT_IN)
 """Model types that the runtime injects."""
@@ -119,6 +120,10 @@ WEIGHTED_IN_TYPE = frozenset(
 _NEAREST = {
     "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",
+    "deepseek_ocr2": "deepseek_v2",
+    "unlimited_ocr": "deepseek_v2",
+    "mistral_large4": "mistral4",
+    "molmo2": "qwen3",
     "emu3": "llama",
     "phi4_multimodal": "phi3",
     "kimi_k2": "deepseek_v3",
@@ -150,7 +155,9 @@ class ModelType:
     """The compiler knows the names and shapes of its parameters."""
     reason: Reason | None = None
     text: str | None = None
-    """The type of the text part of a multimodal model, as transformers has it where the file says nothing."""
+    """The type as which the text part of a multimodal model is trained, where the file says nothing."""
+    text_kind: str | None = None
+    """The type that transformers gives it; `TEXT_ALIKE` has that of the layers."""
     nearest: str | None = None
     note: str = ""
     causal: bool = True
@@ -202,8 +209,8 @@ def model_type(name: str) -> ModelType:
 
 def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
     nearest = _NEAREST.get(name)
-    text = entry.get("text")
-    text = TEXT_ALIKE.get(name, text)
+    kind = entry.get("text")
+    text = None if kind is None else TEXT_ALIKE.get(kind, kind)
     if nearest is None and text is not None:
         nearest = text if text in RUNTIME_FAMILIES else _NEAREST.get(text)
     if nearest is None:
@@ -212,7 +219,8 @@ def _refused(name: str, entry: Mapping[str, str]) -> ModelType:
     reason = REASONS[entry["reason"]]
     note = f"its layers are those of {ALIKE[name]}, as which it is planned and trained" if name in ALIKE else ""
     described = name in FAMILIES or table_of(name) is not None
-    return ModelType(name, False, described, reason, text, nearest, note, "only" not in entry, entry.get("tied", ""))
+    causal, tied = "only" not in entry, entry.get("tied", "")
+    return ModelType(name, False, described, reason, text, kind, nearest, note, causal, tied)
 
 
 _KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
@@ -226,9 +234,8 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
     assert known.reason is not None
     sentence = f"model_type {name!r} is refused: {known.reason.why}{_layers(config)}"
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and name not in TEXT_PARTS and inner.get("model_type", known.text) in FAMILIES:
-        sentence += f"; with text alone it does not compute what its text part {known.text!r} does"
-    elif isinstance(inner, Mapping):
+    told = known.reason is not REASONS["multimodal"]
+    if isinstance(inner, Mapping) and not told:
         part = inner.get("model_type") or known.text
         if part not in FAMILIES:
             why = model_type(str(part)).reason
@@ -237,7 +244,7 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
         sentence += f"; its text part is {known.text!r}, which works, but the configuration has no text_config"
     if (counts := counts_of(config)) is not None:
         sentence += f"; this configuration has {counts.total:,} parameters"
-    found = []
+    found = [f"what runs: {known.reason.instead}"] if told and inner is not None and known.reason.instead else []
     if known.note:
         found.append(known.note)
     if known.nearest and not known.note:

@@ -28,6 +28,39 @@ REASONS: Mapping[str, Reason] = {
         "it is more than a causal language model (a vision or audio tower beside one)",
         "the text part alone, where its type works",
     ),
+    "unscaled_head": Reason(
+        "multimodal models",
+        "its head gives logits as they are, where that of its text part multiplies them by logit_scale: with text "
+        "alone the two do not compute the same",
+        "its text_config as the configuration of a model of its own, whose head scales them",
+    ),
+    "seen_prompts": Reason(
+        "multimodal models",
+        "tokens of a prompt (token_type_ids 0) see one another, later ones too, also where no image is among them: the "
+        "ring masks by position, window and document",
+        "its text_config as the configuration of a causal model of its own",
+    ),
+    "always_images": Reason(
+        "multimodal models",
+        "it computes nothing without images: its class takes no batch without pixel_values",
+        "its text_config as the configuration of a model of its own",
+    ),
+    "no_causal_text": Reason(
+        "multimodal models",
+        "the layers of its text part stand in the multimodal class alone: transformers has no causal language model "
+        "with them, and the runtime trains the models that transformers builds",
+    ),
+    "wide_embedding": Reason(
+        "multimodal models",
+        "its embedding has additional_vocab_size more rows than its head, for tokens that stand for images: the "
+        "compiler describes one vocabulary for both",
+    ),
+    "experts_of_images": Reason(
+        "multimodal models",
+        "its files keep the experts of text and those of images in one list, and their routers transposed: the runtime "
+        "does not read them apart",
+        "ernie4_5_moe, which has the layers that text takes",
+    ),
     "gated_units": Reason(
         "RG-LRU layers",
         "in its recurrent layers each channel decays by a gate of its own, which a matrix for each head's channels "

@@ -23,6 +23,8 @@ _POSITIONS: Mapping[str, int] = {
     "deepseek_v3": 4096,
     "dots3_note_text": 524288,
     "exaone4": 2048,
+    "granite": 2048,
+    "hunyuan_v1_dense": 2048,
     "hyperclovax": 2048,
     "lfm2": 128000,
     "lfm3": 128000,
@@ -40,12 +42,12 @@ _POSITIONS: Mapping[str, int] = {
 }
 """`max_position_embeddings` of the classes of text parts, for files that leave it out and rows that do not say it.
 Source: the configuration classes of transformers 5.23."""
-_FLAT = frozenset({"qwen2_vl", "qwen2_5_vl"})
+_FLAT = frozenset({"hunyuan_vl", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"})
 """Types whose published files have the keys of the text part beside those of the whole."""
 _OF_THE_WHOLE = frozenset(
     {
         *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
-        *("vision_start_token_id", "vision_end_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "im_start_id", "im_end_id", "im_newline_id"),
     }
 )
 """Keys of these files that are not the text part's."""
@@ -63,12 +65,87 @@ _QWEN2_VL: Config = {
     "vocab_size": 152064,
 }
 _DEFAULTS: Mapping[str, Config] = {
-    "qwen2_vl": _QWEN2_VL,
-    "qwen2_5_vl": _QWEN2_VL,
-    "glm4v": {"max_position_embeddings": 32768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-    "glm4v_moe": {"attention_bias": True, "max_position_embeddings": 65536, "vocab_size": 151424},
-    "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
-    "qwen3_vl_moe": {
+    "cosmos3_edge_text": {
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "rope_theta": 100000000.0,
+        "vocab_size": 131072,
+    },
+    "glm4v_text": {
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": None,
+    },
+    "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536, "vocab_size": 151424},
+    "glm_ocr_text": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pad_token_id": None,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 59392,
+    },
+    "granite_docling_text": {
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "logits_scaling": 4.0,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "pad_token_id": 100256,
+        "residual_multiplier": 0.263,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 133800,
+    },
+    "paddleocr_vl_text": {
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "vocab_size": 103424,
+    },
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1000000.0,
+        "vocab_size": 152064,
+    },
+    "qwen3_omni_moe_text": {
+        "head_dim": None,
+        "intermediate_size": 18944,
+        "norm_topk_prob": True,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "rope_theta": 1000000.0,
+        "vocab_size": 3584,
+    },
+    "qwen3_vl_text": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
+    "qwen3_vl_moe_text": {
         "intermediate_size": 5632,
         "max_position_embeddings": 128000,
         "moe_intermediate_size": 1408,
@@ -82,11 +159,25 @@ _DEFAULTS: Mapping[str, Config] = {
 """What the class of a text part has for a key that is left out, where the class that it is read as has another value.
 Source: the configuration classes of transformers 5.23."""
 _ALWAYS: Mapping[str, Config] = {
-    "glm4v": {"attention_bias": True},
-    "glm4v_moe": {"use_qk_norm": False},
-    "qwen3_vl_moe": {"norm_topk_prob": True, "use_sliding_window": False},
+    "glm4v_text": {"attention_bias": True},
+    "glm4v_moe_text": {"use_qk_norm": False},
+    "glm_ocr_text": {"attention_bias": False},
+    "paddleocr_vl_text": {"attention_dropout": 0.0},
+    "qwen3_omni_moe_text": {"use_sliding_window": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False},
 }
 """What the class of a text part does whatever a configuration says of these keys, which it does not read."""
+_NAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "hunyuan_vl_text": {"attention_head_dim": ("head_dim",), "org_vocab_size": ("vocab_size",)},
+    "paddleocr_vl_text": {"use_bias": ("attention_bias", "mlp_bias")},
+}
+"""Keys of text parts, and those of the class that they are read as which say the same."""
+_OF_ANY_TYPE = frozenset({"cosmos3_omni", "glm46v", "glmga"})
+"""Multimodal types whose class builds a text part of the type that it names; others build their own in any case."""
+_SHARED_OUT = frozenset({"glm4v_text", "glm4v_moe_text", "glm_ocr_text"})
+"""Types whose heads share out the hidden size where `head_dim` is left out; those that they are read as have 128."""
+_ROPE_TYPES = {"mrope": "default", "xdrope": "dynamic"}
+"""Names of rotations by several positions, and what they are of one."""
 
 
 def text_part(config: Config) -> Config:
@@ -104,9 +195,12 @@ def text_part(config: Config) -> Config:
     if name not in TEXT_PARTS or not isinstance(inner, Mapping):
         return config
     known = model_types()[str(name)]
-    if name in TEXT_ALIKE:
-        inner = _of_one_position(str(name), inner)
-    kind = inner.get("model_type") or known.text
+    kind = inner.get("model_type") or known.text_kind
+    if known.text_kind in TEXT_ALIKE and name not in _OF_ANY_TYPE:
+        kind = known.text_kind
+    if kind in TEXT_ALIKE:
+        inner = _as_alike(str(kind), inner)
+        kind = TEXT_ALIKE[str(kind)]
     kind = ALIKE.get(str(kind), kind)
     if not (kind in model_types() and model_types()[str(kind)].works):
         return config  # refused, with the reasons of both
@@ -131,15 +225,23 @@ def _flat_part(config: Config) -> Config | None:
     return {key: value for key, value in config.items() if key not in _OF_THE_WHOLE | _BESIDE}
 
 
-def _of_one_position(name: str, inner: Config) -> Config:
+def _as_alike(kind: str, inner: Config) -> Config:
     """The text part of this type, as one of the type that computes the same of text alone."""
-    found = {**_DEFAULTS[name], **inner, **_ALWAYS.get(name, {}), "model_type": TEXT_ALIKE[name]}
+    named = _NAMED.get(kind, {})
+    known = {key: value for key, value in inner.items() if key not in named}
+    known |= {other: inner[key] for key, others in named.items() if key in inner for other in others}
+    found = {**_DEFAULTS.get(kind, {}), **known, **_ALWAYS.get(kind, {})}
+    if kind in _SHARED_OUT and "head_dim" not in found:
+        sizes = {**_left_to_class(TEXT_ALIKE[kind], found), **found}
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            found["head_dim"] = hidden // heads
     for key in ("rope_parameters", "rope_scaling"):
         rope = found.get(key)
         if not isinstance(rope, Mapping):
             continue
-        kept = {one: value for one, value in rope.items() if not one.startswith("mrope_")}
-        found[key] = {one: "default" if value == "mrope" else value for one, value in kept.items()}
+        kept = {one: value for one, value in rope.items() if not one.startswith(("mrope_", "xdrope_"))}
+        found[key] = {one: _ROPE_TYPES.get(str(value), value) for one, value in kept.items()}
         if "rope_theta" in kept:
             found.pop("rope_theta", None)
     return found

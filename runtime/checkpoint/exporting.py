@@ -52,10 +52,12 @@ def export(
     for name in tracked(saved.parameters, "exporting weights"):
         whole = saved.whole(name)
         assert whole is not None
-        stored = name if whole_model is None else whole_model.stored_name(name)
-        if stored is None:
+        tensor = _merged(saved, name, whole).to(dtype).contiguous()
+        parts = {name: tensor} if whole_model is None else whole_model.as_stored(name, tensor)
+        if parts is None:
             raise RunError(f"{into} stores {name} under no name of its own: export without it")
-        writer.add(stored, _merged(saved, name, whole).to(dtype).contiguous())
+        for stored, part in parts.items():
+            writer.add(stored, part)
     for name, buffer in saved.buffers.items():
         writer.add(name, buffer.contiguous())
     if whole_model is not None:

@@ -21,7 +21,7 @@ from parcompile.runtime.errors import RunError
 
 from .configuration import unused_tensors
 from .slices import Slice
-from .stored_names import stored_as
+from .stored_names import split_as_stored, stored_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,7 +30,24 @@ _LOOK = 64
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
 """Names of the text part's tensors, in files of transformers 4 and 5."""
 _PLAIN = re.compile(r"model\.(?:embed_tokens|layers|norm)\.")
-"""Those in published files of Qwen2-VL and Qwen2.5-VL."""
+"""Those in published files of Qwen2-VL, Qwen2.5-VL, PaddleOCR-VL and HunyuanOCR."""
+_COSMOS = (
+    (r"^(embed_tokens|layers|norm)\.", r"model.\1."),
+    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
+    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
+_PUBLISHED = {
+    "cosmos3_edge": _COSMOS,
+    "cosmos3_omni": _COSMOS,
+    "qwen2_5_omni_thinker": ((r"^thinker\.", ""),),
+    "qwen3_omni_moe_thinker": ((r"^thinker\.", ""),),
+}
+"""How files of a type name tensors of its text part, and what they become. Transformers writes them so, too."""
+_GENERATOR = re.compile(r"\.add_[qkv]_proj\.|\.to_add_out\.|\.norm_added_[qk]\.|moe_gen")
+"""Tensors beside those of the layers in files of Cosmos 3, which draw images."""
 _QUANTIZED = ("_blocks", "_scales", "_scale_inv", ".weight_scale", ".qweight")
 """Endings of tensors that stand for quantized weights: MXFP4, block-wise FP8, compressed-tensors, GPTQ."""
 
@@ -69,18 +86,19 @@ class PretrainedFolder:
             if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping
                 raise RunError(f"{INDEX} places {tensor} in {name}, which does not hold it", everywhere=True)
         self.beside: frozenset[str] = frozenset()
-        if _is_multimodal(self.folder):
-            self._take_text_part()
+        if (kind := _multimodal_type(self.folder)) is not None:
+            self._take_text_part(kind)
 
-    def _take_text_part(self) -> None:
+    def _take_text_part(self, kind: str) -> None:
         """Names the tensors of the text part as a model of its own does, and sets those of other parts aside."""
-        self._names = {name: stored for stored in self._places if (name := text_name(stored)) is not None}
+        self._names = {name: stored for stored in self._places if (name := text_name(stored, kind)) is not None}
         self.beside = frozenset(self._places.keys() - set(self._names.values()))
         self._places = {name: self._places[stored] for name, stored in self._names.items()}
 
-    def stored_name(self, name: str) -> str | None:
-        """The name in the files of a tensor of the model; None: there is none."""
-        return self._names.get(name, name) if name in self._places else None
+    def as_stored(self, name: str, whole: Tensor) -> Mapping[str, Tensor] | None:
+        """A tensor of the model under its name in the files, or one for each expert; None: they have no name for it."""
+        found = split_as_stored(name, whole, self._places.keys())
+        return None if found is None else {self._names.get(one, one): tensor for one, tensor in found.items()}
 
     def set_aside(self, stored: str) -> Tensor:
         """A whole tensor of another part than the text, by its name in the files."""
@@ -200,8 +218,15 @@ class PretrainedFolder:
         return self._files[self._places[stored]].get_slice(self._names.get(stored, stored))
 
 
-def text_name(stored: str) -> str | None:
-    """The name in a causal language model of a tensor of a multimodal one; None when it belongs to another part."""
+def text_name(stored: str, kind: str = "") -> str | None:
+    """The name in a causal language model of a tensor of a multimodal one, of type `kind`.
+
+    None when it belongs to another part.
+    """
+    if kind in _PUBLISHED and _GENERATOR.search(stored):
+        return None
+    for pattern, name in _PUBLISHED.get(kind, ()):
+        stored = re.sub(pattern, name, stored)
     found = _TEXT.match(stored)
     if found is None:
         return stored if stored == "lm_head.weight" or _PLAIN.match(stored) else None
@@ -209,12 +234,15 @@ def text_name(stored: str) -> str | None:
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-def _is_multimodal(folder: Path) -> bool:
+def _multimodal_type(folder: Path) -> str | None:
+    """The type of a folder of a multimodal model whose text part is taken; None: the folder is no such model's."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and values.get("model_type") in TEXT_PARTS and text_part(values) is not values
+        return None
+    if not isinstance(values, dict) or values.get("model_type") not in TEXT_PARTS or text_part(values) is values:
+        return None
+    return str(values["model_type"])
 
 
 class _Narrowed:

@@ -6,7 +6,7 @@ transformers renames and stacks them while it loads; here only the slices that a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -108,15 +108,8 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     for other in short_names(name):
         if other in stored:
             return opened(other), {other}
-    for pattern, place, parts in _EXPERTS:
-        if not re.search(pattern, name):
-            continue
-        base = re.sub(pattern, place, name)
-        rows: list[list[str]] = []
-        while all(f"{base.format(len(rows))}.{part}.weight" in stored for part in parts):
-            rows.append([f"{base.format(len(rows))}.{part}.weight" for part in parts])
-        if rows:
-            return StackedExperts([[opened(one) for one in row] for row in rows]), {one for row in rows for one in row}
+    if rows := _expert_by_expert(name, stored):
+        return StackedExperts([[opened(one) for one in row] for row in rows]), {one for row in rows for one in row}
     for pattern, endings in _JOINED:
         names = [re.sub(pattern, ending, name) for ending in endings]
         if name not in names and all(one in stored for one in names):
@@ -128,6 +121,33 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     if _ATTENTION[0] in name:
         return stored_as(name.replace(*_ATTENTION), stored, opened)
     return None
+
+
+def split_as_stored(name: str, whole: Tensor, stored: Collection[str]) -> Mapping[str, Tensor] | None:
+    """The stored tensors that a tensor of the model is made of, by their names; None: it has another form there."""
+    if name in stored:
+        return {name: whole}
+    rows = _expert_by_expert(name, stored)
+    found = {
+        one: part.contiguous()
+        for row, expert in zip(rows, whole, strict=False)
+        for one, part in zip(row, expert.chunk(len(row)), strict=True)
+    }
+    return found if len(rows) == len(whole) else None
+
+
+def _expert_by_expert(name: str, stored: Collection[str]) -> list[list[str]]:
+    """Of each expert the stored tensors whose rows follow one another in the model's; empty: there are none."""
+    for pattern, place, parts in _EXPERTS:
+        if not re.search(pattern, name):
+            continue
+        base = re.sub(pattern, place, name)
+        rows: list[list[str]] = []
+        while all(f"{base.format(len(rows))}.{part}.weight" in stored for part in parts):
+            rows.append([f"{base.format(len(rows))}.{part}.weight" for part in parts])
+        if rows:
+            return rows
+    return []
 
 
 class Joined:
