@@ -216,7 +216,7 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
 
 FP32_NORMS = (
     *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("olmo2", "olmo3", "beam", "deepseek_v4"),
+    *("olmo2", "olmo3", "beam", "deepseek_v4", "muse_glimmer_text"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 FP32_MLPS = ("beam",)

@@ -33,6 +33,7 @@ _POSITIONS: Mapping[str, int] = {
     "minimax_m3_vl_text": 524288,
     "mistral": 131072,
     "mistral4": 1048576,
+    "muse_glimmer_text": 131072,
     "nemotron_h": 4096,
     "persimmon": 16384,
     "qwen2": 32768,

@@ -20,7 +20,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
 from .regions import Region
-from .vocabulary import keep_scale
+from .vocabulary import keep_what_follows
 
 TABLE = "embed_tokens_per_layer"
 """Its name in the base model."""
@@ -44,7 +44,7 @@ def cut_layer_inputs(model: nn.Module, mesh: Mesh, region: Region | None) -> Non
     if region is not None or padded != tokens:
         options = {} if region is None else region.options
         new = VocabParallelEmbedding.from_embedding(table, padded_num_embeddings=padded, pad_sequence=True, **options)
-        keep_scale(table, new)
+        keep_what_follows(table, new)
         setattr(base, TABLE, new)
 
     def look_up(input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:  # noqa: ARG001 -- as the original

@@ -35,7 +35,7 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
         new_embedding = VocabParallelEmbedding.from_embedding(
             embedding, padded_num_embeddings=padded, pad_sequence=True, **options
         )
-        keep_scale(embedding, new_embedding)
+        keep_what_follows(embedding, new_embedding)
         causal.set_input_embeddings(new_embedding)
         if getattr(head, "weight", None) is embedding.weight:
             tied = new_embedding.weight
@@ -48,18 +48,22 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
             region.enter_layer(new_head)
 
 
-def keep_scale(old: nn.Module, new: VocabParallelEmbedding) -> None:
-    """Some embeddings, Gemma 3's or BioGPT's, multiply what they look up: lets `new` do so too.
+def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:
+    """Some embeddings multiply what they look up (Gemma 3, BioGPT) or norm it (Muse): lets `new` do so too.
 
     Raises:
-        RunError: the embedding does more than look up and scale.
+        RunError: the embedding does something else.
     """
     if type(old) is nn.Embedding:
+        return
+    norm = getattr(old, "embed_norm", None)
+    if isinstance(norm, nn.Module) and not list(norm.parameters()):
+        new.register_forward_hook(lambda _, __, rows: norm(rows))
         return
     factor = getattr(old, "embed_scale", None)
     if not isinstance(factor, Tensor | float):
         raise RunError(
-            f"the embedding is a {type(old).__name__}: only nn.Embedding, with a scale or without, is injected",
+            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm",
             everywhere=True,
         )
     if isinstance(factor, Tensor):

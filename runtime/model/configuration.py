@@ -25,6 +25,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 
 from .model_class import model_class
+from .text_head import TEXT_MODELS
 
 FILE = "config.json"
 
@@ -75,7 +76,8 @@ def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         RunError: as for `planned_config`.
     """
     config = planned_config(plan)
-    config.architectures = [model_class(config).__name__]
+    # Transformers has the text model of a multimodal one without its head only.
+    config.architectures = [TEXT_MODELS.get(config.model_type, model_class(config).__name__)]
     config.dtype = dtype
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if not key.startswith("_")}

@@ -1,9 +1,11 @@
-"""Which class of transformers is the causal language model of a configuration."""
+"""Which class is the causal language model of a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from .text_head import TEXT_MODELS, with_head
 
 UNLISTED: Mapping[str, str] = {"mistral4": "Mistral4ForCausalLM"}
 """Model types whose class `AutoModelForCausalLM` does not find. Transformers 5.23 lists Mistral 4's with the models of
@@ -11,9 +13,11 @@ images and text, of which it is the text part."""
 
 
 def model_class(config: Any) -> Any:
-    """The class that transformers has for language modelling with a configuration, or with those of a class."""
+    """The class for language modelling with a configuration, or with those of a class."""
     import transformers
 
+    if config.model_type in TEXT_MODELS:
+        return with_head(config.model_type)
     if config.model_type in UNLISTED:
         return getattr(transformers, UNLISTED[config.model_type])
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config if isinstance(config, type) else type(config)]
@@ -23,5 +27,7 @@ def causal_model(config: Any, **options: Any) -> Any:
     """The model of a configuration with weights that are drawn, as `AutoModelForCausalLM.from_config` gives it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if config.model_type in TEXT_MODELS:
+        return with_head(config.model_type)._from_config(config, **options)
     listed = AutoModelForImageTextToText if config.model_type in UNLISTED else AutoModelForCausalLM
     return listed.from_config(config, **options)

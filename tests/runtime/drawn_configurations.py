@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 LENGTH = 16
 HEAD_DIM = 8
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "post_norm_eps")
 _SWITCHES = (
     *("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "lm_head_bias"),
     *("qk_layernorm", "use_qk_norm", "norm_topk_prob", "output_router_logits", "use_parallel_residual"),
@@ -47,6 +47,8 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (0.3, 1.4),
     "attention_multiplier": (0.2, 0.6),
     "clip_qkv": (None, 0.4, 1.5),
+    "qk_scale_factor": (0.8, 3.0),
+    "output_multiplier": (0.3, 1.6),
     "scale_emb": (2, 5),
     "scale_depth": (0.8, 2.1),
     "dim_model_base": (8, 16),
@@ -153,6 +155,9 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
         adapters = changes["num_key_value_heads"] == changes["num_attention_heads"]
         changes |= {"use_shared_attention_adapter": adapters, "tie_word_embeddings": True}
     changes |= _rope(choose, family, config, changes)
+    if "layer_rope_theta" in names:  # 0: the layer is not rotated
+        base = changes.get("rope_parameters", config.rope_parameters)["rope_theta"]
+        changes["layer_rope_theta"] = [choose.choice([0, base]) for _ in range(layers)]
     changes |= _layer_shapes(choose, family, names, changes)
     if FAMILIES[family].low_rank is not None:
         changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}

@@ -222,6 +222,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         ],
         "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
     },
+    "muse_glimmer_text": {"head_dim": 8, **_MIXED, "qk_scale_factor": 1.5},
     "mistral4": {
         **_ROUTED,
         **_LATENT,

@@ -29,11 +29,12 @@ from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.model.configuration import folder_config
+from parcompile.runtime.model.model_class import causal_model
 from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
 
 PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")
-TRAINED = (*TRAINED, "qwen3_omni_moe_thinker")
+TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer")
 SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision")
 """`python benchmarks/models.py --texts` compares all of them."""
 ALIKE = tuple(sorted(name for name in TEXT_PARTS if model_types()[name].text_kind in TEXT_ALIKE))
@@ -94,6 +95,7 @@ _PARTS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "vision_config": {**_TOWER, "hidden_size": 64, "model_type": "clip_vision_model"},
     },
+    "muse_glimmer": {"out_hidden_size": 64, "projector_hidden_size": 16},
     "nemotron_h_omni": {"audio_config": None},
     "qwen2_5_omni_thinker": {"audio_config": _EARS},
     "qwen3_omni_moe_thinker": {"audio_config": _EARS},
@@ -165,13 +167,11 @@ def towers_of_timm_left_out(name: str) -> Iterator[None]:
 
 def difference(name: str) -> float:
     """Of the logits of a multimodal model given text alone, to those of its text part with the same weights."""
-    from transformers import AutoModelForCausalLM
-
     whole: Any = whole_model(name)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(whole.config.to_json_string(use_diff=False))
         config = folder_config(folder)
-    text: Any = AutoModelForCausalLM.from_config(config).eval()
+    text: Any = causal_model(config).eval()
     state = {
         text_name(stored, name): tensor for stored, tensor in whole.state_dict().items() if text_name(stored, name)
     }

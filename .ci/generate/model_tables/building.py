@@ -25,10 +25,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from parcompile.model.tables.completing import with_kinds_of_today  # noqa: E402
 from parcompile.runtime.model.model_class import UNLISTED, causal_model  # noqa: E402
+from parcompile.runtime.model.text_head import TEXT_MODELS  # noqa: E402
 
 logging.disable(logging.CRITICAL)
 
-CLASSES: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **UNLISTED}
+CLASSES: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **UNLISTED, **TEXT_MODELS}
 """The class of each causal language model, by model type."""
 INERT = re.compile(
     r"token_id|_id$|^id2|label|dtype|torch|seed|return_|output_(hidden|att)|problem|^architectures$|transformers_version"

@@ -24,6 +24,7 @@ from .latent import LATENT
 from .llama4 import LLAMA4
 from .longcat import LONGCAT
 from .mimo import MIMO
+from .muse import MUSE
 from .shared_experts import SHARED_EXPERTS
 from .state_space import STATE_SPACE
 
@@ -46,6 +47,7 @@ BUILT_IN: Mapping[str, Family] = {
     **ATTENTION_FREE,
     **GEMMA,
     **MIMO,
+    **MUSE,
 }
 """The families of this package."""
 

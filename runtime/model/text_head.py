@@ -1,0 +1,90 @@
+"""A causal language model around a text model that transformers builds inside a multimodal model only.
+
+Names are those of any causal language model (`model.`, `lm_head.`); logits are those of the multimodal model.
+
+Source: the `ForConditionalGeneration` classes of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TEXT_MODELS: Mapping[str, str] = {"muse_glimmer_text": "MuseGlimmerTextModel"}
+"""Model types of text parts, and their classes, for which transformers 5.23 has no class with a head of its own."""
+
+
+@functools.cache
+def with_head(model_type: str) -> Any:
+    """The class of the text model of a type with a head, a `PreTrainedModel` as `AutoModelForCausalLM` finds them."""
+    import transformers
+
+    text = getattr(transformers, TEXT_MODELS[model_type])
+    own: Mapping[str, Any] = {
+        "__module__": text.__module__,
+        "__init__": functools.partialmethod(_build, text),
+        "__annotations__": {"config": text.config_class},
+        "config_class": text.config_class,
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+        "_tp_plan": {"lm_head": "colwise_gather_output"},
+        "forward": transformers.utils.can_return_tuple(_forward),
+    }
+    pretrained = text.__mro__[1]
+    name = text.__name__.removesuffix("Model") + "ForCausalLM"
+    return type(name, (pretrained, transformers.GenerationMixin), dict(own))
+
+
+def _build(self: Any, text: Any, config: Any) -> None:
+    super(type(self), self).__init__(config)
+    self.model = text(config)
+    self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    self.post_init()
+
+
+def _forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    """Tokens [B, S] to logits [B, S, V], and the loss of labels [B, S]."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_utils import slice_logits_to_keep
+
+    outputs = self.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+    logits = _scaled(self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), self.config)
+    loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _scaled(logits: Tensor, config: Any) -> Tensor:
+    """With `output_multiplier` m and `final_logit_softcapping` c: c · tanh(m · logits / c)."""
+    if not hasattr(config, "output_multiplier"):
+        return logits
+    cap = config.final_logit_softcapping
+    scaled: Tensor = torch.tanh(logits * config.output_multiplier / cap) * cap
+    return scaled
