@@ -18,7 +18,7 @@ from training_runs import whole_parameters
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-5
 
@@ -59,7 +59,7 @@ def injected() -> Iterator[Results]:
         if layout not in found:
             world_size, parallelism, families = LAYOUTS[layout]
             plans = [family_plan(name, world_size, parallelism) for name in families]
-            ranks = run_ranks(world_size, train_injected, plans, timeout=280)
+            ranks = run_ranks(world_size, train_injected, plans, timeout=580)
             found[layout] = {name: [rank[place] for rank in ranks] for place, name in enumerate(families)}
         return found[layout][family]
 
