@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,27 @@ class Outcome(NamedTuple):
 def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTIME_FAMILIES) -> list[Drawn]:
     """Draws for one layout, of the families that run over its axes."""
     axes = LAYOUTS[layout][1].keys()
-    able = tuple(name for name in families if not FAMILIES[name].refused_axes.keys() & axes)
-    return [draw(number, able, layout) for number in range(first, first + count)] if able else []
+    able = tuple(
+        name
+        for name in families
+        if not FAMILIES[name].refused_axes.keys() & axes and ("ep" not in axes or FAMILIES[name].experts is not None)
+    )
+    draws = [draw(number, able, layout) for number in range(first, first + count)] if able else []
+    return [_without_balance(one) for one in draws if _has_experts(one)] if "ep" in axes else draws
+
+
+def _has_experts(drawn: Drawn) -> bool:
+    """False where experts are switched off, or no layer has them: there is nothing to deal over ep."""
+    try:
+        return planned(drawn, alone=True).spec.model.shape.moe is not None
+    except AssertionError:
+        return True  # refused: the outcome says why
+
+
+def _without_balance(drawn: Drawn) -> Drawn:
+    """Over dp each micro-batch is balanced alone, as under DeepSpeed and Megatron-LM; one process balances them all."""
+    changes = {key: value for key, value in drawn.changes.items() if key != "output_router_logits"}
+    return replace(drawn, changes=changes)
 
 
 def planned(drawn: Drawn, *, alone: bool = False) -> Plan:

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 4, contiguous": (4, {"cp": 4, "cp_layout": "contiguous"}),
     "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}),
     "pp 2 x cp 2": (4, {"pp": 2, "cp": 2}),
+    "dp 2 x ep 2": (2, {"dp": 2, "ep": 2}),
 }
 LENGTH = 16
 HEAD_DIM = 8

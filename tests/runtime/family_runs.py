@@ -37,7 +37,12 @@ def config_plan(name: str, config: dict[str, Any], world_size: int, parallelism:
         "model": {"hf_config": "config.json"},
         "cluster": {"gpus_per_node": world_size, "accelerator": "cpu"},
         "parallelism": {"make_vocab_size_divisible_by": 8, **parallelism},
-        "training": {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2, "precision": "fp32"},
+        "training": {
+            "sequence_length": 16,
+            "global_batch_size": 2,
+            "micro_batch_size": 2 // parallelism.get("dp", 1),
+            "precision": "fp32",
+        },
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -135,7 +140,7 @@ def train_on(
 
     model = inject(drawn_model(plan, dtype), mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
-    batch = split_batch(batch_of(plan), mesh)
+    batch = split_batch(_of_dp_rank(batch_of(plan), mesh), mesh)
     for _ in range(steps):
         optimizer.zero_grad()
         if mesh.size("pp") > 1:
@@ -149,24 +154,35 @@ def train_on(
     return model, {"losses": losses, "norms": norms, "parameters": named(model)}
 
 
+def _of_dp_rank(batch: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
+    rows = 2 // mesh.size("dp")
+    return {key: value.narrow(0, mesh.index("dp") * rows, rows) for key, value in batch.items()}
+
+
 def clip(model: nn.Module, mesh: Any) -> float:
-    """What DeepSpeed does with gradients: a sum over cp, a norm that counts shards on every rank and the rest once.
+    """What DeepSpeed does with gradients: a sum over cp, a mean over dp, and a norm that counts shards on every rank
+    and the rest once. Of experts that are dealt over ep only ranks with the same ones add gradients up.
 
     A tied embedding that another stage counts is left out, by DeepSpeed's name for it.
     """
+    from parcompile.layout.groups import EXPERT_DP
+    from parcompile.runtime.expert_parallel.marking import is_dealt
     from parcompile.runtime.inject.shared_rows import counted
 
-    square = torch.zeros((), dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=mesh.group("dp-cp"))
+        dist.all_reduce(parameter.grad, group=mesh.group(EXPERT_DP if is_dealt(parameter) else "dp-cp"))
+        parameter.grad /= mesh.size("dp")
         if getattr(parameter, "ds_pipe_replicated", False):
             continue
         if getattr(parameter, "tensor_model_parallel", mesh.index("tp") == 0):
-            square += counted(parameter, parameter.grad).square().sum()
-    dist.all_reduce(square, group=mesh.group("tp-pp"))
-    norm = float(square.sqrt())
+            squares[int(is_dealt(parameter))] += counted(parameter, parameter.grad).square().sum()
+    if mesh.parallel_group("ep") is not None:
+        dist.all_reduce(squares[1:], group=mesh.group("ep"))
+    dist.all_reduce(squares, group=mesh.group("tp-pp"))
+    norm = float(squares.sum().sqrt())
     for parameter in trained:
         assert parameter.grad is not None
         parameter.grad.mul_(min(1.0, CLIPPING / (norm + 1e-6)))
