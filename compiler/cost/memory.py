@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 
+from .indexer import frozen_bytes
 from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
@@ -96,3 +97,42 @@ def has_bucket(work: Workload) -> bool:
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
     return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))
+
+
+def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
+    """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
+    if work.framework == "deepspeed":
+        held = held_memory(work, stage, 0)
+        weights = held.weight_bytes + frozen_bytes(work, stage)
+        return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
+    dealt = work.dealt_parameters(stage)
+    shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel
+    return (
+        numel * work.element_bytes / (work.shards if work.zero_stage >= 3 else 1),
+        numel * work.gradient_bytes / (work.shards if work.zero_stage >= 2 else 1),
+        shard * MASTER_BYTES,
+        shard * ADAM_STATE_BYTES,
+    )
+
+
+def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
+    """What the end of a step takes, when activations are gone: the reduction of gradients, or the optimizer.
+
+    The optimizer's part is less gradients and bucket that were let go of. Adam computes its denominator beside the
+    moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage 1 copies the gradients
+    of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
+    """
+    groups = work.sharded(stage)
+    shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
+    dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
+    largest = max(dealt, shard - dealt)
+    adam = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
+    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+        return adam
+    if not work.zero_stage:
+        # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
+        return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
+    gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
+    # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
+    copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
+    return max(copied, MASTER_BYTES * largest + adam - gradients - bucket)
