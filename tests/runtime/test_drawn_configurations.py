@@ -18,6 +18,8 @@ pytestmark = pytest.mark.ranks
 COUNT = 10
 SAMPLE = (("tp 2, sequence parallel", 2000), ("cp 2", 2010), ("pp 2", 2020))
 """Layouts, and the number of the first draw."""
+DEALT = ("dp 2 x ep 2", 9062)
+"""The same, of families with experts alone."""
 
 FOUND: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "tp 2, sequence parallel": (
@@ -30,11 +32,12 @@ FOUND: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 slices are too narrow for torch's grouped matmul; projections with biases that are clipped in place."""
 
 
-@pytest.mark.parametrize(("layout", "first"), SAMPLE)
+@pytest.mark.parametrize(("layout", "first"), (*SAMPLE, DEALT))
 def test_a_drawn_configuration_trains_as_in_one_process_or_is_refused_by_name(layout: str, first: int) -> None:
     known = [Drawn(0, family, layout, changes) for family, changes in FOUND.get(layout, ())]
-    found = outcomes([*known, *cases(first, COUNT, layout)])
-    assert len(found) == COUNT + len(known)
+    drawn = cases(first, COUNT, layout)
+    found = outcomes([*known, *drawn])
+    assert len(found) == len(drawn) + len(known)
     wrong = [f"{one.drawn.text}: {one.worst:.1e} {one.text}" for one in found if one.kind == "different"]
     assert wrong == []
     equal = [one for one in found if one.kind == "equal"]
