@@ -83,7 +83,7 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     if states is not None and states.state_space is None and states.layers_key == "layer_types":
         words = [states.word, *states.attending_words]
         found["layer_types"] = [states.word, "full_attention", *(choose.choice(words) for _ in range(layers - 2))]
-    if traits.indexer:
+    if traits.indexer and traits.indexer.pool is None:
         found |= {"layer_types": None, "index_head_dim": 2 * changes["qk_rope_head_dim"]}
     if traits.paired_heads:
         found["num_key_value_heads"] = choose.choice([2, 4])

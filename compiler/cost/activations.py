@@ -182,7 +182,7 @@ def eager_layer_bytes(
             # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.
             mlp += len(family.experts.norms) * h * (4 + normed) + 4 * h + 3 * width * h
     else:
-        mlp = width * kept * shape.intermediate_size / tp
+        mlp = width * (kept + 2 * (shape.model_type in CLAMPED_DENSE)) * shape.intermediate_size / tp
     return LayerBytes(stream / tp if sequence_parallel else stream, attention, mlp, width * shape.blocks_per_layer * h)
 
 
@@ -223,9 +223,11 @@ FP32_MLPS = ("beam",)
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
 VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
-CLAMPED = ("deepseek_v4", "hy_v4", "minimax_m3_vl_text")
+CLAMPED = ("deepseek_v4", "glm5_next_text", "hy_v4", "minimax_m3_vl_text")
 """Model types whose experts clamp both halves of the first projection, and keep them before and behind that."""
-CLAMPED_SHARED = ("deepseek_v4",)
+CLAMPED_SHARED = ("deepseek_v4", "glm5_next_text")
 """Those whose shared expert does so too."""
+CLAMPED_DENSE = ("glm5_next_text",)
+"""Those whose dense MLPs do."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

@@ -35,7 +35,7 @@ def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     if indexer is None or mla is None or mla.q_lora_rank is None:
         return 0.0
     flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
-    flops += 2.0 * sequence_length * indexer.heads * (indexer.head_dim + 1)
+    flops += 2.0 * indexer.scored(sequence_length) * indexer.heads * (indexer.head_dim + 1)
     return flops * len(indexer.layers) / shape.num_hidden_layers
 
 
@@ -46,7 +46,7 @@ def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
         return 0, 0
     messages = len(set(indexer.layers) & set(stage.layers)) * work.micro_batches
     width = FP32_KEYS if work.shape.model_type == "dots3_note_text" else work.element_bytes
-    local = int(work.local_tokens) * indexer.head_dim * width
+    local = int(work.local_tokens) * indexer.token_width * width
     return messages, messages * local * (work.cp - 1)
 
 
@@ -61,7 +61,7 @@ def frozen_bytes(work: Workload, stage: Stage) -> float:
         )
     if indexer is None or mla is None or mla.q_lora_rank is None:
         return 0.0
-    numel = indexer.numel(work.shape.hidden_size, mla.q_lora_rank) + 2 * indexer.head_dim
+    numel = indexer.numel(work.shape.hidden_size, mla.q_lora_rank) + indexer.further
     return float(numel * len(set(indexer.layers) & set(stage.layers)) * work.element_bytes)
 
 
@@ -81,7 +81,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         )
     if indexer is None or not set(indexer.layers) & set(stage.layers):
         return 0.0
-    return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * work.sequence_length)
+    return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * indexer.scored(work.sequence_length))
 
 
 def choice_bytes(work: Workload, stage: Stage) -> float:
@@ -95,7 +95,9 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     if indexer is None:
         return 0.0
     hiding = work.sequence_length * work.element_bytes
-    chosen = INDEX_BYTES * min(indexer.top_k, work.sequence_length)
+    # The places of chosen pools are padded to as many as there may be, with the rest of a pool behind them.
+    most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, work.sequence_length)
+    chosen = INDEX_BYTES * most
     attending = len(set(indexer.attending) & set(stage.layers))
     own = len(set(indexer.layers) & set(stage.layers))
     if work.recomputes_layers:

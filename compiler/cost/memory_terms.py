@@ -13,7 +13,7 @@ from .indexer import choice_bytes, scoring_bytes
 from .layer_inputs import parts_bytes, projection_bytes
 from .layer_passes import behind_mlp_bytes, in_flight_bytes, input_bytes, kept_attention, row_copies
 from .memory import LARGEST_BUCKET, has_bucket, keeps_both_gradients, optimizer_step_bytes, static_terms
-from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes
+from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes, let_go_bytes
 from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes
 from .streams import head_bytes
@@ -85,7 +85,9 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
         kept["stream"] += used * of_own * work.split_tokens * held
         kept["gathered"] += used * of_whole * tokens * held
-        in_flight = max(in_flight_bytes(work, routed=moe_layers > 0), backward_bytes(work) if states else 0.0)
+        in_flight = in_flight_bytes(work, routed=moe_layers > 0)
+        if states:
+            in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, stage, dense, sparse))
         found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
         behind_mlp = behind_mlp_bytes(work)
         largest = max(

@@ -18,9 +18,14 @@ Mamba-2 layer, of N state features and chunks of its own, what each token reads 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from parcompile.layout.stages import Stage
 from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.model.shape import ModelShape
 
+from .activations import LayerBytes
+from .indexer import choice_bytes
 from .workload import Workload
 
 STATE_BYTES = 4
@@ -155,6 +160,23 @@ def backward_bytes(work: Workload) -> float:
         return 3.0 * STATE_BYTES * padded * one.heads * one.key_dim * one.chunk / work.tp
     tokens = work.micro_batch * length
     return 3.0 * STATE_BYTES * tokens * one.state_numel / work.tp
+
+
+def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes) -> float:
+    """What the layers of a stage behind the last one that carries a state have kept, and that one's MLP.
+
+    When it runs backward they have let go of it. With full recomputation they keep their inputs only: not counted.
+    """
+    recurrent = work.shape.recurrent
+    if recurrent is None or work.recomputes_layers or work.shape.blocks is not None or recurrent.beside_attention:
+        return 0.0
+    last = max(set(recurrent.layers) & set(stage.layers))
+    behind = range(last + 1, stage.layers.stop)
+    routed = work.shape.routed(range(last, stage.layers.stop))
+    mlps = routed * sparse.mlp + (len(behind) + 1 - routed) * dense.mlp
+    of_whole = len(behind) * (dense.attention + dense.gathered) + mlps
+    choice = choice_bytes(work, replace(stage, layers=behind)) if work.framework == "deepspeed" else 0.0
+    return of_whole * work.local_tokens + len(behind) * dense.stream * work.split_tokens + choice
 
 
 def _kept_by_mamba1(work: Workload, one: RecurrentShape, tokens: int) -> float:

@@ -14,6 +14,8 @@ from parcompile.model.shape import ModelShape
 from .workload import Workload
 
 FP32_BYTES = 4
+MEANS = ("glm5_next_text",)
+"""Model types whose last hidden state is the mean of the streams: no mixture reads them behind the last layer."""
 MIXTURES = 2
 """Of a layer: in front of attention and of the MLP."""
 NUMBERS = 8
@@ -28,7 +30,7 @@ def mixture_parameters(shape: ModelShape) -> int:
 
 def head_parameters(shape: ModelShape) -> int:
     """Those of the mixture behind the last layer, which reads only."""
-    return shape.hyper_streams**2 * shape.hidden_size
+    return 0 if shape.model_type in MEANS else shape.hyper_streams**2 * shape.hidden_size
 
 
 def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
@@ -54,7 +56,8 @@ def head_bytes(work: Workload, stage: Stage) -> float:
 
     With full recomputation it is gone when the largest layer is computed again.
     """
-    if not work.shape.hyper_streams or not stage.has_head or work.recomputes_layers:
+    none = not work.shape.hyper_streams or work.shape.model_type in MEANS
+    if none or not stage.has_head or work.recomputes_layers:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
     return work.split_tokens * _streams(work.shape, work.element_bytes) / share

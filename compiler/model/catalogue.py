@@ -23,7 +23,7 @@ TEXT_PARTS = frozenset(
     {
         *("aria", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note"),
         *("exaone4_5", "fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
-        *("glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
+        *("glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
@@ -77,6 +77,7 @@ CORRECTED = frozenset(
         "exaone_moe",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm5_next_text",
         "glm_moe_dsa",
         "hy_v3",
         "hy_v4",

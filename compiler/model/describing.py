@@ -50,7 +50,7 @@ def kinds_of(one: ModelType) -> list[str]:
     if family.latent:
         found.append("latent attention")
     if family.indexer:
-        found.append("keys chosen by an indexer")
+        found.append(f"{'pools of ' if family.indexer.pool else ''}keys chosen by an indexer")
     if family.low_rank:
         found.append("keys that stand for windows of tokens, some chosen by an indexer")
     if family.experts and family.experts.hashed:

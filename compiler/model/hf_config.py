@@ -329,7 +329,8 @@ def _sliding_window(config: Config, family: Family) -> int | None:
 
 def _mla(read: ConfigReader, latent: Latent, width: int) -> MlaShape:
     defaults = {**asdict(latent), "v_head_dim": latent.v_head_dim or width}
-    sizes = {name: read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
+    # A width of 0 is one that the family has not, and refuses to be given.
+    sizes = {name: default and read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
     at_once = read.is_null("q_lora_rank") or (latent.q_lora_rank is None and not read.has("q_lora_rank"))
     rank = None if at_once else read.size("q_lora_rank", latent.q_lora_rank)
     return MlaShape(q_lora_rank=rank, **sizes)

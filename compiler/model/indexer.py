@@ -6,7 +6,7 @@ The choice has no gradient: transformers computes it without one, so that the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Indexer:
     top_k: int = 2048
     kinds: Callable[[Mapping[str, Any], int], tuple[str, ...]] | None = None
     """`FULL`, `SHARED` or `NONE` for each layer, from the configuration and their number; None: `FULL` for all."""
+    pool: tuple[str, int] | None = None
+    """The key of how many tokens follow each other in a pool, where whole pools are chosen and scored by one key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,27 @@ class IndexerShape:
     layers: tuple[int, ...]
     attending: tuple[int, ...]
     """The layers whose attention sees chosen keys only."""
+    pool: int = 0
+    """Tokens of a pool, whose key is a mean by weights that are learned for each feature; 0: each token is scored."""
 
     def numel(self, hidden: int, query_rank: int) -> int:
         """Elements of the weights of one indexer that multiply each token."""
-        return query_rank * self.heads * self.head_dim + hidden * (self.head_dim + self.heads)
+        keys = (2 if self.pool else 1) * self.head_dim
+        return query_rank * self.heads * self.head_dim + hidden * (keys + self.heads)
+
+    @property
+    def further(self) -> int:
+        """Elements of its other weights: of the norm of its keys, and of the places in a pool."""
+        return (2 + self.pool) * self.head_dim
+
+    @property
+    def token_width(self) -> int:
+        """Numbers of a token that other ranks want: its key; of pools what weights it, too, and whether it counts."""
+        return 2 * self.head_dim + 1 if self.pool else self.head_dim
+
+    def scored(self, sequence_length: int) -> int:
+        """Keys that each query is scored with."""
+        return sequence_length // self.pool if self.pool else sequence_length
 
 
 def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, size: Size) -> IndexerShape | None:
@@ -61,6 +80,7 @@ def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, s
         top_k=size("index_topk", traits.top_k),
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == FULL),
         attending=tuple(layer for layer, kind in enumerate(kinds) if kind != NONE),
+        pool=0 if traits.pool is None else size(*traits.pool),
     )
 
 
@@ -70,13 +90,36 @@ def scheduled_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ..
     Raises:
         LayersError: they do not fit the layers.
     """
+    return _first_full(*_schedule(config, num_layers))
+
+
+def kinds_between(config: Mapping[str, Any], num_layers: int, states: Collection[int]) -> tuple[str, ...]:
+    """The same where `states`, layers with a state, stand between: they hand no choice on (`Glm5NextTextAttention`).
+
+    Raises:
+        LayersError: they do not fit the layers, or a layer takes a choice that the one before it does not hand on.
+    """
+    kinds, key = _schedule(config, num_layers)
+    found = tuple(NONE if layer in states else kind for layer, kind in enumerate(kinds))
+    for layer, kind in enumerate(found):
+        if kind == SHARED and (layer == 0 or found[layer - 1] != FULL):
+            raise LayersError(
+                f"{key}: layer {layer} is {SHARED}, and the layer before it has no indexer, so that transformers finds "
+                f"no choice to take: write {FULL}",
+                key,
+            )
+    return found
+
+
+def _schedule(config: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, ...], str]:
+    """The kinds, and the key that says them."""
     for key in ("indexer_types", "index_topk_pattern"):
         if (given := config.get(key)) is not None:
-            return _checked(key, given, num_layers)
+            return _checked(key, given, num_layers), key
     every = max(_whole(config, "index_topk_freq", 1), 1)
     offset = _whole(config, "index_skip_topk_offset", 2)
-    found = [FULL if max(layer - offset + 1, 0) % every == 0 else SHARED for layer in range(num_layers)]
-    return _checked("index_skip_topk_offset", found, num_layers)
+    found = tuple(FULL if max(layer - offset + 1, 0) % every == 0 else SHARED for layer in range(num_layers))
+    return found, "index_skip_topk_offset" if "index_skip_topk_offset" in config else "index_topk_freq"
 
 
 def every_fourth(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -86,7 +129,7 @@ def every_fourth(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
         LayersError: they do not fit the layers.
     """
     if (given := config.get("indexer_types")) is not None:
-        return _checked("indexer_types", given, num_layers)
+        return _first_full(_checked("indexer_types", given, num_layers), "indexer_types")
     return tuple(FULL if layer == 0 or layer % 4 == 1 else SHARED for layer in range(num_layers))
 
 
@@ -106,6 +149,10 @@ def _checked(key: str, given: Any, num_layers: int) -> tuple[str, ...]:
         raise LayersError(f"{key} has {len(kinds)} entries for {num_layers} layers: write the kind of each", key)
     if others := sorted(set(kinds) - {FULL, SHARED}):
         raise LayersError(f"{key} has {', '.join(others)}: the kinds of layers here are {FULL} and {SHARED}", key)
+    return kinds
+
+
+def _first_full(kinds: tuple[str, ...], key: str) -> tuple[str, ...]:
     if kinds[0] != FULL:
         raise LayersError(f"{key}: the first layer is {SHARED}, and there is no choice before it to take", key)
     return kinds

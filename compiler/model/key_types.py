@@ -36,6 +36,8 @@ _POSITIVE = frozenset(
     }
 )
 """Sizes by which classes divide or which they count with, beside those that parameters follow from."""
+_NO_SIZE = frozenset({("glm5_next_text", "head_dim")})
+"""Of these types' keys those whose value their class writes over with 0."""
 _MEANT = {
     "whole": "a whole number",
     "fraction": "a number with a point, as 1.0",
@@ -68,7 +70,7 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
                 return key, f"{key} is null, which transformers refuses: write {_meant(taken)}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
     for key in sorted(_POSITIVE & fields_of(model_type) & config.keys()):
-        if isinstance(number := config[key], int | float) and number <= 0:
+        if isinstance(number := config[key], int | float) and number <= 0 and (model_type, key) not in _NO_SIZE:
             return key, f"{key} is {number}: it has to be more than 0"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words

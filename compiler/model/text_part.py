@@ -23,6 +23,7 @@ _POSITIONS: Mapping[str, int] = {
     "deepseek_v3": 4096,
     "dots3_note_text": 524288,
     "exaone4": 2048,
+    "glm5_next_text": 1048576,
     "granite": 2048,
     "hunyuan_v1_dense": 2048,
     "hyperclovax": 2048,
@@ -43,12 +44,13 @@ _POSITIONS: Mapping[str, int] = {
 }
 """`max_position_embeddings` of the classes of text parts, for files that leave it out and rows that do not say it.
 Source: the configuration classes of transformers 5.23."""
-_FLAT = frozenset({"hunyuan_vl", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"})
+_FLAT = frozenset({"glm5_next", "hunyuan_vl", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"})
 """Types whose published files have the keys of the text part beside those of the whole."""
 _OF_THE_WHOLE = frozenset(
     {
         *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
-        *("vision_start_token_id", "vision_end_token_id", "im_start_id", "im_end_id", "im_newline_id"),
+        *(f"{kind}_{end}_token_id" for kind in ("image", "video", "vision") for end in ("start", "end")),
+        *("im_start_id", "im_end_id", "im_newline_id"),
     }
 )
 """Keys of these files that are not the text part's."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -48,21 +49,24 @@ def export(
     note, output = whole_note(folder), _empty(Path(output))
     saved = SavedRun(note)
     dtype = TORCH_DTYPES[note.plan.spec.training.precision]
-    writer, whole_model = _Writer(output, shard_bytes), None if into is None else _whole_model(into, note.plan)
+    writer, whole_model = (
+        _Writer(output, shard_bytes),
+        None if into is None else _whole_model(into, note.plan, saved.buffers),
+    )
     for name in tracked(saved.parameters, "exporting weights"):
         whole = saved.whole(name)
         assert whole is not None
-        tensor = _merged(saved, name, whole).to(dtype).contiguous()
-        parts = {name: tensor} if whole_model is None else whole_model.as_stored(name, tensor)
-        if parts is None:
+        weight = _merged(saved, name, whole).to(dtype)
+        stored = {name: weight} if whole_model is None else whole_model.as_stored(name, weight)
+        if stored is None:
             raise RunError(f"{into} stores {name} under no name of its own: export without it")
-        for stored, part in parts.items():
-            writer.add(stored, part)
+        writer.add_all(stored)
     for name, buffer in saved.buffers.items():
-        writer.add(name, buffer.contiguous())
+        # What a folder does not have its class makes itself.
+        writer.add_all({name: buffer} if whole_model is None else whole_model.as_stored(name, buffer) or {})
     if whole_model is not None:
-        for stored in sorted(whole_model.beside):
-            writer.add(stored, whole_model.set_aside(stored))
+        for other in sorted(whole_model.beside):
+            writer.add(other, whole_model.set_aside(other))
     files = writer.finish()
     if whole_model is not None:
         shutil.copyfile(whole_model.folder / "config.json", output / "config.json")
@@ -100,13 +104,13 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     return [config, weights]
 
 
-def _whole_model(folder: str | Path, plan: Plan) -> PretrainedFolder:
+def _whole_model(folder: str | Path, plan: Plan, buffers: Collection[str]) -> PretrainedFolder:
     """The files of a multimodal model whose text part is the plan's."""
     whole = PretrainedFolder(folder)
     check_folder(folder, plan)
     if not whole.beside:
         raise RunError(f"{folder} holds no other part than the text: export without it")
-    whole.check(plan)
+    whole.check(plan, buffers)
     return whole
 
 
@@ -137,6 +141,10 @@ class _Writer:
         self._bytes = 0
         self._written: list[tuple[Path, list[str]]] = []
         self._total = 0
+
+    def add_all(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.add(name, tensor.contiguous())
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()

@@ -21,7 +21,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current, follow_calls
 from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
-from .chosen import Unmasked, hiding
+from .chosen import Chosen, Unmasked, hiding
 from .chunks import chunk_of, chunked, take_temperatures, tempered
 from .rotary import see_last_position
 
@@ -221,6 +221,8 @@ def _attention(
             everywhere=True,
         )
     query = tempered(module, query, place.layout, place.group)
+    if isinstance(attention_mask, Chosen):
+        indices = attention_mask.indices
     chosen = {} if indices is None else {"bias": place.hiding(indices, key, query.dtype)}
     out = place.attend(
         query,

@@ -19,6 +19,13 @@ class Unmasked:
         return self
 
 
+class Chosen(Unmasked):
+    """The same with the choice [B, S, N], where an attention passes nothing beside its mask."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+
+
 def hiding(indices: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     """[B, S, N] → what is added to the scores, 0 for chosen keys and −inf for others: [B, 1, queries, keys].
 

@@ -18,34 +18,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
-from parcompile.runtime.ring_attention import TokenOrder, order_of_last, order_of_packing, order_of_sequence
 from parcompile.runtime.ring_attention.recompute import once
 
 from .attention import RingPlace
 from .chosen import Unmasked
+from .pools import use_pools, without_masks
+from .token_places import of_all_ranks, token_order
 
 
 def use_indexers(model: nn.Module, mesh: Mesh) -> None:
     """Makes the attention modules of this rank's layers that have an indexer, or take the choice of one, attend so."""
     shape = mesh.plan.spec.model.shape
+    family = FAMILIES[shape.model_type]
+    if family.indexer is not None and family.indexer.pool is not None:
+        model.get_submodule(family.base).register_forward_pre_hook(without_masks, with_kwargs=True)
     if shape.indexer is None:
         return
-    place, name = RingPlace.of(mesh), FAMILIES[shape.model_type].attention
+    place = RingPlace.of(mesh)
     path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
     layers: Any = model.get_submodule(path)
     for number, layer in layers.named_children():
         if int(number) not in shape.indexer.attending:
             continue
-        attention: Any = layer.get_submodule(name)
+        attention: Any = layer.get_submodule(family.attention)
         attention.register_forward_pre_hook(_without_mask, with_kwargs=True)
-        if attention.indexer is not None:
+        if shape.indexer.pool:
+            use_pools(attention, place)
+        elif attention.indexer is not None:
             attention.indexer.requires_grad_(False)
             attention.indexer.forward = functools.partial(_choose, attention.indexer, place)
 
@@ -72,7 +77,7 @@ def _choose(
     def chosen() -> tuple[Tensor]:
         own = functools.partial(type(indexer).forward, indexer)
         cos, sin = position_embeddings
-        keys = _Keys(lambda local: _of_all_ranks(place, local, past_key_values, indexer.layer_idx))
+        keys = _Keys(lambda local: of_all_ranks(place, local, past_key_values, indexer.layer_idx))
         see_first = torch.ones(1, 1, 1, dtype=torch.bool, device=hidden_states.device)
         own(hidden_states, q_resid, (cos, sin), see_first, position_ids, past_key_values=keys)
         order = token_order(place, hidden_states.shape[1], keys.every.shape[1], hidden_states.device)
@@ -106,22 +111,3 @@ class _Keys:
             return self.every
         self._taken, self.every = True, self._of_all(keys)
         return self.every[:, :1]
-
-
-def _of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
-    if current().alone:
-        kept: Tensor = local if past is None else past.update_indexer(local, layer)
-        return kept
-    return token_order(place, local.shape[1], 0, local.device).gather(local, place.group)
-
-
-def token_order(place: RingPlace, length: int, total: int, device: torch.device) -> TokenOrder:
-    """Of the micro-batch: `length` tokens of this rank; `total` with those that are kept, where a rank is alone."""
-    batch = current()
-    if batch.alone:
-        return order_of_last(length, total, batch.documents, device)
-    ranks, rank = (1, 0) if place.group is None else (dist.get_world_size(place.group), dist.get_rank(place.group))
-    if batch.packing is not None:
-        return order_of_packing(batch.packing, rank, device)
-    documents = None if batch.documents is None else tuple(tuple(int(edge) for edge in row) for row in batch.documents)
-    return order_of_sequence(length, place.layout, ranks, rank, documents, device)

@@ -21,7 +21,7 @@ from parcompile.runtime.errors import RunError
 
 from .configuration import unused_tensors
 from .slices import Slice
-from .stored_names import split_as_stored, stored_as
+from .stored_names import stored_as, written_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -95,10 +95,10 @@ class PretrainedFolder:
         self.beside = frozenset(self._places.keys() - set(self._names.values()))
         self._places = {name: self._places[stored] for name, stored in self._names.items()}
 
-    def as_stored(self, name: str, whole: Tensor) -> Mapping[str, Tensor] | None:
-        """A tensor of the model under its name in the files, or one for each expert; None: they have no name for it."""
-        found = split_as_stored(name, whole, self._places.keys())
-        return None if found is None else {self._names.get(one, one): tensor for one, tensor in found.items()}
+    def as_stored(self, name: str, whole: Tensor) -> dict[str, Tensor] | None:
+        """A tensor of the model as the files have it, by their names; None: they have it under no name of its own."""
+        found = written_as(name, whole, self._places.keys(), self._open)
+        return None if found is None else {self._names.get(one, one): part for one, part in found.items()}
 
     def set_aside(self, stored: str) -> Tensor:
         """A whole tensor of another part than the text, by its name in the files."""

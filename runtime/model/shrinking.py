@@ -45,6 +45,10 @@ _SAID_AGAIN = frozenset(
 )
 """Keys of published files of MiMo and DeepSeek-V4 that say what other keys say too."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
+_OF_STATES = frozenset(("num_heads", "head_dim", "kda_layers", "full_attn_layers"))
+"""Keys of a section for layers with a state that the small model says elsewhere."""
+_POOL = 3
+"""Tokens of a pool of keys."""
 _WIDTH_OF_A_RANK, _EXPERT_OF_A_RANK, _WIDTH_OF_A_HEAD, _HIDDEN_OF_A_HEAD, _BLOCK = 32, 16, 16, 64, 16
 
 
@@ -241,8 +245,11 @@ def _states(plan: Plan) -> dict[str, Any]:
         if not traits.section:  # keys that transformers writes beside those that they are taken from
             return {key: value for key, value in found.items() if key in plan.spec.model.hf_config}
         # What a section says goes before these keys; `layer_types` says which layers they are.
-        kept = {"short_conv_kernel_size": states.kernel} if traits.section in plan.spec.model.hf_config else {}
-        return {**found, **({traits.section: kept} if kept else {})}
+        section = plan.spec.model.hf_config.get(traits.section)
+        if section is None:
+            return found
+        kept = {key: value for key, value in section.items() if key not in _OF_STATES}
+        return {**found, traits.section: {**kept, "short_conv_kernel_size": states.kernel}}
     return {}
 
 
@@ -335,8 +342,7 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pipelin
     if SHARED in found.get("indexer_types", ()) and len(layers) < shape.num_hidden_layers:
         starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
         # A stage begins with a layer that has an indexer.
-        first = set(starts)
-        found["indexer_types"] = [FULL if place in first else SHARED for place in range(len(layers))]
+        found["indexer_types"] = _choices(set(starts), layers, shape)
     if getattr(config, "moe_layers", None) is not None:
         # The numbers of the layers with experts.
         found["moe_layers"] = [place for place, layer in enumerate(layers) if shape.routed(range(layer, layer + 1))]
@@ -350,6 +356,19 @@ def _of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pipelin
             found[experts.dense_layers[0]] = dense
         elif listed := getattr(config, "mlp_only_layers", None):
             found["mlp_only_layers"] = [place for place, layer in enumerate(layers) if layer in listed]
+    return found
+
+
+def _choices(first: set[int], layers: list[int], shape: ModelShape) -> list[str]:
+    """Which layers have an indexer, and which take a choice; `first` begin a stage.
+
+    Where layers with a state stand between, a choice goes to the next layer only.
+    """
+    attending = [shape.indexer is not None and layer in shape.indexer.attending for layer in layers]
+    found: list[str] = []
+    for place in range(len(layers)):
+        takes = place not in first and (all(attending) or (attending[place - 1] and found[-1] == FULL))
+        found.append(SHARED if takes else FULL)
     return found
 
 
@@ -388,6 +407,10 @@ def _lengths(config: Any, before: int, length: int) -> dict[str, Any]:
     for key in _WINDOWS:
         if isinstance(window := getattr(config, key, None), int):
             found[key] = min(window, WINDOW) if window < before else max(window, length)
+    if pool := getattr(config, "index_kpool", None):
+        # Whole pools are chosen, a few of them.
+        pool = found["index_kpool"] = min(pool, _POOL)
+        found["index_topk"] = max(found["index_topk"] // pool, 1) * pool
     if rates := _rates(config):
         found["compress_rates"] = {kind: min(rate, WINDOW) if rate < before else rate for kind, rate in rates.items()}
     switches = [switch for rope in _ropes(config) if (switch := _switch(rope, config)) is not None]

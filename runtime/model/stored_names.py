@@ -6,7 +6,7 @@ transformers renames and stacks them while it loads; here only the slices that a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -109,11 +109,11 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
         if other in stored:
             return opened(other), {other}
     if rows := _expert_by_expert(name, stored):
-        return StackedExperts([[opened(one) for one in row] for row in rows]), {one for row in rows for one in row}
+        return StackedExperts(rows, opened), {one for row in rows for one in row}
     for pattern, endings in _JOINED:
         names = [re.sub(pattern, ending, name) for ending in endings]
         if name not in names and all(one in stored for one in names):
-            return Joined([opened(one) for one in names]), set(names)
+            return Joined(names, opened), set(names)
     for pattern, replacement, order in _PARTS:
         found = re.search(pattern, name)
         if found and (other := re.sub(pattern, replacement, name)) in stored:
@@ -123,17 +123,15 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     return None
 
 
-def split_as_stored(name: str, whole: Tensor, stored: Collection[str]) -> Mapping[str, Tensor] | None:
-    """The stored tensors that a tensor of the model is made of, by their names; None: it has another form there."""
-    if name in stored:
-        return {name: whole}
-    rows = _expert_by_expert(name, stored)
-    found = {
-        one: part.contiguous()
-        for row, expert in zip(rows, whole, strict=False)
-        for one, part in zip(row, expert.chunk(len(row)), strict=True)
-    }
-    return found if len(rows) == len(whole) else None
+def written_as(name: str, whole: Tensor, stored: Collection[str], opened: Opener) -> dict[str, Tensor] | None:
+    """A tensor of the model as the files store it, by stored name; None where it is a part of a stored one, or none."""
+    entry = stored_as(name, stored, opened)
+    if entry is None or isinstance(entry[0], EqualPart):
+        return None
+    if isinstance(entry[0], Joined | StackedExperts):
+        return entry[0].parted(whole)
+    (other,) = entry[1]
+    return {other: whole}
 
 
 def _expert_by_expert(name: str, stored: Collection[str]) -> list[list[str]]:
@@ -153,9 +151,13 @@ def _expert_by_expert(name: str, stored: Collection[str]) -> list[list[str]]:
 class Joined:
     """Several tensors as one; their rows follow one another."""
 
-    def __init__(self, parts: list[Any]) -> None:
-        self._parts = parts
-        self._rows = [part.get_shape()[0] for part in parts]
+    def __init__(self, names: Sequence[str], opened: Opener) -> None:
+        self._names, self._parts = names, [opened(name) for name in names]
+        self._rows = [part.get_shape()[0] for part in self._parts]
+
+    def parted(self, whole: Tensor) -> dict[str, Tensor]:
+        """Another such tensor as the stored ones."""
+        return dict(zip(self._names, torch.split(whole, self._rows), strict=True))
 
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""
@@ -209,9 +211,16 @@ def _read_rows(parts: list[Any], sizes: list[int], start: int, stop: int, rest: 
 class StackedExperts:
     """Many matrices as one [experts, rows, columns]; the rows of an expert's parts follow one another."""
 
-    def __init__(self, experts: list[list[Any]]) -> None:
-        self._experts = experts
-        self._rows = [part.get_shape()[0] for part in experts[0]]
+    def __init__(self, names: list[list[str]], opened: Opener) -> None:
+        self._names, self._experts = names, [[opened(part) for part in expert] for expert in names]
+        self._rows = [part.get_shape()[0] for part in self._experts[0]]
+
+    def parted(self, whole: Tensor) -> dict[str, Tensor]:
+        """Another such tensor as the stored ones."""
+        found: dict[str, Tensor] = {}
+        for names, expert in zip(self._names, whole, strict=True):
+            found |= dict(zip(names, torch.split(expert, self._rows), strict=True))
+        return found
 
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""

@@ -8,14 +8,21 @@ Source: the `ForConditionalGeneration` classes of transformers 5.23.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-TEXT_MODELS: Mapping[str, str] = {"muse_glimmer_text": "MuseGlimmerTextModel"}
+TEXT_MODELS: Mapping[str, str] = {
+    "glm5_next_text": "Glm5NextTextModel",
+    "muse_glimmer_text": "MuseGlimmerTextModel",
+}
 """Model types of text parts, and their classes, for which transformers 5.23 has no class with a head of its own."""
+
+_MASKS = "create_masks_for_generate"
+"""The method with which some classes make masks for generation."""
 
 
 @functools.cache
@@ -24,7 +31,7 @@ def with_head(model_type: str) -> Any:
     import transformers
 
     text = getattr(transformers, TEXT_MODELS[model_type])
-    own: Mapping[str, Any] = {
+    own: dict[str, Any] = {
         "__module__": text.__module__,
         "__init__": functools.partialmethod(_build, text),
         "__annotations__": {"config": text.config_class},
@@ -33,9 +40,12 @@ def with_head(model_type: str) -> Any:
         "_tp_plan": {"lm_head": "colwise_gather_output"},
         "forward": transformers.utils.can_return_tuple(_forward),
     }
+    whole = getattr(transformers, text.__name__.removesuffix("TextModel") + "ForConditionalGeneration")
+    if _MASKS in vars(whole):
+        own[_MASKS] = vars(whole)[_MASKS]
     pretrained = text.__mro__[1]
     name = text.__name__.removesuffix("Model") + "ForCausalLM"
-    return type(name, (pretrained, transformers.GenerationMixin), dict(own))
+    return type(name, (pretrained, transformers.GenerationMixin), own)
 
 
 def _build(self: Any, text: Any, config: Any) -> None:
@@ -55,12 +65,16 @@ def _forward(
     labels: Tensor | None = None,
     use_cache: bool | None = None,
     logits_to_keep: int | Tensor = 0,
+    output_router_logits: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Tokens [B, S] to logits [B, S, V], and the loss of labels [B, S]."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    """Tokens [B, S] to logits [B, S, V], and the loss of labels [B, S], with that of experts where it is asked for."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
     from transformers.modeling_utils import slice_logits_to_keep
 
+    balanced = output_router_logits
+    if balanced is None:
+        balanced = getattr(self.config, "output_router_logits", False)
     outputs = self.model(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -68,17 +82,21 @@ def _forward(
         past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
+        **({"output_router_logits": True} if balanced else {}),
         **kwargs,
     )
     logits = _scaled(self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), self.config)
     loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    found = {"logits": logits, "past_key_values": outputs.past_key_values}
+    found |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+    if not balanced:
+        return CausalLMOutputWithPast(loss=loss, **found)
+    count = sys.modules[type(self).__module__].load_balancing_loss_func
+    sizes = self.config.num_local_experts, self.config.num_experts_per_tok
+    balance = count(outputs.router_logits, *sizes, attention_mask)
+    if loss is not None:
+        loss = loss + self.config.router_aux_loss_coef * balance
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=balance, router_logits=outputs.router_logits, **found)
 
 
 def _scaled(logits: Tensor, config: Any) -> Tensor:

@@ -17,7 +17,7 @@ from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
 from .packing import Packing, PackingCosts, pack_documents
 from .recompute import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
-from .token_order import TokenOrder, order_of_last, order_of_packing, order_of_sequence
+from .token_order import Run, TokenOrder, order_of_last, order_of_packing, order_of_sequence
 from .ulysses import UspGroups, ulysses_attention, usp_attention
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "PackedLoader",
     "Packing",
     "PackingCosts",
+    "Run",
     "TokenOrder",
     "UspGroups",
     "all_gather_attention",

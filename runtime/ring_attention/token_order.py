@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,21 @@ Borders = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of this rank that follow one another in a document, in rows whose documents are the same."""
+
+    rows: slice
+    tokens: slice
+    """Among the tokens of this rank."""
+    first: int
+    """Where the document begins among the T tokens,"""
+    stop: int
+    """where it ends,"""
+    end: int
+    """and where the run does."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOrder:
     """This rank's tokens among those of all ranks, in the order of the sequence or of the documents of a packing."""
 
@@ -34,6 +49,8 @@ class TokenOrder:
     """int64 [1 or B, S]: the place at which the document of each token of this rank begins."""
     gathered: Tensor
     """int64 [T]: where each of the T tokens is among the tokens of all ranks, one rank after the other."""
+    runs: Callable[[], tuple[Run, ...]]
+    """All tokens of this rank but padding, as runs; found once, on the host."""
 
     @property
     def length(self) -> int:
@@ -60,8 +77,9 @@ def order_of_sequence(
 ) -> TokenOrder:
     """Sequences that a layout deals to the ranks, `length` tokens to each; `documents` for each row."""
     total = length * ranks
-    dealt = [local_positions(layout, ranks, each, total) for each in range(ranks)]
-    return _ordered(dealt[rank], torch.argsort(torch.cat(dealt)), _starts(documents, total), device)
+    with torch.device("cpu"):  # where a plan is tried without values, too
+        dealt = [local_positions(layout, ranks, each, total) for each in range(ranks)]
+        return _ordered(dealt[rank], torch.argsort(torch.cat(dealt)), _starts(documents, total), device)
 
 
 @functools.lru_cache(maxsize=4)
@@ -97,4 +115,22 @@ def _starts(documents: Borders | None, total: int) -> Tensor:
 
 
 def _ordered(places: Tensor, gathered: Tensor, starts: Tensor, device: torch.device) -> TokenOrder:
-    return TokenOrder(places.to(device), starts[:, places.clamp(min=0)].to(device), gathered.to(device))
+    runs = functools.cache(functools.partial(_runs, places, starts))
+    return TokenOrder(places.to(device), starts[:, places.clamp(min=0)].to(device), gathered.to(device), runs)
+
+
+def _runs(places: Tensor, starts: Tensor) -> tuple[Run, ...]:
+    found = []
+    for row, documents in enumerate(starts):
+        own = documents[places.clamp(min=0)]
+        goes_on = (places[1:] == places[:-1] + 1) & (own[1:] == own[:-1]) & (places[:-1] >= 0)
+        edges = [0, *((~goes_on).nonzero().flatten() + 1).tolist(), places.shape[0]]
+        for start, stop in itertools.pairwise(edges):
+            place = int(places[start])
+            if place < 0:
+                continue
+            first = int(own[start])
+            last = int((documents <= first).sum())
+            rows = slice(None) if starts.shape[0] == 1 else slice(row, row + 1)
+            found.append(Run(rows, slice(start, stop), first, last, place + stop - start))
+    return tuple(found)

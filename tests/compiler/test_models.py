@@ -75,7 +75,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
             "aya_vision is refused: its head gives logits as they are, where that of its text part multiplies",
         ),
         ("aya_vision", "text part: cohere2\nwhat runs: its text_config as the configuration of a model of its own"),
-        ("glm5_next", "text part: glm5_next_text, which is refused"),
+        ("diffusion_gemma", "text part: diffusion_gemma_text, which is refused"),
         ("qwen3_omni_moe_thinker", "Its text part qwen3_moe works: tp, cp, pp, dp, sequence parallelism, ep"),
         ("deepseek_ocr2", "transformers has no causal language model with them"),
         ("Qwen3.5-MoE", "qwen3_5_moe is multimodal"),
@@ -138,9 +138,9 @@ def test_every_reason_is_given_to_a_type_and_every_nearest_type_works() -> None:
         ({"model_type": "lama"}, "transformers does not know it", "the nearest type that works is llama"),
         ({"model_type": None}, "model_type is None: it has to be the name of a model type", "`parcompile models`"),
         (
-            {"model_type": "glm5_next", "text_config": {"model_type": "glm5_next_text"}},
-            "its text part is 'glm5_next_text', which is refused too: transformers does not know it",
-            "`parcompile models glm5_next`",
+            {"model_type": "diffusion_gemma", "text_config": {"model_type": "diffusion_gemma_text"}},
+            "its text part is 'diffusion_gemma_text', which is refused too: transformers does not know it",
+            "`parcompile models diffusion_gemma`",
         ),
         (
             {"model_type": "paligemma", "text_config": {"model_type": "gemma"}},

@@ -83,7 +83,7 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "topk_method": ("greedy", "group_limited_greedy"),
     "intermediate_size": (24, 56),
 }
-_ALWAYS_COMPRESSED = ("minicpm3", "longcat_flash", "hy_v4", "dots3_note_text")
+_ALWAYS_COMPRESSED = ("minicpm3", "longcat_flash", "hy_v4", "dots3_note_text", "glm5_next_text")
 """Whose class takes no null for the rank of queries."""
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 _RARE = {
@@ -180,6 +180,8 @@ def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any
         }
         if family == "longcat_flash":  # angles for the features that it rotates, no others
             latent["head_dim"] = latent["qk_rope_head_dim"]
+        if not traits.latent.qk_rope_head_dim:
+            del latent["qk_rope_head_dim"]
         return latent
     if family in ("gpt_neox", "persimmon"):
         return {"num_attention_heads": choose.choice([4, 8])}
@@ -326,6 +328,8 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
             "index_topk": choose.choice([1, 3, 40]),
             "o_groups": choose.choice([4, 4, 8]),
         }
+    if (indexer := FAMILIES[family].indexer) is not None and indexer.pool is not None:
+        return _pools(choose, layers)
     if FAMILIES[family].indexer is not None:
         # Every layer has one; its heads hold the rotary part of the others'.
         sizes = {"index_head_dim": 16, "index_n_heads": choose.choice([2, 4]), "index_topk": choose.choice([2, 5, 40])}
@@ -370,6 +374,31 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         if "attention_chunk_size" in names:
             words, found["attention_chunk_size"] = ["chunked_attention", "full_attention"], choose.choice([4, 6, 40])
         found["layer_types"] = [choose.choice(words) for _ in range(layers)]
+    return found
+
+
+def _pools(choose: random.Random, layers: int) -> dict[str, Any]:
+    """Layers that choose pools of keys between such as carry a state; one may take the choice of that before it."""
+    pool = choose.choice([1, 2, 3, 5])
+    attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
+    choose.shuffle(attends)
+    found: dict[str, Any] = {
+        "layer_types": ["indexed_attention" if one else "linear_attention" for one in attends],
+        "index_kpool": pool,
+        "index_topk": pool * choose.choice([1, 2, 20]),
+        "index_head_dim": choose.choice([4, 16]),
+        "index_n_heads": choose.choice([2, 4]),
+        "linear_num_heads": choose.choice([4, 8]),
+        "linear_head_dim": choose.choice([4, 6]),
+        "linear_conv_kernel_dim": choose.choice([2, 3, 4]),
+        "linear_lower_bound": choose.choice([None, -5.0, -0.5]),
+        "hc_sinkhorn_iters": choose.choice([1, 3, 20]),
+        "indexer_types": ["full"] * layers,
+    }
+    if pool == 1:
+        found["index_kpool_always_select_tail"] = choose.choice([False, True])
+    if all(attends[:2]) and layers == 4:  # both on one of two stages
+        found["indexer_types"][1] = "shared"
     return found
 
 

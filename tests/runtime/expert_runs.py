@@ -122,7 +122,8 @@ def families() -> list[Case]:
         name for name, family in FAMILIES.items() if family.experts is not None and "ep" not in family.refused_axes
     ]
     # A number outside the tiny vocabulary is the default of some.
-    changes = {name: {"pad_token_id": 1} for name in ("flex_olmo", "kimi_linear", "bailing_hybrid", "dots3_note_text")}
+    outside = ("flex_olmo", "kimi_linear", "bailing_hybrid", "dots3_note_text", "glm5_next_text")
+    changes = {name: {"pad_token_id": 1} for name in outside}
     names = [name for name in with_experts if name not in {*MODELS, "phimoe"}]
     # It has none unless they are switched on.
     names = ["gemma4_text, experts" if name == "gemma4_text" else name for name in names]

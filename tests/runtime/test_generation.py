@@ -21,7 +21,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "tp2": (
         {"tp": 2},
-        ("llama", "deepseek_v3", "phi3", "cohere2", "gpt_neox", "glm_moe_dsa, shared choice"),
+        ("llama", "deepseek_v3", "phi3", "cohere2", "gpt_neox", "glm_moe_dsa, shared choice", "glm5_next_text"),
     ),
 }
 """Windows in some layers and in all, tied and scaled embeddings, experts, latent and fused attention, chosen keys,

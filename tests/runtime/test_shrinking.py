@@ -89,6 +89,7 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         "gemma3n_text": {"num_kv_shared_layers": 0},
         "dots3_note_text": windows,
         # A stage begins with a layer that has an indexer.
+        "glm5_next_text": {"indexer_types": ["full"] * 8},
         "hy_v4": {"indexer_types": (["full"] + ["shared"] * 3) * 2},
         "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 8, "compress_rates": None},
     }.get(family, {})

@@ -9,6 +9,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
 
 PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")
-TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer")
+TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "glm5_next")
 SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision")
 """`python benchmarks/models.py --texts` compares all of them."""
 ALIKE = tuple(sorted(name for name in TEXT_PARTS if model_types()[name].text_kind in TEXT_ALIKE))
@@ -246,7 +247,10 @@ def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path
         if name == PUBLISHED_FLAT:
             as_published(folder)
         config = json.loads((folder / "config.json").read_text())
-        plans.append(config_plan(name, config, 2, {"tp": 2}))
+        plan = config_plan(name, config, 2, {"tp": 2})
+        # A gradient that is zero but for rounding must not become a step: hence the large epsilon.
+        training = replace(plan.spec.training, optimizer=replace(plan.spec.training.optimizer, eps=1e-3))
+        plans.append(replace(plan, spec=replace(plan.spec, training=training)))
     for said in run_ranks(2, train_text_parts, plans, str(tmp_path), timeout=120):
         assert said == [""] * len(plans)
     for plan in plans:
@@ -265,7 +269,7 @@ def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path
                 assert torch.equal(tensor, before[key]), key
             else:
                 trained = expected.state_dict()[key]
-                assert float((tensor - trained).norm() / trained.norm()) < 1e-5, key
+                assert float((tensor - trained).norm()) <= 1e-5 * float(trained.norm()), key  # some are zeros
                 moved += not torch.equal(tensor, before[key])
         assert moved > 10
 

@@ -87,6 +87,33 @@ def _deepseek_v4(given: dict[str, Any], layers: int, pick: random.Random) -> dic
 _COMPRESSED = ("compressed_sparse", "heavily_compressed")
 
 
+def _glm5_next_text(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """As many keys as queries, compressed queries, nothing that is rotated, and choices of whole pools of keys."""
+    for key in _GLM5_PARTS:
+        given.pop(key, None)
+    found: dict[str, Any] = {"q_lora_rank": given.get("q_lora_rank") or 1536}
+    if pick.random() < 0.7:
+        heads = pick.choice([1, 2, 4, 6])
+        found |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    if pick.random() < 0.5:
+        pool = pick.choice([1, 2, *SMALL_PRIMES])
+        found |= {"index_kpool": pool, "index_topk": pool * pick.choice([1, 2, 3])}
+    if pick.random() < 0.6:
+        found["indexer_types"] = [pick.choice(["full", "shared"]) for _ in range(layers)]
+    else:
+        found |= {"index_topk_freq": pick.choice([1, 2, 3, 4]), "index_skip_topk_offset": pick.choice([1, 2, 3])}
+    if pick.random() < 0.7:
+        found["layer_types"] = [pick.choice(["linear_attention", "indexed_attention"]) for _ in range(layers)]
+    return found
+
+
+_GLM5_PARTS = (
+    *("num_attention_heads", "num_key_value_heads", "qk_rope_head_dim", "index_kpool", "index_topk"),
+    *("linear_attn_config", "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+    "layer_types",
+)
+
+
 def _mamba(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
     """The rank of step sizes as a word or a number."""
     return {"time_step_rank": pick.choice(["auto", "auto", *SMALL_PRIMES])}
@@ -131,6 +158,7 @@ FOLLOWING: Mapping[str, Callable[[dict[str, Any], int, random.Random], dict[str,
     "deepseek_v4": _deepseek_v4,
     "dots3_note_text": _dots3_note_text,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _gemma4_text),
+    "glm5_next_text": _glm5_next_text,
     "granitemoehybrid": lambda _, __, pick: {"position_embedding_type": pick.choice([None, "rope", "nope"])},
     "gpt_neo": lambda _, layers, __: {"attention_types": [[["global"], layers]]},
     "jamba": _jamba,

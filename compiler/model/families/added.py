@@ -16,6 +16,7 @@ from .dense import DENSE
 from .dots3 import DOTS3
 from .experts import EXPERTS
 from .gemma import GEMMA
+from .glm5_next import GLM5_NEXT
 from .gpt import GPT
 from .hybrids import HYBRIDS
 from .indexed import INDEXED
@@ -43,6 +44,7 @@ BUILT_IN: Mapping[str, Family] = {
     **LLAMA4,
     **HYBRIDS,
     **KIMI_DELTA,
+    **GLM5_NEXT,
     **STATE_SPACE,
     **ATTENTION_FREE,
     **GEMMA,
