@@ -99,6 +99,10 @@ def _layers(
     if (periodic := _layers_of_period(read, experts)) is not None:
         return periodic[0], periodic
     if experts.by_layer and (kinds := read.words(experts.by_layer)):
+        if others := sorted(set(kinds) - {"dense", "sparse"}):
+            raise ModelConfigError(
+                f"{experts.by_layer} has {', '.join(others)}: the kinds of MLPs are dense and sparse", experts.by_layer
+            )
         count, found = len(kinds), [layer for layer, kind in enumerate(kinds) if kind != "dense"]
     elif experts.layers is not None:
         count = read.size("num_hidden_layers")

@@ -163,6 +163,10 @@ def test_the_ways_to_write_a_configuration_describe_the_model_that_transformers_
         ({"indexer_types": [SHARED, FULL, FULL, FULL]}, "indexer_types"),
         ({"indexer_types": None, "index_topk_freq": 4, "layer_types": None}, "index_topk_freq"),
         ({"linear_attn_config": {"num_heads": 0}}, "linear_attn_config"),
+        ({"linear_attn_config": {"num_heads": None}}, "linear_attn_config"),
+        ({"linear_attn_config": {"gate_lower_bound": -5}}, "linear_attn_config"),
+        ({"linear_attn_config": []}, "linear_attn_config"),
+        ({"mlp_layer_types": ["dense", "moe", "sparse", "sparse"]}, "mlp_layer_types"),
         ({"n_group": 3}, "n_group"),
     ],
 )

@@ -16,7 +16,7 @@ from parcompile.model.shape import ModelShape
 from .traits import all_heads, routed
 
 _HEADS, _POOL, _TOP_K = 64, 16, 2048
-_STATE, _CHOSEN = "linear_attention", "indexed_attention"
+_SECTION, _STATE, _CHOSEN = "linear_attn_config", "linear_attention", "indexed_attention"
 
 
 def _three_of_four(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -44,6 +44,12 @@ def _values_of_layers(_: Mapping[str, Any], shape: ModelShape) -> Mapping[int, M
     return dict.fromkeys(layers, found)
 
 
+def _bound_is_no_fraction(config: Mapping[str, Any]) -> bool:
+    section = config.get(_SECTION)
+    bound = section.get("gate_lower_bound") if isinstance(section, Mapping) else None
+    return bound is not None and not isinstance(bound, float)
+
+
 def _uneven(config: Mapping[str, Any]) -> bool:
     pool, chosen = config.get("index_kpool", _POOL), config.get("index_topk", _TOP_K)
     return isinstance(pool, int) and isinstance(chosen, int) and pool > 0 and chosen % pool != 0
@@ -59,7 +65,7 @@ GLM5_NEXT: Mapping[str, Family] = {
             module="self_attn",
             attending_words=(_CHOSEN, "full_attention"),
             by_default=_three_of_four,
-            section="linear_attn_config",
+            section=_SECTION,
             gates_by_few=True,
         ),
         defaults={"linear_num_heads": _HEADS},
@@ -84,6 +90,11 @@ GLM5_NEXT: Mapping[str, Family] = {
                 "qk_rope_head_dim",
                 lambda config: bool(config.get("qk_rope_head_dim")),
                 "this attention rotates nothing, and transformers builds no such model: write 0",
+            ),
+            Refusal(
+                _SECTION,
+                _bound_is_no_fraction,
+                "transformers takes a number with a point, as -5.0, or null for its gate_lower_bound",
             ),
             Refusal(
                 "index_topk",

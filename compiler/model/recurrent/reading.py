@@ -53,7 +53,9 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
 
 
 def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int, ...], size: Size) -> RecurrentShape:
-    section = config.get(traits.section) or {}
+    section = {} if config.get(traits.section) is None else config[traits.section]
+    if not isinstance(section, Mapping):
+        raise LayerListError(f"{traits.section} is {section!r}: it has to be an object", traits.section)
 
     def called(key: str) -> str:
         # A configuration that transformers saved has both names, and its class takes the value of the longer one:
@@ -61,9 +63,9 @@ def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int,
         return key if config.get(key) is not None else traits.sizes.get(key, key)
 
     def of(key: str, inside: str, default: int) -> int:
-        value = section.get(inside)
-        if value is None:
+        if inside not in section:
             return size(called(key), default)
+        value = section[inside]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             message = f"{traits.section}.{inside} is {value!r}: it has to be a whole number of 1 or more"
             raise LayerListError(message, traits.section)
