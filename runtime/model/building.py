@@ -44,7 +44,8 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     """The plan's Hugging Face model, whole, on the current default device.
 
     Raises:
-        RunError: the plan is for a user module, transformers is missing, or it does not know the model type.
+        RunError: the plan is for a user module, transformers is missing, does not know the model type, or builds no
+            model of its configuration.
     """
     if plan.spec.model.shape.user_module is not None:
         raise RunError(
@@ -54,7 +55,12 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     config = planned_config(plan)
     # A cache of keys and values serves generation; in training it would only hold memory.
     config.use_cache = False
-    model: nn.Module = causal_model(config, dtype=dtype)
+    try:
+        model: nn.Module = causal_model(config, dtype=dtype)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"transformers builds no {config.model_type} of the plan's configuration: {error}", everywhere=True
+        ) from error
     return model
 
 

@@ -21,6 +21,7 @@ from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export
 from parcompile.runtime.checkpoint.converting import import_pretrained
+from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.configuration import check_folder, difference, folder_config, planned_config, saved_config
 from parcompile.runtime.model.model_class import model_class
 from parcompile.runtime.model.stored_names import stored_as
@@ -290,3 +291,9 @@ def test_how_published_weights_were_quantized_is_left_out_and_said() -> None:
         plan.spec.model.source == "config.json (quantization_config is left out: weights are not quantized in training)"
     )
     assert "quantization_config" not in saved_config(plan, torch.bfloat16)
+
+
+def test_a_model_that_transformers_does_not_build_is_an_error_for_people() -> None:
+    plan = family_plan("llama", 1, {}, pad_token_id=61)
+    with pytest.raises(RunError, match=r"transformers builds no llama of .*: Padding_idx must be"):
+        build_model(plan)
