@@ -3,8 +3,9 @@
 transformers' own attention and compressor modules compute all but the attention itself. It gets the keys of the tokens
 with the compressed ones behind them, and the mask of these.
 
-A compressor counts its windows from the first token that it is called with. So of packed documents it is called once
-for each: a window never reaches over the end of a document, and what is left behind the last whole window is in none.
+A compressor counts its windows from the first token that it is called with. Of packed documents, and of a sequence that
+is spread over ranks, `window_keys` does: a window never reaches over the end of a document, and what is left behind the
+last whole window is in none.
 
 The choice of an indexer has no gradient: transformers computes it without one, and its weights are frozen here.
 
@@ -16,12 +17,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
@@ -29,10 +29,11 @@ from parcompile.model.families import FAMILIES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
-from parcompile.runtime.ring_attention import attention_beside
+from parcompile.runtime.ring_attention import attention_beside, local_positions
 from parcompile.runtime.ring_attention.recompute import once
 
 from .attention import BESIDE, RingPlace
+from .window_keys import keys_and_mask
 
 _TILE = 512
 """Queries of a tile: the first of a sequence see few compressed keys."""
@@ -43,6 +44,7 @@ def use_compressed_keys(model: nn.Module, mesh: Mesh) -> None:
     shape = mesh.plan.spec.model.shape
     if shape.low_rank is None:
         return
+    place = RingPlace.of(mesh)
     path, name = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0], FAMILIES[shape.model_type].attention
     for _, layer in model.get_submodule(path).named_children():
         attention: Any = layer.get_submodule(name)
@@ -53,7 +55,7 @@ def use_compressed_keys(model: nn.Module, mesh: Mesh) -> None:
         if compressor is None:
             continue
         setattr(attention, BESIDE, functools.partial(_attend, compressor.compress_rate))
-        compressor.forward = functools.partial(_of_documents, compressor.forward, compressor.head_dim)
+        compressor.forward = functools.partial(_compress, compressor.forward, compressor, place)
         indexer = getattr(compressor, "indexer", None)
         if indexer is not None:
             indexer.requires_grad_(False)
@@ -109,52 +111,41 @@ def _attend(
         alone = place.attend(query, own, own, **masks)
         return alone.transpose(1, 2).contiguous()
     documents = current().documents
-    tiles = None
-    if documents is None:
-        rows = (slice(start, min(start + _TILE, length)) for start in range(0, length, _TILE))
-        tiles = [(one, slice(0, min(one.stop // rate, further.shape[2]))) for one in rows if one.stop >= rate]
-    options = {"group": None, "layout": place.layout, "documents": documents, **masks}
-    out = attention_beside(query, own, own, further, mask, tiles=tiles, **options)
+    tiles = None if documents is not None else _tiles(place, length, rate, further.shape[2])
+    out = attention_beside(query, own, own, further, mask, tiles=tiles, documents=documents, **place.options, **masks)
     found: Tensor = out.transpose(1, 2).contiguous()
     return found
 
 
-def _of_documents(
-    compress: Callable[..., tuple[Tensor, Tensor | None]],
-    width: int,
+def _tiles(place: RingPlace, length: int, rate: int, keys: int) -> list[tuple[slice, slice]]:
+    """Queries, some at a time, and the compressed keys that stand for windows before the last of them."""
+    ranks, rank = (1, 0) if place.group is None else (dist.get_world_size(place.group), dist.get_rank(place.group))
+    positions = local_positions(place.layout, ranks, rank, length * ranks)
+    rows = [slice(start, min(start + _TILE, length)) for start in range(0, length, _TILE)]
+    ready = [min((int(positions[one].max()) + 1) // rate, keys) for one in rows]
+    return [(one, slice(0, count)) for one, count in zip(rows, ready, strict=True) if count]
+
+
+def _compress(
+    own: Callable[..., tuple[Tensor, Tensor | None]],
+    compressor: Any,
+    place: RingPlace,
     hidden_states: Tensor,
     q_residual: Tensor,
     position_ids: Tensor,
     past_key_values: Any,
     layer_idx: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compressed keys [B, 1, C, D] of all documents, and their mask [B, 1, S, C]: of each query those of its own."""
-    documents = current().documents
+    """Compressed keys [B, 1, C, D] of all windows, and their mask [B, 1, S, C]: of each query those of its document."""
     if current().packing is not None:
         raise RunError(
             "documents that are dealt one by one are not injected where keys stand for windows of tokens: pack them "
             "into rows",
             everywhere=True,
         )
-    if documents is None:
-        return compress(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-    batch, length, _ = hidden_states.shape
-    positions = position_ids.expand(batch, -1)
-    rows = []
-    for row, borders in enumerate(documents):
-        keys, masks = [hidden_states.new_zeros(1, 1, 0, width)], [hidden_states.new_zeros(1, 1, length, 0)]
-        for start, stop in itertools.pairwise(int(border) for border in borders):
-            here = (slice(row, row + 1), slice(start, stop))
-            own, mask = compress(hidden_states[here], q_residual[here], positions[here], None, layer_idx)
-            if mask is None:  # there is no key, or the one of a document of one token
-                mask = own.new_zeros(1, 1, stop - start, own.shape[2])
-            keys.append(own)
-            masks.append(F.pad(mask, (0, 0, start, length - stop), value=-torch.inf))
-        rows.append((torch.cat(keys, 2), torch.cat(masks, 3)))
-    most = max(keys.shape[2] for keys, _ in rows)
-    every = torch.cat([F.pad(keys, (0, 0, 0, most - keys.shape[2])) for keys, _ in rows])
-    hiding = torch.cat([F.pad(mask, (0, most - mask.shape[3]), value=-torch.inf) for _, mask in rows])
-    return every, hiding if most else None
+    if place.group is None and current().documents is None:
+        return own(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+    return keys_and_mask(compressor, place, hidden_states, q_residual, position_ids)
 
 
 def _choose(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

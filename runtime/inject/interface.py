@@ -155,7 +155,7 @@ def _codegen(
     query, value, key = (blocks[..., part, :, :].flatten(2, 3) for part in range(3))
     module.embed_positions = module.embed_positions.to(query.device)
     sin, cos = module.embed_positions[position_ids].chunk(2, dim=-1)
-    rotate, width = _function_of(module, "apply_rotary_pos_emb"), module.rotary_dim or module.head_dim
+    rotate, width = function_of(module, "apply_rotary_pos_emb"), module.rotary_dim or module.head_dim
     query, key = (
         torch.cat((rotate(part[..., :width], sin, cos), part[..., width:]), -1).transpose(1, 2) for part in (query, key)
     )
@@ -217,7 +217,7 @@ def _falcon(
     query, key, value = (part.transpose(1, 2) for part in _falcon_heads(module, module.query_key_value(hidden_states)))
     if alibi is None:
         assert position_embeddings is not None
-        rotate = _function_of(module, "apply_rotary_pos_emb")
+        rotate = function_of(module, "apply_rotary_pos_emb")
         query, key = rotate(query, key, *position_embeddings)
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
@@ -241,12 +241,12 @@ def _falcon_heads(module: Any, fused: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _falcon_slopes(module: nn.Module, heads: int) -> Tensor:
-    build = _function_of(module, "build_alibi_tensor")
+    build = function_of(module, "build_alibi_tensor")
     biases: Tensor = build(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)
     return biases[:, 0, 1] - biases[:, 0, 0]
 
 
-def _function_of(module: nn.Module, name: str) -> Callable[..., Any]:
+def function_of(module: nn.Module, name: str) -> Callable[..., Any]:
     """A function of the file of transformers that a module is from."""
     import sys
 

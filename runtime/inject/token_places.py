@@ -30,5 +30,10 @@ def token_order(place: RingPlace, length: int, total: int, device: torch.device)
     ranks, rank = (1, 0) if place.group is None else (dist.get_world_size(place.group), dist.get_rank(place.group))
     if batch.packing is not None:
         return order_of_packing(batch.packing, rank, device)
-    documents = None if batch.documents is None else tuple(tuple(int(edge) for edge in row) for row in batch.documents)
-    return order_of_sequence(length, place.layout, ranks, rank, documents, device)
+    return order_of_sequence(length, place.layout, ranks, rank, borders_of_rows(), device)
+
+
+def borders_of_rows() -> tuple[tuple[int, ...], ...] | None:
+    """Of the micro-batch: where the documents of each row begin, and its length; None where each row is one."""
+    documents = current().documents
+    return None if documents is None else tuple(tuple(int(edge) for edge in row) for row in documents)

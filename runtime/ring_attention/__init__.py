@@ -19,6 +19,7 @@ from .recompute import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 from .token_order import Run, TokenOrder, order_of_last, order_of_packing, order_of_sequence
 from .ulysses import UspGroups, ulysses_attention, usp_attention
+from .windows import Windows, windows_of
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "TokenOrder",
     "UspGroups",
+    "Windows",
     "all_gather_attention",
     "attention",
     "attention_beside",
@@ -50,4 +52,5 @@ __all__ = [
     "ulysses_attention",
     "unpack_tensors",
     "usp_attention",
+    "windows_of",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .all_gather import gathered
 from .execution import attention_backward, attention_call, blocks, queries_of_pass
 from .inputs import autocast
 from .kernels.blocks import add_gradients, attend
@@ -39,6 +40,7 @@ def attention_beside(
     *,
     tiles: Sequence[tuple[slice, slice]] | None = None,
     sinks: Tensor | None = None,
+    implementation: str = "ring",
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank of a group, and over further keys.
@@ -51,13 +53,15 @@ def attention_beside(
         bias: added to their scores, [B, 1, S, C]; −inf hides a key. No gradient.
         tiles: queries and further keys outside of which everything is hidden; None: nothing is known of it.
         sinks: for each query head [H] the score of one more key, which has no value.
-        options: what `ring_attention` takes of the keys of the sequence.
+        implementation: "ring", "double_ring" or "all_gather", by which the keys of the sequence meet the queries.
+        options: what it takes of them.
 
     Returns:
         [B, H, S, D], stored so that `out.transpose(1, 2)` is contiguous.
     """
     query, key, value, further = (autocast(one) for one in (query, key, value, further))
-    call = attention_call(query, key, value, "ring", sinks=sinks, **options)
+    carrier = "all_gather" if implementation == "all_gather" else "ring"
+    call = attention_call(query, key, value, carrier, sinks=sinks, **options)
     every = [(slice(0, query.shape[2]), slice(0, further.shape[2]))] if tiles is None else tiles
     beside = _Beside(select_kernel(query, further, added=True), tuple(Tile(*one) for one in every))
     out: Tensor = _Attention.apply(query, key, value, further, bias, sinks, call, beside)  # type: ignore[no-untyped-call]
@@ -96,10 +100,11 @@ class _Attention(torch.autograd.Function):
             batch, heads, length, width = query.shape
             out = query.new_empty((batch, length, heads, width)).transpose(1, 2)
             lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
+            ahead = gathered(call, key, value)
             for one in call.passes:
                 running = RunningAttention(one.of_queries(out), one.of_queries(lse))
                 own = one.of_queries(query)
-                for tiles, keys, values, terms in blocks(call, one, key, value, iter(())):
+                for tiles, keys, values, terms in blocks(call, one, key, value, ahead):
                     attend(call.kernel, tiles, own, keys, values, running, call.scale, terms)
                 every, terms = one.of_keys(further), beside.terms(bias, query, one)
                 attend(beside.kernel, beside.tiles, own, every, every, running, call.scale, terms)

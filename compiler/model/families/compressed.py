@@ -135,10 +135,6 @@ COMPRESSED: Mapping[str, Family] = {
             shared_count=("n_shared_experts", 1),
             hashed=_hashed,
         ),
-        refused_axes={
-            "cp": "its queries see keys that stand for whole windows of tokens, and no rank has the tokens of all "
-            "windows: the ring passes keys of single tokens"
-        },
         refusals=(
             _is_not("n_shared_experts", 1, "transformers builds one shared expert whatever it says: write 1"),
             _is_not("num_key_value_heads", 1, "all queries share one key, which is the value too: write 1"),
