@@ -11,6 +11,7 @@ tokens, L the layers of the stage.
 | tp | all-gather of three fp32 numbers for each token (loss) | all-reduce of gradients that each rank has in part |
 | kv-replica | – | all-reduce of the gradients of replicated kv heads |
 | cp | what each implementation exchanges in a layer: `context` | |
+| cp | tokens of windows, and the keys that stand for them: `window_keys` | |
 | ep | all-to-all of the rows of tokens on their way to their experts, of as many back, and of how many they are | two |
 | tp, with ep | all-gather of the rows that came over ep, reduce-scatter of their results, each as an all-to-all | two |
 | dp-cp | – | once a step: all-reduce of gradients, all-gather of weights |
@@ -51,6 +52,7 @@ from .indexer import key_bytes
 from .memory import keeps_both_gradients
 from .recurrent import sent_over_cp
 from .shared_blocks import uses
+from .window_keys import window_exchanges
 from .workload import Workload
 
 GRADIENT_SUM_BYTES = 4
@@ -83,8 +85,8 @@ _Send = Callable[[str, str, float, float, int], None]
 def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Collectives:
     """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
 
-    States of recurrent layers go from rank to rank: the ends of the chain send less. They are those of `cp_rank`, by
-    default of the busiest.
+    States of recurrent layers go from rank to rank, and so do tokens of windows: the ends of the chain send less. They
+    are those of `cp_rank`, by default of the busiest.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
@@ -115,6 +117,8 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
     if messages:
         before = found.get((Axis.CP, "send"), Sent(0, 0.0))
         found[Axis.CP, "send"] = Sent(before.messages + messages, before.wire_bytes + size)
+    for one in window_exchanges(work, stage.layers, cp_rank):
+        found[Axis.CP, one.operation] = Sent(one.messages, one.wire_bytes)
     if work.ep > 1:
         found.update(_experts(work, stage))
     dealt = work.dealt_parameters(stage)

@@ -182,7 +182,7 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
             refused.append((kind, None, f"cp {work.cp} has no two factors above 1"))
         for level in levels:
             one = ContextParallel(kind, work.cp, level)
-            fault = context_fault(one, heads, CpLayout(work.cp_layout))
+            fault = context_fault(one, heads, CpLayout(work.cp_layout), windows=work.shape.has_window_keys)
             if fault is None:
                 found.append(one)
             else:
@@ -190,8 +190,13 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
     return found, refused
 
 
-def context_fault(context: ContextParallel, heads: Heads, layout: CpLayout) -> str | None:
-    """Why an implementation cannot run with these heads and this layout; None when it can."""
+def context_fault(context: ContextParallel, heads: Heads, layout: CpLayout, *, windows: bool = False) -> str | None:
+    """Why an implementation cannot run with these heads and this layout; None when it can.
+
+    `windows`: keys stand for windows of tokens.
+    """
+    if windows and context.head_ranks > 1:
+        return f"{context.implementation.value} cannot exchange tokens whose queries see keys of windows"
     if context.implementation is CpImplementation.USP and layout is CpLayout.STRIPED:
         return "usp cannot run striped chunks"
     return exchange_fault(heads, context.head_ranks) if context.head_ranks > 1 else None

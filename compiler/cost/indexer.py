@@ -8,6 +8,7 @@ from parcompile.layout.stages import Stage
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 
+from .window_keys import compressed_layers, gathered_bytes
 from .workload import Workload
 
 INDEX_BYTES = 4
@@ -72,13 +73,9 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
     """
     indexer = work.shape.indexer
     if work.shape.low_rank is not None:
-        return max(
-            (
-                3.0 * 4 * min(SCORES_AT_ONCE, work.sequence_length * choice.heads * keys.count(work.sequence_length))
-                for _, keys, choice in _choices(work.shape, stage.layers)
-            ),
-            default=0.0,
-        )
+        length, queries = work.sequence_length, work.sequence_length // work.cp
+        scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
+        return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
     if indexer is None or not set(indexer.layers) & set(stage.layers):
         return 0.0
     return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * indexer.scored(work.sequence_length))
@@ -105,29 +102,24 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     return float(work.local_tokens * hiding * attending)
 
 
-def _compressed(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys]]:
-    """How many of these layers have compressed keys of each kind."""
-    for own, one in shape.by_kind:
-        if one.compressed is not None and (count := len(set(own) & set(layers))):
-            yield count, one.compressed
-
-
 def _choices(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, KeyChoice]]:
     """The same of those among whose compressed keys an indexer chooses."""
-    return ((count, keys, keys.choice) for count, keys in _compressed(shape, layers) if keys.choice is not None)
+    of_kinds = compressed_layers(shape, layers)
+    return ((count, keys, keys.choice) for count, keys, _ in of_kinds if keys.choice is not None)
 
 
 def _compressed_bytes(work: Workload, stage: Stage) -> float:
-    """What hides compressed keys, of later windows and such as were not chosen; recomputed, the choice of each layer.
+    """What hides compressed keys, of later windows and such as were not chosen, and the keys of other ranks' windows.
 
-    A choice is of 64-bit numbers.
+    Recomputed, the choice of each layer. A choice is of 64-bit numbers.
     """
-    length, kinds = work.sequence_length, list(_compressed(work.shape, stage.layers))
+    length, kinds = work.sequence_length, list(compressed_layers(work.shape, stage.layers))
+    others = gathered_bytes(work, stage.layers)
     if not work.recomputes_layers:
-        hiding = sum(count * keys.count(length) for count, keys in kinds)
-        return float(work.local_tokens * work.element_bytes * hiding)
-    hiding = max((keys.count(length) for _, keys in kinds), default=0)
+        hiding = sum(count * keys.count(length) for count, keys, _ in kinds)
+        return others + work.local_tokens * work.element_bytes * hiding
+    hiding = max((keys.count(length) for _, keys, _ in kinds), default=0)
     chosen = sum(
         count * min(choice.top_k, keys.count(length)) for count, keys, choice in _choices(work.shape, stage.layers)
     )
-    return float(work.local_tokens * (work.element_bytes * hiding + 2 * INDEX_BYTES * chosen))
+    return others + work.local_tokens * (work.element_bytes * hiding + 2 * INDEX_BYTES * chosen)

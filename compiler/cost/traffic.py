@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
@@ -11,9 +11,10 @@ from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
 from .collectives import Collectives, Sent, collectives
-from .context_exchanges import context_exchanges
+from .context_exchanges import ContextExchange, context_exchanges
 from .recurrent import sent_over_cp
 from .stage_exchanges import busiest_stage, stage_exchanges
+from .window_keys import window_exchanges
 from .workload import Workload
 
 
@@ -64,6 +65,10 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
     if messages:
         stride = work.stride(Axis.CP)
         found.append(_group(work, Axis.CP, "states from piece to piece", messages, size, work.cp, stride))
+    every = max((window_exchanges(work.of_stage(stage), stage.layers) for stage in work.stages), key=_sizes)
+    if every:
+        operation, messages = "tokens and keys of windows", sum(one.messages for one in every)
+        found.append(_group(work, Axis.CP, operation, messages, _sizes(every), work.cp, work.stride(Axis.CP)))
     if work.pp > 1:
         between = stage_exchanges(work, busiest_stage(work))[Axis.PP, "send"]
         operation, stride = "send to the next stage and the one before", work.stride(Axis.PP)
@@ -91,12 +96,16 @@ def _distinct(work: Workload) -> list[Stage]:
 
 def _exchanged(work: Workload, stage: Stage) -> float:
     """Bytes that the attention of a stage exchanges for one micro-batch; without cp, how often it attends."""
-    sent = sum(one.wire_bytes for one in context_exchanges(work.of_stage(stage)))
+    sent = _sizes(context_exchanges(work.of_stage(stage)))
     return work.shape.attending(stage.layers) * (sent or 1)
 
 
 def _total(sent: Collectives) -> float:
     return sum(one.wire_bytes for one in sent.values())
+
+
+def _sizes(exchanges: Iterable[ContextExchange]) -> float:
+    return sum(one.wire_bytes for one in exchanges)
 
 
 def _replicas(work: Workload) -> int:

@@ -219,6 +219,11 @@ class ModelShape:
             own = {name: value for name, value in own.items() if value is not None or name not in OF_MODEL}
             yield kind.layers, replace(self, kinds=(), **own)
 
+    @property
+    def has_window_keys(self) -> bool:
+        """Whether any layer attends to keys that stand for windows of tokens."""
+        return any(one.compressed is not None for _, one in self.by_kind)
+
     def of_layer(self, layer: int) -> ModelShape:
         """A model all of whose layers are as this one."""
         return next((one for layers, one in self.by_kind if layer in layers), self)

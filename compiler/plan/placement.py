@@ -16,6 +16,7 @@ from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.indexer import key_bytes
 from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
+from parcompile.cost.window_keys import window_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
@@ -65,6 +66,7 @@ def step_traffic(work: Workload, stage: Stage) -> Traffic:
         (one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work.of_stage(stage))
     )
     states = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
+    states += int(sum(one.wire_bytes for one in window_exchanges(work.of_stage(stage), stage.layers)))
     if states:
         levels = (*levels, (work.cp, 1, states))
     return Traffic(

@@ -56,21 +56,22 @@ def resize(sizes: tuple[int, int]) -> Fix:
 def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
     """Sizes of both levels that heads and layout allow, the largest inner level on a node first."""
     heads, cp = _heads(spec), spec.axis(Axis.CP)
-    on_node = spec.cluster.gpus_per_node
+    on_node, windows = spec.cluster.gpus_per_node, spec.shape.has_window_keys
     found = [
         sizes
         for sizes in level_sizes(cp)
-        if context_fault(ContextParallel(kind, cp, sizes), heads, spec.cp_layout) is None
+        if context_fault(ContextParallel(kind, cp, sizes), heads, spec.cp_layout, windows=windows) is None
     ]
     return sorted(found, key=lambda sizes: (sizes[0] > on_node, -sizes[0]))
 
 
 @rule(
     "C005",
-    "heads do not divide over the ranks that exchange them",
+    "heads cannot be exchanged for tokens",
     """ulysses deals the heads of a tensor-parallel rank to all cp ranks, usp to the inner ones: that number of ranks
     divides num_attention_heads / tp, and it divides the key/value heads or is a multiple of them (they are repeated
-    then), in every layer that attends. The rings and all_gather take any number of heads.""",
+    then), in every layer that attends. Where keys stand for windows of tokens (deepseek_v4), each rank chooses among
+    them for its own queries, and has to keep these. The rings and all_gather take any model.""",
     wrong={"parallelism": {"tp": 2, "cp": 3, "cp_implementation": "ulysses"}, "cluster": {"gpus_per_node": 6}},
     right={"parallelism": {"tp": 2, "cp": 4, "cp_implementation": "ulysses"}},
     sources=("arXiv 2309.14509, section 3", "TransformerEngine context_parallel.py"),
@@ -82,7 +83,15 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
         ranks, place, path = cp, f"cp {cp}", _NAME
     elif kind is CpImplementation.USP and sizes is not None and sizes[0] * sizes[1] == cp:
         ranks, place, path = sizes[0], f"inner level {sizes[0]}", _SIZES
+    elif kind is CpImplementation.USP and spec.shape.has_window_keys:
+        ranks, place, path = cp, f"cp {cp}", _NAME
     else:
+        return
+    related = also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,)))
+    rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
+    if spec.shape.has_window_keys:
+        message = f"{kind.value} with keys that stand for windows of tokens"
+        yield Finding(message, _NAME, help="the rings and all_gather leave queries where they are", fixes=rings)
         return
     heads = _heads(spec)
     fault = exchange_fault(heads, ranks)
@@ -95,8 +104,8 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
         f"{kind.value} with {place}: {fault} (heads / tp {spec.axis(Axis.TP)}); possible: {listed(fits)} ranks",
         path,
         help="the rings and all_gather take any number of heads",
-        fixes=(*resized, _use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
-        related=also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,))),
+        fixes=(*resized, *rings),
+        related=related,
     )
 
 
@@ -139,8 +148,8 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     kind, cp = _named(spec), spec.axis(Axis.CP)
     if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
         return
-    if kind is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
-        return  # C006 speaks of it
+    if kind is CpImplementation.USP and (spec.cp_layout is CpLayout.STRIPED or spec.shape.has_window_keys):
+        return  # C006 or C005 speaks of it
     if possible_sizes(spec, kind):
         return
     levels = level_sizes(cp)

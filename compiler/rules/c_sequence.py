@@ -86,9 +86,10 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "C010",
-    "a state cannot pass through striped tokens",
-    """A layer that carries a state hands it from each piece of the sequence to the next. With the striped layout
-    neighbouring tokens are on different ranks: every token would be a piece.""",
+    "striped tokens are no pieces of a sequence",
+    """A layer that carries a state hands it from each piece of the sequence to the next, and a key that stands for a
+    window of tokens is made where the window is. With the striped layout neighbouring tokens are on different ranks:
+    every token would be a piece.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"cp": 2, "cp_layout": "striped"},
@@ -100,14 +101,20 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
         "training": {"sequence_length": 4096},
     },
 )
-def states_need_stretches(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the striped layout with layers that carry a state."""
-    recurrent = spec.shape.recurrent
-    if spec.axis(Axis.CP) > 1 and spec.cp_layout is CpLayout.STRIPED and recurrent is not None:
+def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the striped layout with layers that carry a state, or with keys that stand for windows of tokens."""
+    if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
+        return
+    found = []
+    if (states := spec.shape.recurrent) is not None:
+        found.append(f"{len(states.layers)} layers that carry a state ({states.kind.value})")
+    if spec.shape.has_window_keys:
+        found.append("keys that stand for windows of tokens")
+    for what in found:
         yield Finding(
-            f"cp_layout striped with {len(recurrent.layers)} layers that carry a state ({recurrent.kind.value})",
+            f"cp_layout striped with {what}",
             _LAYOUT,
-            help="zigzag and contiguous pass it from piece to piece",
+            help="zigzag and contiguous deal pieces of the sequence",
             fixes=tuple(
                 Fix(f"set cp_layout to {name}", Safety.CHANGES_COST, (Edit(_LAYOUT, name),))
                 for name in ("zigzag", "contiguous")

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 
 from .sequence import local_positions
 from .token_order import Borders
+
+Part = tuple[slice, "Tensor | slice", slice]
+"""Rows, tokens of this rank and windows of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,8 @@ class Windows:
     """[B, C]: where each window of a row is among the M of all ranks, rank after rank; behind all of them for none."""
     begins: Tensor
     """[B, C]: the place in the sequence at which each window begins; T for none."""
-    documents: tuple[tuple[slice, Tensor | slice, slice], ...]
-    """Rows, tokens of this rank and windows of each document; all at once where every row is one."""
+    documents: tuple[Part, ...] = ()
+    """Each document that has windows and tokens of this rank; all at once where every row is one."""
 
     @property
     def count(self) -> int:
@@ -79,71 +83,71 @@ def windows_of(
 
     `series`: 2 where a window takes the tokens of the one before, too. `documents`: for each row.
     """
-    total = length * ranks
-    holder, slot = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64)
-    for each in range(ranks):
-        own = local_positions(layout, ranks, each, total)
+    with torch.device("cpu"):  # preflight makes tensors without values elsewhere
+        dealt = [local_positions(layout, ranks, each, length * ranks) for each in range(ranks)]
+        found = _windows(rate, series, dealt, rank, documents or ((0, length * ranks),) * rows)
+        parts = ((slice(None),) * 3,) if documents is None else _documents(documents, dealt[rank], found.begins, device)
+    moved = {one.name: getattr(found, one.name) for one in fields(found)}
+    moved = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in moved.items()}
+    return Windows(**{**moved, "documents": parts})
+
+
+def _windows(rate: int, series: int, dealt: list[Tensor], rank: int, borders: Borders) -> Windows:
+    """`dealt`: the places in the sequence of the tokens of each rank."""
+    ranks, rows, length = len(dealt), len(borders), len(dealt[0])
+    holder, slot = (torch.empty(ranks * length, dtype=torch.int64) for _ in range(2))
+    for each, own in enumerate(dealt):
         holder[own], slot[own] = each, torch.arange(length)
-    borders = documents or ((0, total),) * rows
-    begins = [
-        torch.cat([torch.arange(a, max(a, b - rate + 1), rate) for a, b in itertools.pairwise(r)]) for r in borders
+    listed = [
+        (row, start, place)
+        for row, edges in enumerate(borders)
+        for start, stop in itertools.pairwise(edges)
+        for place in range(0, stop - start - rate + 1, rate)
     ]
-    firsts = [torch.cat([torch.full((max(0, b - a) // rate,), a) for a, b in itertools.pairwise(r)]) for r in borders]
-    counts = torch.tensor([len(one) for one in begins])
-    row, begin = torch.arange(len(borders)).repeat_interleave(counts), torch.cat(begins)
-    place = begin - torch.cat(firsts)
+    row, first, place = torch.tensor(listed, dtype=torch.int64).view(-1, 3).unbind(1)
+    begin, counts = first + place, torch.bincount(row, minlength=rows)
     maker = holder[begin + rate - 1]
 
     offsets = torch.arange(-(series - 1) * rate, rate)
     missing = place[:, None] + offsets < 0
     wanted = torch.where(missing, begin[:, None], begin[:, None] + offsets)
-    source, numbers = holder[wanted], row[:, None] * total + wanted
+    source, every = holder[wanted], rows * length * ranks
     # Of each that is sent its receiver, its sender and itself, in this order.
-    codes = (maker[:, None] * ranks + source) * (len(borders) * total) + numbers
-    sent = codes[~missing & (source != maker[:, None])].unique()
-    pair, number = sent // (len(borders) * total), sent % (len(borders) * total)
-    out, here = pair % ranks == rank, pair // ranks == rank
-    mine = maker == rank
+    codes = (maker[:, None] * ranks + source) * every + row[:, None] * length * ranks + wanted
+    sent = torch.tensor(sorted(set(codes[~missing & (source != maker[:, None])].tolist())), dtype=torch.int64)
+    pair, number = sent // every, sent % every
+    out, here, mine = pair % ranks == rank, pair // ranks == rank, maker == rank
     local = row[mine, None] * length + slot[wanted[mine]]
-    received = len(borders) * length + torch.searchsorted(sent[here], codes[mine])
-    tokens = torch.where(source[mine] == rank, local, received)
+    received = rows * length + torch.searchsorted(sent[here], codes[mine])
 
     made = torch.bincount(maker, minlength=ranks)
-    most = int(made.max())
-    among = torch.empty_like(maker)
+    most, among = int(made.max()), torch.empty_like(maker)
     for each in range(ranks):
         among[maker == each] = each * most + torch.arange(int(made[each]))
     column = torch.arange(len(begin)) - (counts.cumsum(0) - counts)[row]
-    widest = int(counts.max())
-    gathered, starts = (torch.full((len(borders), widest), one) for one in (ranks * most, total))
-    gathered[row, column], starts[row, column] = among, begin
-    places = torch.zeros(most, dtype=torch.int64)
-    places[: int(made[rank])] = place[mine]
-    own = local_positions(layout, ranks, rank, total)
+    gathered, begins = (torch.full((rows, int(counts.max())), none) for none in (ranks * most, ranks * length))
+    gathered[row, column], begins[row, column] = among, begin
     return Windows(
         rate,
-        len(sent) > 0,
-        (number[out] // total * length + slot[number[out] % total]).to(device),
-        tuple(torch.bincount(pair[out] // ranks, minlength=ranks).tolist()),
-        tuple(torch.bincount(pair[here] % ranks, minlength=ranks).tolist()),
-        tokens.to(device),
-        missing[mine].to(device),
-        places.to(device),
-        gathered.to(device),
-        starts.to(device),
-        tuple(_documents(documents, own, starts, device)) if documents else ((slice(None),) * 3,),
+        travels=len(sent) > 0,
+        sent=number[out] // (ranks * length) * length + slot[number[out] % (ranks * length)],
+        send=tuple(torch.bincount(pair[out] // ranks, minlength=ranks).tolist()),
+        receive=tuple(torch.bincount(pair[here] % ranks, minlength=ranks).tolist()),
+        tokens=torch.where(source[mine] == rank, local, received),
+        missing=missing[mine],
+        places=F.pad(place[mine], (0, most - int(made[rank]))),
+        gathered=gathered,
+        begins=begins,
     )
 
 
-def _documents(
-    documents: Borders, own: Tensor, begins: Tensor, device: torch.device
-) -> list[tuple[slice, Tensor | slice, slice]]:
-    """Of each document that has windows, and tokens on this rank."""
-    found: list[tuple[slice, Tensor | slice, slice]] = []
+def _documents(documents: Borders, own: Tensor, begins: Tensor, device: torch.device) -> tuple[Part, ...]:
+    """Each document that has windows, and tokens on this rank."""
+    found: list[Part] = []
     for row, borders in enumerate(documents):
         for start, stop in itertools.pairwise(borders):
             tokens = ((own >= start) & (own < stop)).nonzero().flatten()
             columns = ((begins[row] >= start) & (begins[row] < stop)).nonzero().flatten().tolist()
             if columns and len(tokens):
                 found.append((slice(row, row + 1), tokens.to(device), slice(columns[0], columns[-1] + 1)))
-    return found
+    return tuple(found)

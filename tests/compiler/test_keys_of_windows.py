@@ -121,11 +121,13 @@ def test_groups_of_heads_are_cut_together() -> None:
 @pytest.mark.parametrize(
     ("parallelism", "code", "words"),
     [
-        ({"cp": 2}, "X004", "no rank has the tokens of all windows"),
+        ({"cp": 2, "cp_layout": "striped"}, "C010", "cp_layout striped with keys that stand for windows"),
+        ({"cp": 2, "cp_implementation": "ulysses"}, "C005", "ulysses with keys that stand for"),
+        ({"cp": 4, "cp_implementation": "usp"}, "C005", "usp with keys that stand for"),
         ({"tp": 16}, "T002", "projects what its heads give in 8 groups (o_groups), and 8 / 16 is not whole"),
     ],
 )
-def test_layouts_that_cut_windows_or_groups_are_refused(parallelism: dict[str, int], code: str, words: str) -> None:
+def test_layouts_that_cut_windows_or_groups_are_refused(parallelism: dict[str, Any], code: str, words: str) -> None:
     tree = {
         "version": 1,
         "model": dict(CONFIG),

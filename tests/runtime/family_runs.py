@@ -106,7 +106,7 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train_injected(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
+def train_injected(rank: int, plans: list[Plan], batch: dict[str, Tensor] | None = None) -> list[dict[str, Any]]:
     """Every plan's family in one world: the plans have the same layout, so that the groups of one serve all.
 
     Only those with tied embeddings make a group of the first and the last stage.
@@ -117,7 +117,7 @@ def train_injected(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
     found = []
     for plan in plans:
         try:
-            found.append({"rank": rank, **train_on(plan, of_plan(mesh, plan))[1]})
+            found.append({"rank": rank, **train_on(plan, of_plan(mesh, plan), whole=batch)[1]})
         except Exception as error:
             found.append({"rank": rank, "error": f"{type(error).__name__}: {error}"})
     return found
@@ -130,9 +130,13 @@ def of_plan(mesh: Any, plan: Plan) -> Any:
 
 
 def train_on(
-    plan: Plan, mesh: Any, steps: int = STEPS, dtype: torch.dtype = torch.float32
+    plan: Plan,
+    mesh: Any,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    whole: dict[str, Tensor] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The injected model after its steps, and what they gave."""
+    """The injected model after its steps, and what they gave; of `batch_of` or of another whole batch."""
     from parcompile.runtime import split_batch
     from parcompile.runtime.inject import inject
     from parcompile.runtime.loss import loss_of_step
@@ -140,7 +144,7 @@ def train_on(
 
     model = inject(drawn_model(plan, dtype), mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
-    batch = split_batch(_of_dp_rank(batch_of(plan), mesh), mesh)
+    batch = split_batch(_of_dp_rank(whole or batch_of(plan), mesh), mesh)
     for _ in range(steps):
         optimizer.zero_grad()
         if mesh.size("pp") > 1:

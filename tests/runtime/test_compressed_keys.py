@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import tiny_config
-from family_runs import drawn_model, family_plan
+from family_runs import CLIPPING, STEPS, drawn_model, family_plan, named, optimizer_of, train_injected
 from ranks import run_ranks
 from torch import Tensor, nn
+from training_runs import whole_parameters
 
-from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.preflight import preflight
 from parcompile.runtime.ring_attention import attention_beside
@@ -70,43 +69,18 @@ def tokens() -> Tensor:
     return torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
-def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**batch).loss.backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
-def packed(plan: Plan) -> dict[str, Any]:
+def packed() -> dict[str, Tensor]:
     """The rows of documents, each counted from its own beginning."""
     ids = tokens()
-    positions, labels = torch.empty_like(ids), torch.full_like(ids, -100)
-    for row, borders in enumerate(BORDERS):
-        for start, stop in itertools.pairwise(borders):
-            positions[row, start:stop] = torch.arange(stop - start)
-            labels[row, start : stop - 1] = ids[row, start + 1 : stop]
-    return {"input_ids": ids, "position_ids": positions, "labels": labels, "shift_labels": labels, "documents": BORDERS}
+    positions = torch.stack(
+        [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(borders)]) for borders in BORDERS]
+    )
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-def over_ranks(rank: int, plan: Plan) -> dict[str, Tensor]:
-    from parcompile.runtime import join
-    from parcompile.runtime.inject import inject
-
-    mesh = join(plan)
-    model = inject(drawn_model(plan), mesh)
-    found = gradients(model, packed(plan))
-    for name, parameter in plan.parameters.expanded():
-        if parameter.split is not None:
-            parts = [torch.empty_like(found[name]) for _ in range(2)]
-            dist.all_gather(parts, found[name].contiguous())
-            found[name] = torch.cat(parts, parameter.split.dim)
-    return found
-
-
-@pytest.mark.ranks
-def test_windows_of_packed_documents_begin_anew_in_each() -> None:
-    """transformers' own compressor would make windows over the ends of documents: it gets each alone."""
-    plan = family_plan(FAMILY, 2, {"tp": 2, "sequence_parallel": True})
-    found = run_ranks(2, over_ranks, plan, timeout=120)[0]
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """transformers' model, which gets each document alone: its compressor would make windows over their ends."""
     model, ids = drawn_model(family_plan(FAMILY, 1, {})), tokens()
     documents = [
         ids[row : row + 1, start:stop]
@@ -115,24 +89,54 @@ def test_windows_of_packed_documents_begin_anew_in_each() -> None:
         if stop - start > 1
     ]
     count = sum(one.shape[1] - 1 for one in documents)
-    model.zero_grad()
-    for one in documents:
-        (model(input_ids=one, labels=one).loss * (one.shape[1] - 1) / count).backward()
-    expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    assert not [name for name in expected if ".indexer." in name], "transformers trains no indexer"
-    assert found.keys() == expected.keys()
-    # A gradient that is next to nothing beside the others is their rounding.
-    least = 1e-2 * max(float(one.norm()) for one in expected.values())
-    for name, whole in expected.items():
-        gradient = found[name][: len(whole)]
-        if name.endswith("gate_up_proj"):
-            continue  # its halves are cut each on its own
-        assert float((gradient - whole).norm()) < TOLERANCE * max(float(whole.norm()), least), name
+    optimizer, found = optimizer_of(model), {"losses": [], "norms": []}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses = [model(input_ids=one, labels=one).loss * (one.shape[1] - 1) / count for one in documents]
+        torch.stack(losses).sum().backward()
+        found["losses"].append(float(torch.stack(losses).sum()))
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+    assert not [name for name, one in model.named_parameters() if ".indexer." in name and one.grad is not None]
+    return {**found, "parameters": named(model)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"tp": 2, "sequence_parallel": True},
+        {"cp": 2},
+        {"cp": 2, "cp_layout": "contiguous"},
+        {"cp": 2, "cp_implementation": "all_gather"},
+        {"tp": 2, "cp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_windows_of_packed_documents_begin_anew_in_each(parallelism: dict[str, Any], alone: dict[str, Any]) -> None:
+    size = math.prod(parallelism.get(axis, 1) for axis in ("tp", "cp"))
+    plan = family_plan(FAMILY, size, parallelism)
+    ranks = [found for (found,) in run_ranks(size, train_injected, [plan], packed(), timeout=120)]
+    assert "error" not in ranks[0], ranks[0]["error"]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=TOLERANCE)
+    whole = whole_parameters(plan, ranks)
+    for name, value in alone["parameters"].items():
+        assert float((whole[name] - value).norm() / value.norm()) < TOLERANCE, name
 
 
 @pytest.mark.parametrize(
     ("parallelism", "recompute"),
-    [({}, "none"), ({"tp": 2, "sequence_parallel": True}, "full"), ({"tp": 2}, "full"), ({"pp": 2}, "none")],
+    [
+        ({}, "none"),
+        ({"tp": 2, "sequence_parallel": True}, "full"),
+        ({"tp": 2}, "full"),
+        ({"pp": 2}, "none"),
+        ({"cp": 4}, "none"),
+        ({"cp": 4, "cp_layout": "contiguous"}, "none"),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, "full"),
+    ],
 )
 def test_preflight_counts_what_the_estimate_says(parallelism: dict[str, Any], recompute: str) -> None:
     sizes = {
@@ -151,13 +155,15 @@ def test_preflight_counts_what_the_estimate_says(parallelism: dict[str, Any], re
         "index_topk": 64,
         "vocab_size": 4096,
         "max_position_embeddings": 4096,
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 36},
     }
-    plan = family_plan(FAMILY, math.prod(parallelism.get(axis, 1) for axis in ("tp", "pp")), parallelism, **sizes)
+    if "cp" in parallelism:
+        sizes["sliding_window"] = 1024  # the estimate counts all hops of the ring, which leaves some out for a window
+    plan = family_plan(FAMILY, math.prod(parallelism.get(axis, 1) for axis in ("tp", "cp", "pp")), parallelism, **sizes)
     training = replace(
         plan.spec.training, sequence_length=1024, activation_checkpointing=recompute, precision=Precision.BF16
     )
-    report = preflight(replace(plan, spec=replace(plan.spec, training=training)), [0])
+    report = preflight(replace(plan, spec=replace(plan.spec, training=training)), [0, plan.world_size - 1])
     assert report.agrees, report.text()
 
 

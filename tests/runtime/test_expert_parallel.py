@@ -44,6 +44,12 @@ CASES = {
     "tp2 × dp2 × ep4, experts looked up by tokens, each whole": Case(
         "deepseek_v4", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}
     ),
+    "cp2 × ep2, keys of windows of tokens, full recomputation": Case(
+        "deepseek_v4", {"cp": 2, "ep": 2}, {"activation_checkpointing": "full"}
+    ),
+    "pp2 × cp2 × dp2 × ep4, keys of windows of tokens": Case(
+        "deepseek_v4", {"pp": 2, "cp": 2, "dp": 2, "ep": 4, "cp_layout": "contiguous"}
+    ),
     "pp2, and a first stage that balances nothing": Case(
         "deepseek_v4",
         {"pp": 2},
