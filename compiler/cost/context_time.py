@@ -29,6 +29,7 @@ from .context_exchanges import (
 from .flops import attention_flops_per_token
 from .rates import time_values
 from .recurrent import halo_bytes, state_bytes
+from .window_keys import window_exchanges
 from .workload import Workload
 
 MESSAGE_SECONDS = {"cpu": 1.5e-4}
@@ -129,6 +130,13 @@ def state_seconds(work: Workload, values: Mapping[str, float]) -> float:
     count = way + (2 if halo_bytes(work) else 0)
     chain = ContextExchange(Axis.CP, "chain of states", work.cp, 1, count, size, neighbours=True)
     return _seconds(work, chain, values)
+
+
+def window_seconds(work: Workload, values: Mapping[str, float]) -> float:
+    """Tokens of windows, and the keys that stand for them, in a layer and micro-batch: the mean. Nothing hides them."""
+    layers = work.shape.num_hidden_layers
+    found = window_exchanges(work, range(layers))
+    return sum(_seconds(work, one, values) for one in found) / layers / work.micro_batches
 
 
 def _seconds(work: Workload, one: ContextExchange, values: Mapping[str, float]) -> float:

@@ -18,7 +18,7 @@ from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time
-from .context_time import ContextCost, context_cost, state_seconds
+from .context_time import ContextCost, context_cost, state_seconds, window_seconds
 from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
 from .indexer import index_flops_per_token
 from .rates import time_values
@@ -317,7 +317,7 @@ def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCo
     attending = len(work.shape.attention_layers) / work.shape.num_hidden_layers
     recurrent = work.shape.recurrent
     states = 0 if recurrent is None else len(recurrent.layers) / work.shape.num_hidden_layers
-    context = attending * shared.seconds + states * state_seconds(work, values)
+    context = attending * shared.seconds + states * state_seconds(work, values) + window_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, 0.0)
     return replace(found, whole=max(found.busy, _launch(terms, values)))
