@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_per_pass
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import CP_LEVELS
+from parcompile.layout.sequence import CpLayout, chunk_ids
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -79,13 +80,19 @@ class ContextExchange:
 
 
 def exchanges(
-    sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool, recomputed: bool = False, trained: bool = True
+    sizes: AttentionSizes,
+    context: ContextParallel,
+    *,
+    on_gpu: bool,
+    recomputed: bool = False,
+    trained: bool = True,
+    hops: int | None = None,
 ) -> tuple[ContextExchange, ...]:
     """All messages of one implementation, the inner level first; nothing for one rank.
 
     Keys travel in forward and in backward, there with their gradients in fp32. `recomputed`: activations are
     recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more. What is not
-    `trained` runs forward only.
+    `trained` runs forward only. `hops`: those of a ring, where a window leaves some out.
     """
     found: list[ContextExchange] = []
     swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
@@ -112,8 +119,35 @@ def exchanges(
         found.append(travel(inner_group, "inner ring of keys and values", inner, 1, outer * (inner - 1)))
         found.append(travel(outer_group, "outer ring of keys and values", outer, inner, outer - 1))
     else:
-        found.append(travel(outer_group, "ring of keys and values", places, swapped, places - 1))
+        around = places - 1 if hops is None else hops
+        found.append(travel(outer_group, "ring of keys and values", places, swapped, around))
     return tuple(one for one in found if one.messages)
+
+
+def hops_of(work: Workload, context: ContextParallel) -> int:
+    """How often keys move on in a ring: as far as a window reaches on any rank. Those of a double ring all move on."""
+    window, places = work.shape.sliding_window, context.ring_ranks
+    if window is None or window >= work.sequence_length:
+        return places - 1
+    return windowed_hops(CpLayout(work.cp_layout), places, work.sequence_length, max(window, 2))
+
+
+@functools.lru_cache(maxsize=256)
+def windowed_hops(layout: CpLayout, places: int, length: int, window: int) -> int:
+    """How often keys move on in a ring of so many places: steps in which any query sees any key, but the first one."""
+    if layout is CpLayout.STRIPED:
+        return min(places, window) - 1
+    pieces = layout.chunks_per_rank * places
+    reach = min(pieces - 1, -(-(window - 1) * pieces // length))
+    if reach >= places:
+        return places - 1
+    holders = {piece: place for place in range(places) for piece in chunk_ids(layout, places, place)}
+    steps = {
+        (holders[piece] - holders[piece - back]) % places
+        for back in range(1, reach + 1)
+        for piece in range(back, pieces)
+    }
+    return len(steps - {0})
 
 
 def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) -> int:
@@ -128,14 +162,18 @@ def passes_of(sizes: AttentionSizes, context: ContextParallel, *, on_gpu: bool) 
 
 def context_exchanges(work: Workload, *, trained: bool = True) -> tuple[ContextExchange, ...]:
     """The messages of one layer and micro-batch of a layout; of layers of different shapes the mean."""
-    of_kind = functools.partial(
-        exchanges,
-        context=work.context,
-        on_gpu=runs_on_gpu(work),
-        recomputed=work.recomputes_layers,
-        trained=trained,
-    )
-    kinds = [(len(layers), of_kind(_sizes(one, work))) for layers, one in work.shape.by_kind]
+
+    def of_kind(shape: ModelShape) -> tuple[ContextExchange, ...]:
+        return exchanges(
+            _sizes(shape, work),
+            work.context,
+            on_gpu=runs_on_gpu(work),
+            recomputed=work.recomputes_layers,
+            trained=trained,
+            hops=hops_of(replace(work, shape=shape), work.context),
+        )
+
+    kinds = [(len(layers), of_kind(one)) for layers, one in work.shape.by_kind]
     if len(kinds) == 1:
         return kinds[0][1]
     counts = [count for count, _ in kinds]

@@ -22,6 +22,7 @@ from .context_exchanges import (
     Heads,
     exchanges,
     heads_of_rank,
+    hops_of,
     passes_of,
     runs_on_gpu,
     sizes_of,
@@ -69,7 +70,8 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
     if not work.shape.attends:
         return ContextCost(context, 0.0, 0.0, 0.0, 0.0, 0.0)
     sizes = sizes_of(work)
-    sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=work.recomputes_layers)
+    hops, recomputed = hops_of(work, context), work.recomputes_layers
+    sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=recomputed, hops=hops)
     attention = attention_seconds(work, values)
     balance = float(context.balance(CpLayout(work.cp_layout)))
     exposed = behind = 0.0

@@ -52,7 +52,7 @@ def _of_rank(work: Workload, layers: range, rank: int) -> tuple[ContextExchange,
     width = work.micro_batch * work.element_bytes
     for count, keys, head_dim in compressed_layers(work.shape, layers):
         times = count * work.micro_batches
-        sent, received, most = _tokens(keys.rate, keys.series, work.sequence_length, work.cp, work.cp_layout)
+        sent, received, most = window_tokens(keys.rate, keys.series, work.sequence_length, work.cp, work.cp_layout)
         if not most:
             continue
         features = [(head_dim, forward, 1)]
@@ -73,7 +73,9 @@ def _of_rank(work: Workload, layers: range, rank: int) -> tuple[ContextExchange,
 
 
 @functools.lru_cache(maxsize=256)
-def _tokens(rate: int, series: int, length: int, cp: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def window_tokens(
+    rate: int, series: int, length: int, cp: int, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Of one row: tokens that each rank sends, and gets; and the windows of the rank that makes most."""
     pieces = CpLayout(layout).chunks_per_rank * cp
     holders = {piece: rank for rank in range(cp) for piece in chunk_ids(CpLayout(layout), cp, rank)}

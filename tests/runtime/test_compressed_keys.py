@@ -19,9 +19,13 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from training_runs import whole_parameters
 
+from parcompile.cost.context_exchanges import windowed_hops
+from parcompile.cost.window_keys import window_tokens
+from parcompile.layout.sequence import CpLayout
 from parcompile.runtime import RunError
 from parcompile.runtime.preflight import preflight
-from parcompile.runtime.ring_attention import attention_beside
+from parcompile.runtime.ring_attention import attention_beside, windows_of
+from parcompile.runtime.ring_attention.route import Masking, needed_steps
 from parcompile.spec.values import Precision
 
 FAMILY, TOLERANCE = "deepseek_v4", 1e-5
@@ -157,14 +161,36 @@ def test_preflight_counts_what_the_estimate_says(parallelism: dict[str, Any], re
         "max_position_embeddings": 4096,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 36},
     }
-    if "cp" in parallelism:
-        sizes["sliding_window"] = 1024  # the estimate counts all hops of the ring, which leaves some out for a window
     plan = family_plan(FAMILY, math.prod(parallelism.get(axis, 1) for axis in ("tp", "cp", "pp")), parallelism, **sizes)
     training = replace(
         plan.spec.training, sequence_length=1024, activation_checkpointing=recompute, precision=Precision.BF16
     )
     report = preflight(replace(plan, spec=replace(plan.spec, training=training)), [0, plan.world_size - 1])
     assert report.agrees, report.text()
+
+
+@pytest.mark.parametrize("layout", [CpLayout.ZIGZAG, CpLayout.CONTIGUOUS])
+@pytest.mark.parametrize(
+    ("length", "cp", "rate", "series"), [(64, 4, 4, 2), (48, 4, 5, 2), (24, 3, 7, 2), (48, 2, 9, 1)]
+)
+def test_the_cost_counts_the_tokens_that_ranks_exchange(
+    layout: CpLayout, length: int, cp: int, rate: int, series: int
+) -> None:
+    """Windows over one and several borders of pieces, which are 3 to 16 tokens long."""
+    device = torch.device("cpu")
+    every = [windows_of(rate, series, 1, length // cp, layout, cp, rank, None, device) for rank in range(cp)]
+    sent, received, most = window_tokens(rate, series, length, cp, layout.value)
+    assert sent == tuple(sum(one.send) for one in every)
+    assert received == tuple(sum(one.receive) for one in every)
+    assert {most} == {len(one.places) for one in every}
+    assert sum(len(one.tokens) for one in every) == every[0].count == length // rate
+
+
+@pytest.mark.parametrize("layout", CpLayout)
+def test_the_cost_counts_the_hops_that_a_window_leaves(layout: CpLayout) -> None:
+    for cp, window in itertools.product((2, 3, 4, 8), (2, 3, 5, 6, 7, 12, 13, 24, 47)):
+        steps = needed_steps(layout, cp, 48 // cp, Masking(window=window))
+        assert windowed_hops(layout, cp, 48, window) == len(steps) - 1, (cp, window)
 
 
 def test_generation_is_refused_with_what_to_do_instead() -> None:
