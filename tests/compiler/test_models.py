@@ -55,7 +55,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("gpt_oss", "presets: gpt-oss-20b, gpt-oss-120b"),
         ("deepseek_v32", "keys chosen by an indexer"),
         ("deepseek_v4", "keys that stand for windows of tokens, some chosen by an indexer"),
-        ("deepseek_v4", "deepseek_v4 works: tp, pp, dp, sequence parallelism, ep"),
+        ("deepseek_v4", "deepseek_v4 works: tp, cp, pp, dp, sequence parallelism, ep"),
         ("dbrx", "nearest type that works: mixtral"),
         ("hy_v4", "several residual streams"),
         ("qwen4_exp_text", "hashes of neighbouring tokens"),
