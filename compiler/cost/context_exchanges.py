@@ -10,6 +10,8 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import CP_LEVELS
 from parcompile.layout.sequence import CpLayout, chunk_ids
+from parcompile.model.families import FAMILIES
+from parcompile.model.key_types import fields_of
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -125,11 +127,21 @@ def exchanges(
 
 
 def hops_of(work: Workload, context: ContextParallel) -> int:
-    """How often keys move on in a ring: as far as a window reaches on any rank. Those of a double ring all move on."""
-    window, places = work.shape.sliding_window, context.ring_ranks
-    if window is None or window >= work.sequence_length:
+    """How often keys move on in a ring, of layers of one kind: as far as their window reaches on any rank.
+
+    All the way where only some of these layers may have the window, and in a double ring.
+    """
+    shape, places = work.shape, context.ring_ranks
+    window = shape.sliding_window
+    if window is None or window >= work.sequence_length or _mixes_windows(shape.model_type):
         return places - 1
+    # A window of the token itself leaves no hop. One is counted: every kind of layers has the same messages.
     return windowed_hops(CpLayout(work.cp_layout), places, work.sequence_length, max(window, 2))
+
+
+def _mixes_windows(model_type: str) -> bool:
+    """Whether layers of one shape may differ in whether they have the window."""
+    return FAMILIES[model_type].layer_shapes is None and "layer_types" in fields_of(model_type)
 
 
 @functools.lru_cache(maxsize=256)

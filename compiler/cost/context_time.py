@@ -70,8 +70,13 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
     if not work.shape.attends:
         return ContextCost(context, 0.0, 0.0, 0.0, 0.0, 0.0)
     sizes = sizes_of(work)
-    hops, recomputed = hops_of(work, context), work.recomputes_layers
-    sent = exchanges(sizes, context, on_gpu=runs_on_gpu(work), recomputed=recomputed, hops=hops)
+    sent = exchanges(
+        sizes,
+        context,
+        on_gpu=runs_on_gpu(work),
+        recomputed=work.recomputes_layers,
+        hops=hops_of(work, context),
+    )
     attention = attention_seconds(work, values)
     balance = float(context.balance(CpLayout(work.cp_layout)))
     exposed = behind = 0.0
@@ -192,7 +197,7 @@ def candidates(work: Workload) -> tuple[list[ContextParallel], list[Refused]]:
             refused.append((kind, None, f"cp {work.cp} has no two factors above 1"))
         for level in levels:
             one = ContextParallel(kind, work.cp, level)
-            fault = context_fault(one, heads, CpLayout(work.cp_layout), windows=work.shape.has_window_keys)
+            fault = context_fault(one, heads, CpLayout(work.cp_layout), windows=bool(work.shape.window_rates))
             if fault is None:
                 found.append(one)
             else:

@@ -220,9 +220,9 @@ class ModelShape:
             yield kind.layers, replace(self, kinds=(), **own)
 
     @property
-    def has_window_keys(self) -> bool:
-        """Whether any layer attends to keys that stand for windows of tokens."""
-        return any(one.compressed is not None for _, one in self.by_kind)
+    def window_rates(self) -> tuple[int, ...]:
+        """How many tokens the keys of layers stand for that stand for windows, each number once, ascending."""
+        return tuple(sorted({one.compressed.rate for _, one in self.by_kind if one.compressed is not None}))
 
     def of_layer(self, layer: int) -> ModelShape:
         """A model all of whose layers are as this one."""

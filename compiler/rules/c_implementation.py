@@ -56,7 +56,7 @@ def resize(sizes: tuple[int, int]) -> Fix:
 def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
     """Sizes of both levels that heads and layout allow, the largest inner level on a node first."""
     heads, cp = _heads(spec), spec.axis(Axis.CP)
-    on_node, windows = spec.cluster.gpus_per_node, spec.shape.has_window_keys
+    on_node, windows = spec.cluster.gpus_per_node, bool(spec.shape.window_rates)
     found = [
         sizes
         for sizes in level_sizes(cp)
@@ -79,19 +79,21 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
 def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     """Fires for ulysses, and for usp with the sizes that are given."""
     kind, cp, sizes = _named(spec), spec.axis(Axis.CP), spec.given_sizes
+    rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
+    if (rates := spec.shape.window_rates) and kind in (CpImplementation.ULYSSES, CpImplementation.USP):
+        yield Finding(
+            f"{kind.value} with cp {cp}, and keys that stand for windows of {listed(rates)} tokens",
+            _NAME,
+            help="the rings and all_gather leave queries where they are",
+            fixes=rings,
+            related=also(spec, _CP),
+        )
+        return
     if kind is CpImplementation.ULYSSES:
         ranks, place, path = cp, f"cp {cp}", _NAME
     elif kind is CpImplementation.USP and sizes is not None and sizes[0] * sizes[1] == cp:
         ranks, place, path = sizes[0], f"inner level {sizes[0]}", _SIZES
-    elif kind is CpImplementation.USP and spec.shape.has_window_keys:
-        ranks, place, path = cp, f"cp {cp}", _NAME
     else:
-        return
-    related = also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,)))
-    rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
-    if spec.shape.has_window_keys:
-        message = f"{kind.value} with keys that stand for windows of tokens"
-        yield Finding(message, _NAME, help="the rings and all_gather leave queries where they are", fixes=rings)
         return
     heads = _heads(spec)
     fault = exchange_fault(heads, ranks)
@@ -105,7 +107,7 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
         path,
         help="the rings and all_gather take any number of heads",
         fixes=(*resized, *rings),
-        related=related,
+        related=also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,))),
     )
 
 
@@ -148,7 +150,7 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     kind, cp = _named(spec), spec.axis(Axis.CP)
     if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
         return
-    if kind is CpImplementation.USP and (spec.cp_layout is CpLayout.STRIPED or spec.shape.has_window_keys):
+    if kind is CpImplementation.USP and (spec.cp_layout is CpLayout.STRIPED or spec.shape.window_rates):
         return  # C006 or C005 speaks of it
     if possible_sizes(spec, kind):
         return

@@ -108,8 +108,8 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     found = []
     if (states := spec.shape.recurrent) is not None:
         found.append(f"{len(states.layers)} layers that carry a state ({states.kind.value})")
-    if spec.shape.has_window_keys:
-        found.append("keys that stand for windows of tokens")
+    if rates := spec.shape.window_rates:
+        found.append(f"keys that stand for windows of {listed(rates)} tokens")
     for what in found:
         yield Finding(
             f"cp_layout striped with {what}",

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from drawn_configurations import LAYOUTS, Drawn, draw
+from drawn_configurations import LAYOUTS, Drawn, draw, runs
 from family_runs import family_plan, train_on, train_plain
 from ranks import RankError, run_ranks
 from training_runs import whole_parameters
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
-from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 
 STEPS = 3
@@ -37,15 +36,10 @@ class Outcome(NamedTuple):
 
 
 def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTIME_FAMILIES) -> list[Drawn]:
-    """Draws for one layout, of the families that run over its axes."""
-    axes = LAYOUTS[layout][1].keys()
-    able = tuple(
-        name
-        for name in families
-        if not FAMILIES[name].refused_axes.keys() & axes and ("ep" not in axes or FAMILIES[name].experts is not None)
-    )
+    """Draws for one layout, of the families that run in it."""
+    able = tuple(name for name in families if runs(name, layout))
     draws = [draw(number, able, layout) for number in range(first, first + count)] if able else []
-    return [_without_balance(one) for one in draws if _has_experts(one)] if "ep" in axes else draws
+    return [_without_balance(one) for one in draws if _has_experts(one)] if "ep" in LAYOUTS[layout][1] else draws
 
 
 def _has_experts(drawn: Drawn) -> bool:

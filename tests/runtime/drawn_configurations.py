@@ -163,9 +163,19 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     if FAMILIES[family].low_rank is not None:
         changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}
         changes["o_groups"] = min(changes["o_groups"], changes["num_attention_heads"])
-    refused = FAMILIES[family].refused_axes.keys()
-    run = [name for name, (_, axes) in LAYOUTS.items() if not refused & axes.keys()]
-    return Drawn(number, family, layout or choose.choice(run), changes)
+    return Drawn(number, family, layout or choose.choice([name for name in LAYOUTS if runs(family, name)]), changes)
+
+
+def runs(family: str, layout: str) -> bool:
+    """Whether a family runs in a layout, whatever is drawn (rules X004, C005 and C010; ep deals experts)."""
+    traits, parallelism = FAMILIES[family], LAYOUTS[layout][1]
+    windows, states = traits.low_rank is not None, traits.recurrent is not None
+    return not (
+        traits.refused_axes.keys() & parallelism.keys()
+        or ("ep" in parallelism and traits.experts is None)
+        or (windows and parallelism.get("cp_implementation") == "ulysses")
+        or ((windows or states) and parallelism.get("cp_layout") == "striped")
+    )
 
 
 def _heads(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
