@@ -96,9 +96,11 @@ def alone() -> dict[str, Any]:
     optimizer, found = optimizer_of(model), {"losses": [], "norms": []}
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses = [model(input_ids=one, labels=one).loss * (one.shape[1] - 1) / count for one in documents]
-        torch.stack(losses).sum().backward()
-        found["losses"].append(float(torch.stack(losses).sum()))
+        loss = torch.stack(
+            [model(input_ids=one, labels=one).loss * (one.shape[1] - 1) / count for one in documents]
+        ).sum()
+        loss.backward()
+        found["losses"].append(loss.item())
         found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
         optimizer.step()
     assert not [name for name, one in model.named_parameters() if ".indexer." in name and one.grad is not None]
