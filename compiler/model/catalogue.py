@@ -21,7 +21,16 @@ from .tables import counts_of, table_of
 
 TEXT_PARTS = frozenset(
     {
-        *("aria", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note"),
+        *(
+            "aria",
+            "cohere_compass",
+            "cosmos3_edge",
+            "cosmos3_omni",
+            "deepseek_ocr2",
+            "deepseek_vl",
+            "deepseek_vl_hybrid",
+            "dots3_note",
+        ),
         *("exaone4_5", "fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
         *("glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
@@ -30,7 +39,7 @@ TEXT_PARTS = frozenset(
         "muse_glimmer",
         *("ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
         *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
-        *("shieldgemma2", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+        *("shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava"),
     }
 )
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
@@ -50,6 +59,7 @@ TEXT_ALIKE: Mapping[str, str] = {
     "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "unlimited_ocr_text": "deepseek_ocr2_text",
 }
 """Types of text parts that are no causal language models of their own, and the type that computes the same of text
 alone: where they rotate each feature by one of three positions, those of a token of text are one."""
@@ -122,8 +132,6 @@ WEIGHTED_IN_TYPE = frozenset(
 _NEAREST = {
     "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",
-    "deepseek_ocr2": "deepseek_v2",
-    "unlimited_ocr": "deepseek_v2",
     "mistral_large4": "mistral4",
     "molmo2": "qwen3",
     "emu3": "llama",

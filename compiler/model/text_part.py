@@ -21,6 +21,7 @@ _POSITIONS: Mapping[str, int] = {
     "aria_text": 2048,
     "cohere_compass_text": 8192,
     "deepseek_v3": 4096,
+    "deepseek_ocr2_text": 2048,
     "dots3_note_text": 524288,
     "exaone4": 2048,
     "glm5_next_text": 1048576,
@@ -158,6 +159,19 @@ _DEFAULTS: Mapping[str, Config] = {
         "num_key_value_heads": 16,
         "rope_theta": 500000.0,
     },
+    "unlimited_ocr_text": {
+        "hidden_size": 1280,
+        "intermediate_size": 6848,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 896,
+        "n_group": 1,
+        "num_attention_heads": 10,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 10,
+        "topk_group": 1,
+        "vocab_size": 129280,
+    },
 }
 """What the class of a text part has for a key that is left out, where the class that it is read as has another value.
 Source: the configuration classes of transformers 5.23."""
@@ -175,6 +189,10 @@ _NAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paddleocr_vl_text": {"use_bias": ("attention_bias", "mlp_bias")},
 }
 """Keys of text parts, and those of the class that they are read as which say the same."""
+_UNUSED: Mapping[str, frozenset[str]] = {
+    "unlimited_ocr_text": frozenset({"first_k_dense_replace", "layer_types", "sliding_window"})
+}
+"""Keys of text parts that change no number of a training step: windows that begin behind the prompt, in generation."""
 _OF_ANY_TYPE = frozenset({"cosmos3_omni", "glm46v", "glmga"})
 """Multimodal types whose class builds a text part of the type that it names; others build their own in any case."""
 _SHARED_OUT = frozenset({"glm4v_text", "glm4v_moe_text", "glm_ocr_text"})
@@ -231,9 +249,12 @@ def _flat_part(config: Config) -> Config | None:
 def _as_alike(kind: str, inner: Config) -> Config:
     """The text part of this type, as one of the type that computes the same of text alone."""
     named = _NAMED.get(kind, {})
-    known = {key: value for key, value in inner.items() if key not in named}
+    known = {key: value for key, value in inner.items() if key not in named and key not in _UNUSED.get(kind, ())}
     known |= {other: inner[key] for key, others in named.items() if key in inner for other in others}
     found = {**_DEFAULTS.get(kind, {}), **known, **_ALWAYS.get(kind, {})}
+    if kind == "unlimited_ocr_text" and not found.get("mlp_layer_types"):
+        dense, layers = inner.get("first_k_dense_replace", 1), found["num_hidden_layers"]
+        found["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
     if kind in _SHARED_OUT and "head_dim" not in found:
         sizes = {**_left_to_class(TEXT_ALIKE[kind], found), **found}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 TEXT_MODELS: Mapping[str, str] = {
+    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "glm5_next_text": "Glm5NextTextModel",
     "muse_glimmer_text": "MuseGlimmerTextModel",
 }

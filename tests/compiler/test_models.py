@@ -77,7 +77,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("aya_vision", "text part: cohere2\nwhat runs: its text_config as the configuration of a model of its own"),
         ("diffusion_gemma", "text part: diffusion_gemma_text, which is refused"),
         ("qwen3_omni_moe_thinker", "Its text part qwen3_moe works: tp, cp, pp, dp, sequence parallelism, ep"),
-        ("deepseek_ocr2", "transformers has no causal language model with them"),
+        ("mistral_large4", "transformers has no causal language model with them"),
         ("Qwen3.5-MoE", "qwen3_5_moe is multimodal"),
         ("gpt-oss", "gpt_oss works"),
         ("openai/gpt-oss-20b", "gpt_oss works"),

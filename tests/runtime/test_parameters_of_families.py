@@ -99,6 +99,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     # These classes' own default, None, does not build.
     config.update({"head_dim": width} if family in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe") else {})
     config.update({"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2} if family == "dots1" else {})
+    config.update({"mlp_layer_types": ["sparse"], "num_experts_per_tok": 2} if family == "deepseek_ocr2_text" else {})
     config.update({"num_key_value_heads": 8} if family == "nemotron" else {})
     config.update({"rope_parameters": TWO_ROPES} if family == "cohere_compass_text" else {})
     config.update({"layer_types": ["conv"]} if family == "lfm2_moe" else {})

@@ -35,8 +35,8 @@ from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
 
 PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")
-TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "glm5_next")
-SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision")
+TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "glm5_next", "deepseek_ocr2")
+SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision", "unlimited_ocr")
 """`python benchmarks/models.py --texts` compares all of them."""
 ALIKE = tuple(sorted(name for name in TEXT_PARTS if model_types()[name].text_kind in TEXT_ALIKE))
 """Types whose text part is trained as one of another type."""
@@ -60,6 +60,17 @@ _TOWER = {
     "video_temporal_patch_size": 2,
 }
 
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+_SEGMENTS = {
+    **_SMALL,
+    "image_size": 64,
+    "patch_size": 16,
+    "window_size": 2,
+    "output_channels": 8,
+    "global_attn_indexes": [0],
+    "mlp_dim": 16,
+    "downsample_channels": [8, 16],
+}
 _EARS = {
     "d_model": 16,
     "encoder_layers": 1,
@@ -91,6 +102,7 @@ _PARTS: dict[str, dict[str, Any]] = {
             "downsample_hidden_size": 8,
         },
     },
+    "deepseek_ocr2": {"vision_config": {"sam_config": _SEGMENTS, "encoder_config": _SMALL}},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 0]],
         "downsample_rate": "1/2",
@@ -100,6 +112,12 @@ _PARTS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": {"audio_config": None},
     "qwen2_5_omni_thinker": {"audio_config": _EARS},
     "qwen3_omni_moe_thinker": {"audio_config": _EARS},
+    "unlimited_ocr": {
+        "vision_config": {
+            "sam_config": _SEGMENTS,
+            "encoder_config": {**_SMALL, "image_size": 28, "patch_size": 14},
+        }
+    },
 }
 """Other parts than a tower of the usual keys."""
 _TEXTS: dict[str, dict[str, Any]] = {
@@ -107,6 +125,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [1, 1]}},
     "paddleocr_vl": {"use_bias": True, "head_dim": 8},
     "qwen3_omni_moe_thinker": {"head_dim": 8},
+    "unlimited_ocr": {"sliding_window": 5},
 }
 """Keys of text parts that the type does not have as which they are trained."""
 
@@ -360,8 +379,8 @@ def _said(config: Any, key: str) -> Any:
     return {"partial_rotary_factor": 1.0, **{one: value for one, value in found.items() if one != "mrope_section"}}
 
 
-_UNEVEN = {"glm4v_moe", "hunyuan_vl", "qwen3_omni_moe_thinker"}
-"""Types that no class builds as it is: 96 or 28 heads do not divide the hidden size, or head_dim is null."""
+_UNEVEN = {"deepseek_ocr2", "glm4v_moe", "hunyuan_vl", "qwen3_omni_moe_thinker"}
+"""Types that no class builds as it is: 96 or 28 heads do not divide the hidden size, or a key that it needs is null."""
 
 
 @pytest.mark.parametrize("name", sorted(TEXT_PARTS - _UNEVEN))

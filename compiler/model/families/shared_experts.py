@@ -40,6 +40,16 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         defaults={"sliding_window": 4096},
     ),
     "glm4_moe": Family(experts=routed(128, 8, 1408, dense_layers=1)),
+    "deepseek_ocr2_text": Family(
+        experts=routed(64, None, 1407, by_layer="mlp_layer_types", shared=2),
+        refusals=(
+            Refusal(
+                "mlp_layer_types",
+                lambda config: not config.get("mlp_layer_types"),
+                "it has to list the kind of each layer, dense or sparse: transformers builds no model without it",
+            ),
+        ),
+    ),
     "solar_open": Family(experts=routed(128, 8, 1280)),
     "dots1": Family(experts=routed(None, None, 1408, dense_layers=0), defaults={"sliding_window": 4096}),
     "exaone_moe": Family(
