@@ -76,6 +76,8 @@ def _forward(
     balanced = output_router_logits
     if balanced is None:
         balanced = getattr(self.config, "output_router_logits", False)
+    # DeepSeek-OCR 2 has no such loss.
+    count: Any = getattr(sys.modules[type(self).__module__], "load_balancing_loss_func", None)
     outputs = self.model(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -83,16 +85,15 @@ def _forward(
         past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
-        **({"output_router_logits": True} if balanced else {}),
+        **({"output_router_logits": True} if balanced and count else {}),
         **kwargs,
     )
     logits = _scaled(self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), self.config)
     loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
     found = {"logits": logits, "past_key_values": outputs.past_key_values}
     found |= {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-    if not balanced:
+    if not (balanced and count):
         return CausalLMOutputWithPast(loss=loss, **found)
-    count = sys.modules[type(self).__module__].load_balancing_loss_func
     sizes = self.config.num_local_experts, self.config.num_experts_per_tok
     balance = count(outputs.router_logits, *sizes, attention_mask)
     if loss is not None:

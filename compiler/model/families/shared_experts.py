@@ -41,6 +41,7 @@ SHARED_EXPERTS: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(experts=routed(128, 8, 1408, dense_layers=1)),
     "deepseek_ocr2_text": Family(
+        hidden_is_heads=True,
         experts=routed(64, None, 1407, by_layer="mlp_layer_types", shared=2),
         refusals=(
             Refusal(
