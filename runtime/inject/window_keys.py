@@ -41,9 +41,9 @@ def keys_and_mask(
     windows = windows_of(
         compressor.compress_rate, series, rows, length, place.layout, ranks, rank, borders_of_rows(), hidden.device
     )
-    if not windows.count:
-        return hidden.new_zeros(rows, 1, 0, compressor.head_dim), None
     keys = _keys(compressor, hidden, windows, place)
+    if not windows.count:
+        return keys.unsqueeze(1), None
     order = token_order(place, length, 0, hidden.device)
     indexer = getattr(compressor, "indexer", None)
     if indexer is None:
@@ -63,7 +63,10 @@ def keys_and_mask(
 
 
 def _keys(part: Any, hidden: Tensor, windows: Windows, place: RingPlace) -> Tensor:
-    """Keys [B, C, D] of a compressor or an indexer, of all windows."""
+    """Keys [B, C, D] of a compressor or an indexer, of all windows.
+
+    Of no window too they are made of its weights: these have gradients on each dp rank then, whatever its documents.
+    """
     tokens = torch.cat([part.kv_proj(hidden), part.gate_proj(hidden)], -1).flatten(0, 1)
     if windows.travels:
         assert place.group is not None, "one rank has all tokens"

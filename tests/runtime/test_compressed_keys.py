@@ -29,7 +29,7 @@ from parcompile.runtime.ring_attention.route import Masking, needed_steps
 from parcompile.spec.values import Precision
 
 FAMILY, TOLERANCE = "deepseek_v4", 1e-5
-BORDERS = [[0, 1, 4, 16], [0, 11, 13, 16]]
+BORDERS, SHORT = ((0, 1, 4, 16), (0, 11, 13, 16)), (0, 4, 8, 12, 16)
 """Documents of two rows: shorter than a window of 2 or 5 tokens, with tokens behind the last whole one, and of one
 window and more."""
 
@@ -73,11 +73,11 @@ def tokens() -> Tensor:
     return torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
-def packed() -> dict[str, Tensor]:
+def packed(rows: tuple[tuple[int, ...], ...] = BORDERS) -> dict[str, Tensor]:
     """The rows of documents, each counted from its own beginning."""
     ids = tokens()
     positions = torch.stack(
-        [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(borders)]) for borders in BORDERS]
+        [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(borders)]) for borders in rows]
     )
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
@@ -130,6 +130,17 @@ def test_windows_of_packed_documents_begin_anew_in_each(parallelism: dict[str, A
     whole = whole_parameters(plan, ranks)
     for name, value in alone["parameters"].items():
         assert float((whole[name] - value).norm() / value.norm()) < TOLERANCE, name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("parallelism", "rows"), [({"dp": 2}, (SHORT, (0, 16))), ({"cp": 2}, (SHORT, SHORT))], ids=str)
+def test_weights_have_gradients_where_no_document_has_a_window(
+    parallelism: dict[str, int], rows: tuple[tuple[int, ...], ...]
+) -> None:
+    """Ranks reduce gradients together: of the same weights, though the documents of one are shorter than 5 tokens."""
+    plan = family_plan(FAMILY, 2, parallelism)
+    for (found,) in run_ranks(2, train_injected, [plan], packed(rows), timeout=120):
+        assert "error" not in found, found["error"]
 
 
 @pytest.mark.parametrize(
