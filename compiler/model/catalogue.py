@@ -133,6 +133,7 @@ _NEAREST = {
     "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",
     "mistral_large4": "mistral4",
+    "step3p7": "mimo_v2_flash",
     "molmo2": "qwen3",
     "emu3": "llama",
     "phi4_multimodal": "phi3",
@@ -240,8 +241,10 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
     """Why a configuration of this type is refused, in a sentence, and what to do instead."""
     if not isinstance(name, str):
         return f"model_type is {name!r}: it has to be the name of a model type", "`parcompile models` lists them"
-    known = model_type(name)
+    known, whole = model_type(name), _whole_of(name)
     assert known.reason is not None
+    if whole is not None:
+        return _part_alone(name, whole)
     sentence = f"model_type {name!r} is refused: {known.reason.why}{_layers(config)}"
     inner = config.get("text_config")
     told = known.reason is not REASONS["multimodal"]
@@ -261,6 +264,25 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
         found.append(f"the nearest type that works is {known.nearest}")
     found.append(f"`parcompile models {name}` says more" if name in model_types() else "`parcompile models` lists all")
     return sentence, "; ".join(found)
+
+
+def _whole_of(name: str) -> ModelType | None:
+    """The multimodal type whose text part has this type, where the type is no model of its own."""
+    if name in model_types():
+        return None
+    found = {one.name: one for one in model_types().values() if one.text_kind == name}
+    near = difflib.get_close_matches(name, found, 1, 0.0)
+    return found[near[0]] if near else None
+
+
+def _part_alone(name: str, whole: ModelType) -> tuple[str, str]:
+    why = f"it is the text part of {whole.name}, and no causal language model of transformers has its layers alone"
+    assert whole.reason is not None
+    if whole.text_works:
+        instead = f"give the config.json of the whole model, whose model_type is {whole.name}: its text part is trained"
+        return f"model_type {name!r} is refused: {why}", instead
+    told = "" if whole.reason is REASONS["multimodal"] else f"; {whole.reason.why}"
+    return f"model_type {name!r} is refused: {why}{told}", f"`parcompile models {whole.name}` says more"
 
 
 def _layers(config: Mapping[str, Any]) -> str:

@@ -45,10 +45,17 @@ REASONS: Mapping[str, Reason] = {
         "it computes nothing without images: its class takes no batch without pixel_values",
         "its text_config as the configuration of a model of its own",
     ),
-    "no_causal_text": Reason(
+    "latents_of_earlier_layers": Reason(
         "multimodal models",
-        "the layers of its text part stand in the multimodal class alone: transformers has no causal language model "
-        "with them, and the runtime trains the models that transformers builds",
+        "layers of its text part take latent keys of earlier layers (kv_source_layers), learned numbers scale queries "
+        "by the log of their position, and the frequencies of positions are learned: "
+        "the compiler describes none of these",
+    ),
+    "limits_of_layers": Reason(
+        "multimodal models",
+        "each layer of its text part clamps its MLP, its experts and the shared one at limits of its own "
+        "(swiglu_limits, swiglu_limits_shared), beside heads that differ by layer (num_sliding_attention_heads): the "
+        "compiler describes one limit for all layers",
     ),
     "wide_embedding": Reason(
         "multimodal models",
