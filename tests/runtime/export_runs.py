@@ -16,6 +16,7 @@ from torch import nn
 from training_runs import plain_optimizer
 
 from parcompile.plan import Plan
+from parcompile.runtime.model.model_class import model_class
 
 _NOTES = {"architectures", "dtype", "_name_or_path", "transformers_version", "use_cache"}
 
@@ -75,11 +76,16 @@ def export_trained(rank: int, plans: list[Plan], folder: str) -> list[str]:
     return said
 
 
+def read(folder: Path) -> Any:
+    """The model of a folder, by the class that the runtime takes."""
+    from transformers import AutoConfig
+
+    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
+
+
 def trained_plainly(plan: Plan, folder: Path) -> nn.Module:
     """The folder's model after the same step with transformers and torch alone."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: nn.Module = read(folder)
     model.train(plan.spec.name != "phimoe")
     optimizer = plain_optimizer(model, plan)
     model(**batch_of(plan)).loss.backward()
@@ -90,8 +96,6 @@ def trained_plainly(plan: Plan, folder: Path) -> nn.Module:
 
 def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
     """What differs between the exported models and those of one process; empty: nothing."""
-    from transformers import AutoModelForCausalLM
-
     plans, found = [plan_of(family, layout) for family in families], []
     for plan in plans:
         stored(plan, folder / "given" / plan.spec.name)
@@ -102,7 +106,7 @@ def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
             found.append(f"{name}: {said}")
             continue
         expected = trained_plainly(plan, folder / "given" / name).eval()
-        back = AutoModelForCausalLM.from_pretrained(folder / "trained" / name).eval()
+        back = read(folder / "trained" / name).eval()
         values = [{key: one for key, one in m.config.to_dict().items() if key not in _NOTES} for m in (expected, back)]
         for key in sorted(values[0].keys() | values[1].keys()):
             if values[0].get(key) != values[1].get(key):
@@ -113,7 +117,7 @@ def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
         error = float((one - other).norm() / one.norm())
         if not error < 1e-5:
             found.append(f"{name}: logits differ by {error:.1e}")
-        before = AutoModelForCausalLM.from_pretrained(folder / "given" / name).eval()
+        before = read(folder / "given" / name).eval()
         with torch.no_grad():
             moved = float((before(input_ids=ids, use_cache=False).logits - one).norm() / one.norm())
         if not moved > 1e-4:

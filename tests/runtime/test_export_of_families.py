@@ -11,7 +11,7 @@ pytestmark = pytest.mark.ranks
 
 FAMILIES = (
     *("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe", "gpt_oss", "nemotron_h", "zamba2", "falcon_mamba"),
-    "deepseek_v4",
+    *("deepseek_v4", "glm5_next_text"),
 )
 """Fused weights, scales, experts stored under other names, buffers; sinks and biases of experts.
 
