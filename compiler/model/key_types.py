@@ -36,6 +36,8 @@ _POSITIVE = frozenset(
     }
 )
 """Sizes by which classes divide or which they count with, beside those that parameters follow from."""
+_GROUPS_TOO = "num_expert_group"
+"""What Kimi and Bailing call `n_group`, which it goes before."""
 _NO_SIZE = frozenset({("glm5_next_text", "head_dim")})
 """Of these types' keys those whose value their class writes over with 0."""
 _MEANT = {
@@ -137,10 +139,18 @@ def turned_width(config: Mapping[str, Any], head_dim: int | None) -> tuple[str, 
     return (key, width) if key and whole and isinstance(width, int) else None
 
 
-def groups_of_experts(config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """`n_group`, `topk_group` and `topk_method` of a configuration, with what its class takes where it says nothing."""
-    said = {**_stored()["groups"].get(config.get("model_type"), {}), **config}
-    return said.get("n_group"), said.get("topk_group"), said.get("topk_method")
+def groups_of_experts(config: Mapping[str, Any]) -> tuple[str, Any, Any, int]:
+    """The key of the number of groups, that number and `topk_group`, with what its class takes where nothing says them.
+
+    And of how many experts' scores its class makes that of a group. None and None where it looks at no groups.
+    """
+    own = _stored()["groups"].get(config.get("model_type"), {})
+    said = {**own, **config}
+    key = _GROUPS_TOO if own and config.get(_GROUPS_TOO) is not None else "n_group"
+    by_method = "topk_method" in own
+    if by_method and said["topk_method"] == "greedy":
+        return key, None, None, 0
+    return key, said.get(key), said.get("topk_group"), 2 if own and not by_method else 1
 
 
 def whole_heads(model_type: str) -> bool:

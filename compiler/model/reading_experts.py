@@ -73,15 +73,21 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
     )
 
 
-def _check_groups(config: Config, count: int, key: str) -> None:
+def _check_groups(config: Config, count: int, experts: str) -> None:
     """Of routers that choose groups of experts first: all are as large, and no more are chosen than there are."""
-    groups, chosen, method = groups_of_experts(config)
-    if not isinstance(groups, int) or method == "greedy":  # which looks at no groups
+    key, groups, chosen, least = groups_of_experts(config)
+    if not isinstance(groups, int):
         return
     if groups < 1 or count % groups:
-        raise ModelConfigError(f"n_group is {groups}: it has to divide {key} {count}", "n_group")
+        raise ModelConfigError(f"{key} is {groups}: it has to divide {experts} {count}", key)
+    if count // groups < least:
+        raise ModelConfigError(
+            f"{key} is {groups}, {count // groups} of {experts} {count} in a group, which is scored by the best "
+            f"{least} of its experts: write {count // least} or less",
+            key,
+        )
     if isinstance(chosen, int) and not 1 <= chosen <= groups:
-        raise ModelConfigError(f"topk_group is {chosen}: it has to be between 1 and n_group {groups}", "topk_group")
+        raise ModelConfigError(f"topk_group is {chosen}: it has to be between 1 and {key} {groups}", "topk_group")
 
 
 def _layers_of_period(read: ConfigReader, experts: Experts) -> tuple[int, ...] | None:

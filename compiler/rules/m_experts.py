@@ -37,6 +37,7 @@ _LATENT = {
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
     "n_routed_experts": 8,
+    "n_group": 4,
 }
 
 

@@ -55,6 +55,13 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("falcon", {**FALCON, "parallel_attn": False}, "parallel_attn", "misses a norm"),
         ("falcon", {**FALCON, "num_kv_heads": -1}, "num_kv_heads", "1 or more"),
         ("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_group": 3}, "n_group", "has to divide n_routed_experts 8"),
+        ("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_group": 8}, "n_group", "by the best 2 of its experts"),
+        (
+            "bailing_hybrid",
+            {**EXPERTS, "num_key_value_heads": 4, "num_experts": 8, "n_group": 2, "num_expert_group": 3},
+            "num_expert_group",
+            "has to divide num_experts 8",
+        ),
         ("beam", {**EXPERTS, "num_experts": 8, "n_group": 2, "topk_group": 3}, "topk_group", "between 1 and n_group 2"),
         ("zamba2", {**SHARED, "layer_types": ["mamba", "hybrid"]}, "layer_types", "from layers_block_type only"),
     ],
