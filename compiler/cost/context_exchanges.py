@@ -94,7 +94,7 @@ def exchanges(
 
     Keys travel in forward and in backward, there with their gradients in fp32. `recomputed`: activations are
     recomputed in backward; the runtime keeps what attention computed, but exchanges heads once more. What is not
-    `trained` runs forward only. `hops`: those of a ring, where a window leaves some out.
+    `trained` runs forward only. `hops`: those of a ring or an all-gather, where a window leaves some out.
     """
     found: list[ContextExchange] = []
     swapped, places, inner = context.head_ranks, context.ring_ranks, context.inner_ranks
@@ -114,20 +114,20 @@ def exchanges(
         messages, around = hops * messages_per_hop, context.implementation is not CpImplementation.ALL_GATHER
         return ContextExchange(group, operation, ranks, stride, messages, hops * bytes_per_hop, neighbours=around)
 
+    needed = places - 1 if hops is None else hops
     if context.implementation is CpImplementation.ALL_GATHER:
-        found.append(travel(Axis.CP, "all-gather of keys and values", places, 1, places - 1))
+        found.append(travel(Axis.CP, "all-gather of keys and values", places, 1, needed))
     elif context.implementation is CpImplementation.DOUBLE_RING:
         outer = places // inner
         found.append(travel(inner_group, "inner ring of keys and values", inner, 1, outer * (inner - 1)))
         found.append(travel(outer_group, "outer ring of keys and values", outer, inner, outer - 1))
     else:
-        around = places - 1 if hops is None else hops
-        found.append(travel(outer_group, "ring of keys and values", places, swapped, around))
+        found.append(travel(outer_group, "ring of keys and values", places, swapped, needed))
     return tuple(one for one in found if one.messages)
 
 
 def hops_of(work: Workload, context: ContextParallel) -> int:
-    """How often keys move on in a ring, of layers of one kind: as far as their window reaches on any rank.
+    """How often keys of layers of one kind move on, or how many ranks' are gathered: as far as a window reaches.
 
     All the way where only some of these layers may have the window, and in a double ring.
     """

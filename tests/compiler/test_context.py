@@ -64,8 +64,8 @@ def test_keys_go_around_as_far_as_a_window_reaches_where_every_layer_has_it() ->
     """Neighbouring pieces of a zigzag are one step apart, or one step back. Of gpt_oss other layers see all keys."""
     for model_type, hops in (("mistral", 2), ("gpt_oss", 15)):
         shape = replace(SHAPE, model_type=model_type, sliding_window=1024)
-        assert sent("ring", shape=shape) == {"cp": hops * KEYS * 4}
-        assert sent("all_gather", shape=shape) == {"cp": 15 * KEYS * 4}
+        assert sent("ring", shape=shape) == sent("all_gather", shape=shape) == {"cp": hops * KEYS * 4}
+        assert sum(sent("double_ring", (8, 2), shape=shape).values()) == 15 * KEYS * 4
 
 
 def test_levels_use_the_links_on_which_they_lie() -> None:

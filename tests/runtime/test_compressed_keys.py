@@ -152,6 +152,7 @@ def test_weights_have_gradients_where_no_document_has_a_window(
         ({"pp": 2}, "none"),
         ({"cp": 4}, "none"),
         ({"cp": 4, "cp_layout": "contiguous"}, "none"),
+        ({"cp": 4, "cp_implementation": "all_gather"}, "none"),
         ({"tp": 2, "cp": 2, "sequence_parallel": True}, "full"),
     ],
 )
