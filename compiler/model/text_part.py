@@ -189,9 +189,7 @@ _NAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paddleocr_vl_text": {"use_bias": ("attention_bias", "mlp_bias")},
 }
 """Keys of text parts, and those of the class that they are read as which say the same."""
-_UNUSED: Mapping[str, frozenset[str]] = {
-    "unlimited_ocr_text": frozenset({"first_k_dense_replace", "layer_types", "sliding_window"})
-}
+_UNUSED: Mapping[str, frozenset[str]] = {"unlimited_ocr_text": frozenset({"layer_types", "sliding_window"})}
 """Keys of text parts that change no number of a training step: windows that begin behind the prompt, in generation."""
 _OF_ANY_TYPE = frozenset({"cosmos3_omni", "glm46v", "glmga"})
 """Multimodal types whose class builds a text part of the type that it names; others build their own in any case."""
@@ -252,9 +250,8 @@ def _as_alike(kind: str, inner: Config) -> Config:
     known = {key: value for key, value in inner.items() if key not in named and key not in _UNUSED.get(kind, ())}
     known |= {other: inner[key] for key, others in named.items() if key in inner for other in others}
     found = {**_DEFAULTS.get(kind, {}), **known, **_ALWAYS.get(kind, {})}
-    if kind == "unlimited_ocr_text" and not found.get("mlp_layer_types"):
-        dense, layers = inner.get("first_k_dense_replace", 1), found["num_hidden_layers"]
-        found["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    if kind == "unlimited_ocr_text" and found.get("mlp_layer_types") is None:
+        found |= _first_dense(found.get("first_k_dense_replace", 1), found["num_hidden_layers"])
     if kind in _SHARED_OUT and "head_dim" not in found:
         sizes = {**_left_to_class(TEXT_ALIKE[kind], found), **found}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -269,6 +266,13 @@ def _as_alike(kind: str, inner: Config) -> Config:
         if "rope_theta" in kept:
             found.pop("rope_theta", None)
     return found
+
+
+def _first_dense(dense: Any, layers: Any) -> Config:
+    """The kinds of MLPs of layers of which the first are dense; nothing where these are no numbers."""
+    if not (isinstance(dense, int) and isinstance(layers, int)):
+        return {}
+    return {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
 
 
 def left_out(config: Config) -> tuple[str, ...]:

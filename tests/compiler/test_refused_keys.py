@@ -71,13 +71,37 @@ def test_the_key_is_named(name: str, config: dict[str, Any], key: str, message: 
         shape_from_config({"model_type": name, **config})
     assert caught.value.key == key
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **config}), encoding="utf-8")
-    spec = {
+    assert [one.code for one in parcompile.check(_spec_of(tmp_path), estimate=False).errors] == ["S003"]
+
+
+def _spec_of(folder: Path) -> dict[str, Any]:
+    return {
         "version": 1,
-        "model": {"hf_config": str(tmp_path / "config.json")},
+        "model": {"hf_config": str(folder / "config.json")},
         "cluster": {"nodes": 1, "gpus_per_node": 1},
         "training": {"sequence_length": 16, "global_batch_size": 1, "micro_batch_size": 1},
     }
-    assert [one.code for one in parcompile.check(spec, estimate=False).errors] == ["S003"]
+
+
+OCR = {**SMALL, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("unlimited_ocr", {**OCR, "first_k_dense_replace": None}, "first_k_dense_replace: it has to be a whole number"),
+        ("unlimited_ocr", {**OCR, "first_k_dense_replace": "1"}, "first_k_dense_replace: it has to be a whole number"),
+        ("unlimited_ocr", {**OCR, "num_hidden_layers": "2"}, 'num_hidden_layers is "2"'),
+        ("unlimited_ocr", {**OCR, "mlp_layer_types": []}, "mlp_layer_types: it has to list the kind of each layer"),
+        ("unlimited_ocr", {**OCR, "num_hidden_layers": 10**12}, "more than the limit of 10000"),
+        ("llava", {**SMALL, "model_type": "llama", "num_hidden_layers": 10**12}, "more than the limit of 10000"),
+    ],
+)
+def test_a_key_of_a_text_part_is_named(name: str, text: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "text_config": text}), encoding="utf-8")
+    found = parcompile.check(_spec_of(tmp_path), estimate=False).errors
+    assert [one.code for one in found] == ["S003"]
+    assert message in found[0].message
 
 
 def test_two_names_of_a_key_may_say_the_same() -> None:

@@ -45,6 +45,13 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         experts=routed(64, None, 1407, by_layer="mlp_layer_types", shared=2),
         refusals=(
             Refusal(
+                "first_k_dense_replace",
+                lambda config: (
+                    not config.get("mlp_layer_types") and not isinstance(config.get("first_k_dense_replace", 1), int)
+                ),
+                "it has to be a whole number where no mlp_layer_types lists the kind of each layer",
+            ),
+            Refusal(
                 "mlp_layer_types",
                 lambda config: not config.get("mlp_layer_types"),
                 "it has to list the kind of each layer, dense or sparse: transformers builds no model without it",

@@ -64,7 +64,8 @@ class ModelValues(ParallelismValues):
             raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
         if "plan_version" in config:
             config = _of_plan(config, path)
-        for key, value in config.items():
+        text = config.get("text_config")
+        for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
             most = _most(key)
             if isinstance(value, int) and most is not None and value > most:
                 raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
