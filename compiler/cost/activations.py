@@ -152,8 +152,10 @@ def eager_layer_bytes(
     heads, kv_heads = shape.num_attention_heads / tp, _own(_kv_heads(shape, tp), shape)
     if shape.mla is not None:
         mla = shape.mla
-        attention = width * heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim)
-        attention += width * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
+        # Values are a view of what their projection gives, which has keys beside them; keys are copied on.
+        attention = width * heads * (2 * mla.qk_head_dim + mla.qk_nope_head_dim + 2 * mla.v_head_dim)
+        # What is compressed passes a norm: in fp32, normalised, and weighted.
+        attention += (4 + normed + width) * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
     elif shape.low_rank is not None:
         attention = _low_rank_bytes(shape, shape.low_rank, tp, width)
     else:
@@ -175,6 +177,8 @@ def eager_layer_bytes(
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
         mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
         mlp += 4.0 * experts.num_choices
+        if shape.model_type in FP32_ROUTERS and width < 4:
+            mlp += 4 * h  # what goes into the router
         if shape.model_type in CLAMPED:
             mlp += width * 2 * chosen * experts.intermediate_size / tp
         mlp += width * (kept + 2 * (shape.model_type in CLAMPED_SHARED)) * experts.shared_intermediate_size / tp
@@ -221,6 +225,14 @@ FP32_NORMS = (
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 FP32_MLPS = ("beam",)
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
+FP32_ROUTERS = frozenset(
+    (
+        *("axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
+        *("dots3_note_text", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        *("hy_v3", "hy_v4", "kimi_linear", "kolibri1", "longcat_flash", "mimo_v2_flash", "nemotron_h", "solar_open"),
+    )
+)
+"""Model types whose routers take hidden states in fp32, and keep them so."""
 VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
 CLAMPED = ("deepseek_v4", "glm5_next_text", "hy_v4", "minimax_m3_vl_text")

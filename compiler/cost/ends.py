@@ -20,9 +20,10 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
 
     Logits with their gradient; what the head's backward holds (the gradients of logits, weight and input; under
     sequence parallelism the gathered input and its gradient, each twice while they are laid out anew); the gradients in
-    front of the last norm (two in the type of the weights and three in fp32); what is in flight in the last MLP, or
-    with full recomputation a layer: these do not stand in memory together, the largest counts. The gradient of a tied
-    head waits for that of the embedding. Logits and layers are counted elsewhere, so what is returned may be negative.
+    front of the last norm (three in fp32, and two in the type of the weights where that is another); what is in flight
+    in the last MLP, or with full recomputation a layer: these do not stand in memory together, the largest counts. The
+    gradient of a tied head waits for that of the embedding. Logits and layers are counted elsewhere, so what is
+    returned may be negative.
     """
     width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
@@ -37,7 +38,8 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
         head = max(loss, width * (logits + inputs) + weight)
     if work.recomputes_layers:
         return max(recomputed_layer + waiting, normed + head) - recomputed_layer - counted
-    return max(normed + head, normed + hidden * (2 * width + 3 * 4) / share + waiting, in_flight + waiting) - counted
+    first = hidden * ((2 * width if width < 4 else 0) + 3 * 4) / share
+    return max(normed + head, normed + first + waiting, in_flight + waiting) - counted
 
 
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:

@@ -36,15 +36,23 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
     projections = 2 if work.shape.gated_mlp else 1
     slices = work.tp if work.ep == 1 else work.expert_slices
     width = moe.intermediate_size / slices
-    experts, rows = moe.num_choices / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
+    experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
+    # Rows are weighted by what a router gives in fp32 or casts.
+    weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
     if work.ep == 1:
-        # With many tokens the peak is where rows are weighted, by what a router gives in fp32 or casts.
-        width = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
-        return max(of_weight, IN_FLIGHT_COPIES * width * rows * h)
-    # Of the rows that came, which ranks with slices gather; and of this rank's, weighted in fp32 when they are back.
-    came = (IN_FLIGHT_COPIES + (slices > 1)) * work.element_bytes * rows * h
-    return max(0.0, of_weight) + came + 4 * rows / slices * h
+        # With many tokens the peak is where rows are weighted.
+        return max(of_weight, IN_FLIGHT_COPIES * weighted * rows * h)
+    came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
+    # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
+    # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
+    running, back = 4 * came - own, 2 * came + own * (1 + (slices > 1))
+    if not work.recomputes_layers:
+        back += weighted * rows / slices * h
+    elif work.element_bytes < 4:
+        # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
+        running, back = running + input_bytes(work), back + input_bytes(work)
+    return max(of_weight + came - own, running, back)
 
 
 def input_bytes(work: Workload) -> float:

@@ -85,7 +85,11 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
         kept["stream"] += used * of_own * work.split_tokens * held
         kept["gathered"] += used * of_whole * tokens * held
-        in_flight = in_flight_bytes(work, routed=moe_layers > 0)
+        in_flight, together = in_flight_bytes(work, routed=moe_layers > 0), work.shape.layers_per_module
+        if together > 1 and moe_layers:
+            # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
+            gone = ((together - 1) * dense.total + dense.mlp) * tokens
+            in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
         if states:
             in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, stage, dense, sparse))
         found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
@@ -98,7 +102,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         one_layer = (sparse if moe_layers else dense).total * tokens
         if work.recomputes_layers:
             # Each layer's input is kept; one layer at a time is recomputed whole.
-            layers, together = bool(stage.layers), work.shape.layers_per_module
+            layers = bool(stage.layers)
             # Of layers that are one module all: one of them has its experts.
             recomputed = (largest, *[dense] * (together - 1))
             kept = {part: sum(getattr(one, part) for one in recomputed) * tokens * layers for part in kept}
