@@ -227,9 +227,10 @@ FP32_MLPS = ("beam",)
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
 FP32_ROUTERS = frozenset(
     (
-        *("axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
-        *("dots3_note_text", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        *("hy_v3", "hy_v4", "kimi_linear", "kolibri1", "longcat_flash", "mimo_v2_flash", "nemotron_h", "solar_open"),
+        *("axk1", "axk2", "bailing_hybrid", "beam", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3"),
+        *("deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
+        *("glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "hy_v3", "hy_v4", "kimi_linear", "kolibri1"),
+        *("longcat_flash", "mimo_v2_flash", "nemotron_h", "solar_open"),
     )
 )
 """Model types whose routers take hidden states in fp32, and keep them so."""
