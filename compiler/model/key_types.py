@@ -153,6 +153,15 @@ def groups_of_experts(config: Mapping[str, Any]) -> tuple[str, Any, Any, int]:
     return key, said.get(key), said.get("topk_group"), 2 if own and not by_method else 1
 
 
+def unsaid_of_method(config: Mapping[str, Any]) -> str | None:
+    """The first key without a value that a router reads which chooses experts by `topk_method`; None where none is."""
+    own = _stored()["groups"].get(config.get("model_type"), {})
+    said = {**own, **config}
+    if "topk_method" not in own or said["topk_method"] == "greedy":
+        return None
+    return next((key for key in ("topk_method", "n_group", "topk_group") if said.get(key) is None), None)
+
+
 def whole_heads(model_type: str) -> bool:
     """Whether a class takes no hidden_size but a multiple of num_attention_heads, beside any head_dim."""
     return model_type in _stored()["multiples"]

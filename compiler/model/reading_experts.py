@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .family import Experts, Family
-from .key_types import groups_of_experts
+from .key_types import groups_of_experts, unsaid_of_method
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError
 from .shape import MoeShape
@@ -75,6 +75,11 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
 
 def _check_groups(config: Config, count: int, experts: str) -> None:
     """Of routers that choose groups of experts first: all are as large, and no more are chosen than there are."""
+    if (unsaid := unsaid_of_method(config)) is not None:
+        raise ModelConfigError(
+            f"{unsaid} is null or missing: topk_method is greedy, or group_limited_greedy with n_group and topk_group",
+            unsaid,
+        )
     key, groups, chosen, least = groups_of_experts(config)
     if not isinstance(groups, int):
         return

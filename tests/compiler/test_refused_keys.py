@@ -28,6 +28,7 @@ NEO = {"hidden_size": 32, "num_layers": 9, "num_heads": 4, "vocab_size": 61}
 FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 FALCON["new_decoder_architecture"] = True
 EXPERTS = {**SMALL, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LIMITED = {"n_routed_experts": 8, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 MAMBA2 = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "head_dim": 8}
 SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads": 4, "mamba_ngroups": 1}
 
@@ -54,6 +55,9 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("smollm3", {**SMALL, "no_rope_layers": [1]}, "no_rope_layers", "has 1 entries for 2 layers"),
         ("falcon", {**FALCON, "parallel_attn": False}, "parallel_attn", "misses a norm"),
         ("falcon", {**FALCON, "num_kv_heads": -1}, "num_kv_heads", "1 or more"),
+        ("deepseek_v2", {**EXPERTS, **LIMITED, "topk_method": None}, "topk_method", "is null"),
+        ("deepseek_v2", {**EXPERTS, **LIMITED, "n_group": None}, "n_group", "is null or missing"),
+        ("deepseek_v2", {**EXPERTS, **LIMITED, "topk_group": None}, "topk_group", "is null or missing"),
         ("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_group": 3}, "n_group", "has to divide n_routed_experts 8"),
         ("glm4_moe", {**EXPERTS, "n_routed_experts": 8, "n_group": 8}, "n_group", "by the best 2 of its experts"),
         (
