@@ -129,6 +129,19 @@ WEIGHTED_IN_TYPE = frozenset(
 """Model types whose routers weight experts in the type of the weights; others do in fp32."""
 
 
+LOGIT_CAP = "final_logit_softcapping"
+CAPPED_LOGITS = {
+    "gemma2": 30.0,
+    "gemma3": None,
+    "gemma3_text": None,
+    "gemma3n_text": 30.0,
+    "gemma4_text": None,
+    "gemma4_unified_text": None,
+    "nanochat": 15.0,
+    "vaultgemma": 30.0,
+}
+"""Model types that keep logits within a cap (`LOGIT_CAP`), and what their classes have for it."""
+
 _NEAREST = {
     "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .activation import kept_numbers
-from .catalogue import refusal
+from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_facts import facts_of
@@ -110,6 +110,7 @@ def shape_from_config(config: Config) -> ModelShape:
         norm_names=norms,
         bare_qk_norms=0.0 if family.bare_qk_norms is None else family.bare_qk_norms(config, layers),
         wide_stream=family.is_on(family.wide_stream, config),
+        capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
         mla=mla,

@@ -120,6 +120,8 @@ class ModelShape:
     norm_bias: bool = False
     wide_stream: bool = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
+    capped_logits: bool = False
+    """A tanh keeps logits within a cap."""
     sliding_window: int | None = None
     value_head_dim: int | None = None
     """Width of a value head; None: `head_dim`."""

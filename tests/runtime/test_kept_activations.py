@@ -14,7 +14,7 @@ from training_runs import make_plan
 from parcompile.cost.activations import FP32_ROUTERS
 from parcompile.cost.footprint import footprint
 from parcompile.layout.schedule import Schedule
-from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.sharded import build_sharded
@@ -60,6 +60,19 @@ LONGCAT: dict[str, Any] = {
     "moe_topk": 4,
     "head_dim": 32,
 }
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma2",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 128,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+    "attn_logit_softcapping": None,
+}
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 1024,
@@ -98,6 +111,9 @@ def activations(plan: Plan, rank: int = 0) -> tuple[float, int]:
         # experts of one module with two layers go backward when the other layer is gone, and some have no weights.
         (DEEPSEEK, {}, "none"),
         (LONGCAT, {"tp": 2}, "none"),
+        # A cap on logits keeps them twice.
+        (GEMMA, {}, "none"),
+        ({**GEMMA, "final_logit_softcapping": None}, {}, "full"),
         # Slices of dealt experts, to which the rows of all tp ranks come.
         (QWEN, {"tp": 4, "dp": 2, "ep": 2}, "full"),
         (QWEN, {"dp": 2, "ep": 2}, "full"),
@@ -118,6 +134,13 @@ def test_activations_are_those_that_are_counted(
     plan = make_plan(world, axes, model=config, training=training, whole_model=True, extra={"cluster": cluster})
     estimated, counted = activations(plan)
     assert estimated == pytest.approx(counted, rel=NEAR)
+
+
+@pytest.mark.parametrize("name", sorted(CAPPED_LOGITS))
+def test_caps_of_logits_are_those_of_the_classes(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert getattr(CONFIG_MAPPING[name]().get_text_config(), LOGIT_CAP) == CAPPED_LOGITS[name]
 
 
 EXPERTS = [name for name in RUNTIME_FAMILIES if FAMILIES[name].experts is not None]
