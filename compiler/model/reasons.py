@@ -48,7 +48,7 @@ REASONS: Mapping[str, Reason] = {
     "latents_of_earlier_layers": Reason(
         "multimodal models",
         "layers of its text part take latent keys of earlier layers (kv_source_layers), learned numbers scale queries "
-        "by the log of their position, and the frequencies of positions are learned: "
+        "by the log of their position, and numbers in the files scale the frequencies of positions: "
         "the compiler describes none of these",
     ),
     "limits_of_layers": Reason(
