@@ -95,7 +95,7 @@ def layer_bytes(
         experts = shape.moe
         active = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
         # Routing makes a copy of each token for each of its experts, on the way there and back.
-        mlp = projections * active / tp + row_copies * experts.num_experts_per_token * h
+        mlp = projections * active / tp + row_copies * experts.num_experts_per_token * shape.expert_features
         mlp += experts.num_choices
     else:
         mlp = projections * shape.intermediate_size / tp
@@ -175,7 +175,7 @@ def eager_layer_bytes(
     if moe and shape.moe is not None:
         experts, chosen = shape.moe, shape.moe.num_experts_per_token
         # Each token is copied for each of its experts, there and back; the router's scores are kept in fp32.
-        mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * h)
+        mlp = width * (kept * chosen * experts.intermediate_size / tp + row_copies * chosen * shape.expert_features)
         mlp += 4.0 * experts.num_choices
         if shape.model_type in FP32_ROUTERS and width < 4:
             mlp += 4 * h  # what goes into the router
@@ -220,7 +220,7 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
 
 FP32_NORMS = (
     *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("olmo2", "olmo3", "beam", "deepseek_v4", "muse_glimmer_text"),
+    *("olmo2", "olmo3", "beam", "deepseek_v4", "muse_glimmer_text", "muse_spark_text"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
 FP32_MLPS = ("beam",)

@@ -137,7 +137,7 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
         return {}
     # What goes to experts that give back what they take stays.
     rows = int(sent_rows(work, moe.num_experts_per_token) * moe.num_experts / moe.num_choices)
-    row_bytes = work.shape.hidden_size * work.element_bytes
+    row_bytes = work.shape.expert_features * work.element_bytes
     counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
     again = 2 if work.recomputes_layers else 1
     there_and_back = 2 * again + 2

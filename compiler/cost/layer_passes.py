@@ -32,6 +32,7 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
     if not routed or moe is None:
         width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
+    h = work.shape.expert_features
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.gated_mlp else 1
     slices = work.tp if work.ep == 1 else work.expert_slices

@@ -36,7 +36,7 @@ TEXT_PARTS = frozenset(
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
         *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
         *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
-        "muse_glimmer",
+        *("muse_glimmer", "muse_spark"),
         *("ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
         *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
         *("shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava"),
@@ -99,6 +99,7 @@ CORRECTED = frozenset(
         "mimo_v2_flash",
         "minimax_m2",
         "minimax_m3_vl_text",
+        "muse_spark_text",
         "nemotron_h",
         "solar_open",
     )

@@ -80,6 +80,8 @@ class Experts(ExpertsOfPlugIn):
     """The layers with experts, from the configuration and the number of layers, where no such list says it."""
     hashed: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
     """The layers whose router looks the experts of a token up by its number."""
+    taken: tuple[str, int] | None = None
+    """The key of how many features of a token its experts take, where projections of the block stand around them."""
 
 
 @dataclass(frozen=True, slots=True)

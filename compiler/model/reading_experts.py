@@ -70,6 +70,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         first_moe_layer=first,
         layers=layers,
         hashed=hashed,
+        taken_size=None if experts.taken is None else read.size(*experts.taken),
     )
 
 

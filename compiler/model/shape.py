@@ -36,6 +36,8 @@ class MoeShape:
     """Further experts that give back what they take: the router chooses among them too."""
     hashed: tuple[int, ...] = ()
     """Layers whose router takes the experts of a token from a table, by the token's number."""
+    taken_size: int | None = None
+    """Features of a token that experts take, between two projections of their block; None: the hidden size."""
 
     @property
     def num_choices(self) -> int:
@@ -263,6 +265,11 @@ class ModelShape:
     def shares_choices(self) -> bool:
         """Whether layers take the choice of another layer's indexer, and have none."""
         return self.indexer is not None and len(self.indexer.layers) < len(self.indexer.attending)
+
+    @property
+    def expert_features(self) -> int:
+        """Features of a token that routed experts take and give."""
+        return self.moe.taken_size or self.hidden_size if self.moe is not None else self.hidden_size
 
     @property
     def has_moe(self) -> bool:

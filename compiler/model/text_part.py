@@ -36,6 +36,7 @@ _POSITIONS: Mapping[str, int] = {
     "mistral": 131072,
     "mistral4": 1048576,
     "muse_glimmer_text": 131072,
+    "muse_spark_text": 1048576,
     "nemotron_h": 4096,
     "persimmon": 16384,
     "qwen2": 32768,

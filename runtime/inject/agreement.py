@@ -79,6 +79,8 @@ def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Mod
         if _multiplies_from_the_left(name, slices):
             # "row because not linear": [experts, in, out] is named by how it is stored.
             wanted = dims - 1 if style in _ROW else dims - 2
+        if style == "rowwise_split_input" and slices.of(weight).parameter.partial:
+            continue  # a projection in front of experts, or behind them: whole on every rank, of a part of a sum
         if slices.of(weight).dim != wanted:
             raise RunError(
                 f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True

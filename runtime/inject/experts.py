@@ -26,6 +26,7 @@ from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
 
 from .biases import add_once
+from .expert_norm import norm_whole_rows
 from .regions import Region
 
 
@@ -35,6 +36,8 @@ def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> 
     What is added to the ranks' parts of the sum (a bias behind a cut weight) is added by the first rank.
     """
     _cut(name, block, slices, region)
+    if not slices.folds_experts:  # else a rank has whole experts
+        norm_whole_rows(block, region.group)
     # Jitter is multiplied into the hidden states in place.
     region.enter_block(block, writes=draws(block))
 

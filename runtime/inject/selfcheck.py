@@ -34,6 +34,7 @@ from parcompile.runtime.ring_attention import document_borders, split_sequence
 
 from .agreement import EXPERTS, entries
 from .expert_adapters import by_stack
+from .expert_norm import EXPERT_NORM
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
@@ -49,6 +50,10 @@ SHORT, LONG = 16, 256
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 # Sums in another order, on another kernel, differ by about 1e-6 in float32; a wrong slice by about 1.
 _HALF_TOLERANCE = 5e-2
+
+
+OF_EXPERTS = f".experts.{EXPERT_NORM}"
+"""Where a norm of what each expert gives stands, in a block of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ class SelfCheck:
             # Experts of the layer itself, without a block, give the whole sum.
             if style == EXPERTS and not name.rpartition(".")[0].rpartition(".")[2].isdigit()
         )
+        self._hidden += tuple(
+            f"{name.removesuffix(OF_EXPERTS)}."
+            for name, _ in model.named_modules()
+            if mesh.size("tp") > 1 and name.endswith(OF_EXPERTS)
+        )
         self._expected = self._run(model, self._ids, self._positions, {"labels": self._labels})
 
     def compare(self, model: nn.Module) -> None:
@@ -125,6 +135,9 @@ class SelfCheck:
         for name, gradient in gradients.items():
             if is_dealt(parameters[name]):
                 dist.all_reduce(gradient, group=mesh.group(EXPERT_DP))
+                gradient /= mesh.size("dp")
+            elif f"{OF_EXPERTS}." in name:  # of the rows that came to this rank
+                dist.all_reduce(gradient, group=mesh.group("dp-cp"))
                 gradient /= mesh.size("dp")
             elif (ring := mesh.parallel_group("cp")) is not None:
                 dist.all_reduce(gradient, group=ring)

@@ -19,8 +19,11 @@ TEXT_MODELS: Mapping[str, str] = {
     "deepseek_ocr2_text": "DeepseekOcr2TextModel",
     "glm5_next_text": "Glm5NextTextModel",
     "muse_glimmer_text": "MuseGlimmerTextModel",
+    "muse_spark_text": "MuseSparkTextModel",
 }
 """Model types of text parts, and their classes, for which transformers 5.23 has no class with a head of its own."""
+_NEVER_TIED = frozenset({"muse_spark_text"})
+"""Those whose multimodal class ties no weights."""
 
 _MASKS = "create_masks_for_generate"
 """The method with which some classes make masks for generation."""
@@ -37,8 +40,8 @@ def with_head(model_type: str) -> Any:
         "__init__": functools.partialmethod(_build, text),
         "__annotations__": {"config": text.config_class},
         "config_class": text.config_class,
-        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
-        "_tp_plan": {"lm_head": "colwise_gather_output"},
+        "_tied_weights_keys": None if model_type in _NEVER_TIED else {"lm_head.weight": "model.embed_tokens.weight"},
+        "_tp_plan": {} if model_type in _NEVER_TIED else {"lm_head": "colwise_gather_output"},
         "forward": transformers.utils.can_return_tuple(_forward),
     }
     whole = getattr(transformers, text.__name__.removesuffix("TextModel") + "ForConditionalGeneration")

@@ -248,6 +248,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         ],
         "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
     },
+    "muse_spark_text": {
+        "head_dim": 8,
+        **_MIXED,
+        "qk_scale_factor": 1.5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_hidden_size": 16,
+        "mlp_layer_types": ["dense", "sparse"],
+        "routed_scaling_factor": 1.7,
+    },
     "muse_glimmer_text": {"head_dim": 8, **_MIXED, "qk_scale_factor": 1.5},
     "mistral4": {
         **_ROUTED,

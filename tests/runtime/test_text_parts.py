@@ -35,7 +35,7 @@ from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
 
 PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")
-TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "glm5_next", "deepseek_ocr2")
+TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "muse_spark", "glm5_next", "deepseek_ocr2")
 SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision", "unlimited_ocr")
 """`python benchmarks/models.py --texts` compares all of them."""
 ALIKE = tuple(sorted(name for name in TEXT_PARTS if model_types()[name].text_kind in TEXT_ALIKE))
@@ -80,6 +80,8 @@ _EARS = {
     "output_dim": 32,
 }
 
+_MUSE = {"out_hidden_size": 64, "projector_hidden_size": 16}
+
 _PARTS: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "vision_config": {
@@ -108,7 +110,17 @@ _PARTS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "vision_config": {**_TOWER, "hidden_size": 64, "model_type": "clip_vision_model"},
     },
-    "muse_glimmer": {"out_hidden_size": 64, "projector_hidden_size": 16},
+    "muse_glimmer": _MUSE,
+    "muse_spark": {
+        **_MUSE,
+        "audio_config": {
+            "patch_sizes": [4, 2],
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 32,
+        },
+    },
     "nemotron_h_omni": {"audio_config": None},
     "qwen2_5_omni_thinker": {"audio_config": _EARS},
     "qwen3_omni_moe_thinker": {"audio_config": _EARS},

@@ -47,7 +47,9 @@ def _expert_cut(name: str, one: Repeated, family: Family, names: Experts) -> Cut
     if name == "down_proj_bias":
         # Whole on every rank, and added by the first: the gradient of the others is zero.
         return Cut(None, 0, partial=True)
-    hidden = own_key(family, "hidden_size")
+    if len(one.shape) == 1:
+        return PARTIAL  # a norm of what experts give, of all ranks' tokens
+    hidden = own_key(family, "hidden_size") if names.taken is None else names.taken[0]
     dim = next(dim for dim, text in enumerate(one.row.shape) if dim and leading_key(text) != hidden)
     size = one.shape[dim]
     if not name.startswith("gate_up"):

@@ -1,6 +1,8 @@
-"""Muse Glimmer: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.
+"""Muse: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.
 
-Source: `MuseGlimmerTextConfig` and modeling_muse_glimmer.py of transformers 5.23.
+Experts of Muse Spark take fewer features of a token, between two projections, and what each gives is normed.
+
+Source: the configuration classes and modeling files of muse_glimmer and muse_spark of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Family, Refusal
+from parcompile.model.family import Experts, Family, Refusal
 
 Config = Mapping[str, Any]
 
@@ -63,6 +65,26 @@ MUSE: Mapping[str, Family] = {
         gate="gate_proj",
         bare_qk_norms=lambda _, __: 1.0,
         refusals=_refusals(10000.0),
+        defaults={"sliding_window": 2048},
+    ),
+    "muse_spark_text": Family(
+        gate="gate_proj",
+        bare_qk_norms=lambda _, __: 1.0,
+        refusals=(
+            *_refusals(500000.0),
+            Refusal(
+                "tie_word_embeddings",
+                lambda config: bool(config.get("tie_word_embeddings")),
+                "transformers ties no weights of this type, and would train two: set it to false",
+            ),
+        ),
+        experts=Experts(
+            count=("num_local_experts", 256),
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 4096),
+            by_layer="mlp_layer_types",
+            taken=("moe_hidden_size", 4096),
+        ),
         defaults={"sliding_window": 2048},
     ),
 }
