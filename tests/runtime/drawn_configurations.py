@@ -50,6 +50,8 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None, 0.4, 1.5),
     "qk_scale_factor": (0.8, 3.0),
     "output_multiplier": (0.3, 1.6),
+    "residual_gate_temperature": (0.2, 1.5),
+    "moe_hidden_size": (16, 40),
     "scale_emb": (2, 5),
     "scale_depth": (0.8, 2.1),
     "dim_model_base": (8, 16),

@@ -21,12 +21,15 @@ DRAWN = 2
 
 JOINED = "transformers cuts the joined outputs as one and gathers them before use; we cut each part, and gather nothing"
 STATES = "transformers computes the states of all heads on every rank; ours has those of its heads, and we add up"
+AROUND = "transformers sums the parts of a projection around experts; ours is whole on every rank, of parts of their sum"
 
 OURS_DIFFERS = {
     ("glm", f"{LAYER}.mlp.gate_up_proj.weight"): JOINED,
     ("glm4", f"{LAYER}.mlp.gate_up_proj.weight"): JOINED,
     ("phi3", f"{LAYER}.mlp.gate_up_proj.weight"): JOINED,
     ("phi3", f"{LAYER}.self_attn.qkv_proj.weight"): JOINED,
+    ("muse_spark_text", f"{LAYER}.mlp.pre_expert_proj.weight"): AROUND,
+    ("muse_spark_text", f"{LAYER}.mlp.post_expert_proj.weight"): AROUND,
     ("qwen3_5_text", f"{LAYER}.linear_attn.in_proj_qkv.weight"): JOINED,
     ("qwen3_5_moe_text", f"{LAYER}.linear_attn.in_proj_qkv.weight"): JOINED,
     ("qwen3_next", f"{LAYER}.linear_attn.out_proj.weight"): STATES,

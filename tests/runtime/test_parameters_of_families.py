@@ -18,7 +18,7 @@ from parcompile.runtime.model.model_class import causal_model
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")
-NEVER_TIED = ("kimi_linear", "bailing_hybrid")
+NEVER_TIED = ("kimi_linear", "bailing_hybrid", "muse_spark_text")
 ALWAYS_TIED = ("zamba2", "zamba2, 2 groups")
 """Refused otherwise: their shared blocks are tied with the head or not at all."""
 REFUSED = (("stablelm", "qk_layernorm"),)
@@ -611,6 +611,8 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("muse_glimmer_text", {"sliding_window": None}, "sliding_window: transformers builds a mask of the window"),
         ("muse_glimmer_text", {"attention_dropout": None}, "attention_dropout: transformers' attention takes no null"),
         ("muse_glimmer_text", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: transformers divides"),
+        ("muse_spark_text", {"layer_rope_theta": [50.0, 0]}, "layer_rope_theta: transformers reads of an entry only"),
+        ("muse_spark_text", {"tie_word_embeddings": True}, "tie_word_embeddings: transformers ties no weights of this"),
         ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"]}, "layer_types: minimax_m3_spa"),
         (
             "kimi_linear",
