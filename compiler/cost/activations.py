@@ -148,6 +148,9 @@ def eager_layer_bytes(
         # All streams, and what corrects each; three norms, of two routers and of LAuReL, two routers' inputs, and the
         # stream that is scaled.
         stream += 2 * width * shape.altup.num_streams * h + 3 * h * (4 + normed) + 3 * width * h
+    if shape.model_type in GATED_RESIDUALS:
+        # A norm without a weight, and what two gates weight: in 16 bits both addends, else norms keep one of them.
+        stream += 12 * h
     stream += mixture_bytes(shape, width)
     heads, kv_heads = shape.num_attention_heads / tp, _own(_kv_heads(shape, tp), shape)
     if shape.mla is not None:
@@ -166,6 +169,8 @@ def eager_layer_bytes(
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
+    if shape.model_type in GATED_RESIDUALS:  # the norm of what attention gives
+        attention += 4 * heads * shape.value_dim
     if shape.attention_gate:
         # What the gate multiplies is kept, and the product; of a gate for each feature its values too.
         attention += width * heads * shape.value_dim * (2 if shape.attention_gate > 1 else 1)
@@ -179,6 +184,9 @@ def eager_layer_bytes(
         mlp += 4.0 * experts.num_choices
         if shape.model_type in FP32_ROUTERS and width < 4:
             mlp += 4 * h  # what goes into the router
+        if experts.taken_size is not None:
+            # Norms of what experts take and of what each gives, in fp32; their sum.
+            mlp += (8 * (1 + chosen) + width) * experts.taken_size
         if shape.model_type in CLAMPED:
             mlp += width * 2 * chosen * experts.intermediate_size / tp
         mlp += width * (kept + 2 * (shape.model_type in CLAMPED_SHARED)) * experts.shared_intermediate_size / tp
@@ -223,6 +231,8 @@ FP32_NORMS = (
     *("olmo2", "olmo3", "beam", "deepseek_v4", "muse_glimmer_text", "muse_spark_text"),
 )
 """Model types whose RMSNorm multiplies by its weight in fp32."""
+GATED_RESIDUALS = ("muse_spark_text",)
+"""Model types whose layers weight both addends of a residual connection, and norm what attention gives."""
 FP32_MLPS = ("beam",)
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
 FP32_ROUTERS = frozenset(
@@ -230,7 +240,7 @@ FP32_ROUTERS = frozenset(
         *("axk1", "axk2", "bailing_hybrid", "beam", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3"),
         *("deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
         *("glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "hy_v3", "hy_v4", "kimi_linear", "kolibri1"),
-        *("longcat_flash", "mimo_v2_flash", "nemotron_h", "solar_open"),
+        *("longcat_flash", "mimo_v2_flash", "muse_spark_text", "nemotron_h", "solar_open"),
     )
 )
 """Model types whose routers take hidden states in fp32, and keep them so."""

@@ -219,6 +219,13 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)
+    moe = work.shape.moe
+    if moe is not None and experts is not None and experts.normed and (work.ep == 1 or work.expert_slices > 1):
+        # What slices of experts give is summed in front of its norm, and its gradient.
+        sums = routed_layers(work.shape, stage) * times * (3 if work.recomputes_layers else 2)
+        chosen = moe.num_experts_per_token
+        rows = work.split_tokens * chosen if work.ep == 1 else sent_rows(work, chosen) * work.expert_slices
+        send(Axis.TP, "all-reduce", sums, rows * work.shape.expert_features * work.element_bytes, tp)
     if work.shape.norm_over_heads:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)

@@ -82,6 +82,8 @@ class Experts(ExpertsOfPlugIn):
     """The layers whose router looks the experts of a token up by its number."""
     taken: tuple[str, int] | None = None
     """The key of how many features of a token its experts take, where projections of the block stand around them."""
+    normed: bool = False
+    """What each expert gives is normed before it is weighted: ranks with slices of it add up in front of that."""
 
 
 @dataclass(frozen=True, slots=True)

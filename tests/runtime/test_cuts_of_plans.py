@@ -21,7 +21,9 @@ DRAWN = 2
 
 JOINED = "transformers cuts the joined outputs as one and gathers them before use; we cut each part, and gather nothing"
 STATES = "transformers computes the states of all heads on every rank; ours has those of its heads, and we add up"
-AROUND = "transformers sums the parts of a projection around experts; ours is whole on every rank, of parts of their sum"
+AROUND = (
+    "transformers sums the parts of a projection around experts; ours is whole on every rank, of parts of their sum"
+)
 
 OURS_DIFFERS = {
     ("glm", f"{LAYER}.mlp.gate_up_proj.weight"): JOINED,

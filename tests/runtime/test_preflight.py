@@ -483,6 +483,7 @@ def test_norms_without_weights_and_scores_that_scale_what_experts_take_agree_wit
     ("family", "parallelism", "recompute"),
     [
         ("hrm_text", {"tp": 2, "cp": 2}, "full"),  # runs that gradients do not pass, and a vector that is not trained
+        ("muse_spark_text", {"tp": 2}, "full"),  # a norm of what each expert gives, summed over the ranks
         ("minimax", {"tp": 2}, "full"),  # a norm over the heads of all ranks
         ("gpt_neox_japanese", {"pp": 2}, "none"),  # a bias in the last layer only
         ("modernbert-decoder", {"pp": 2}, "none"),  # a norm that the first layer lacks

@@ -84,6 +84,7 @@ MUSE: Mapping[str, Family] = {
             width=("moe_intermediate_size", 4096),
             by_layer="mlp_layer_types",
             taken=("moe_hidden_size", 4096),
+            normed=True,
         ),
         defaults={"sliding_window": 2048},
     ),
