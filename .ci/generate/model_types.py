@@ -48,7 +48,6 @@ WRITTEN = {
     "gpt-sw3": "no_table",
     "jetmoe": "attention_of_experts",
     "mllama": "cross_attention",
-    "qwen4_exp_text": "hashed_ngrams",
     "recurrent_gemma": "gated_units",
     "inkling2_text": "learned_bias",
     "inkling_text": "learned_bias",

@@ -50,6 +50,7 @@ from .activations import BLOCKS
 from .context_exchanges import context_exchanges
 from .indexer import key_bytes
 from .memory import keeps_both_gradients
+from .ngrams import TOKEN_BYTES, looked_up_bytes, ngram_layers, streams_bytes
 from .recurrent import sent_over_cp
 from .shared_blocks import uses
 from .window_keys import window_exchanges
@@ -111,6 +112,8 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         messages = passes * both.messages + untrained * forward.messages
         found[both.group, kind] = Sent(messages, passes * both.wire_bytes + untrained * forward.wire_bytes)
     messages, size = key_bytes(work, stage)
+    if work.cp > 1 and (hashing := ngram_layers(work, stage.layers) * work.micro_batches):
+        messages, size = messages + hashing, size + hashing * TOKEN_BYTES * work.local_tokens * (work.cp - 1)
     if messages:
         found[Axis.CP, "all-gather"] = Sent(messages, size)
     messages, size = sent_over_cp(work, stage.layers, cp_rank)
@@ -193,6 +196,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes
         for operation in ("reduce-scatter", "all-gather") if work.sequence_parallel else ("all-reduce",):
             send(Axis.TP, operation, times, rows, tp)
+    if hashing := ngram_layers(work, stage.layers) * times:
+        _ngrams(work, hashing, runs, send)
     if work.shape.user_module is not None:
         _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
@@ -247,6 +252,19 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # What the channels of all ranks give together, and the gradients of what each rank uses of it.
         sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, states.selected * work.local_tokens * work.element_bytes, tp)
+
+
+def _ngrams(work: Workload, passes: int, runs: int, send: _Send) -> None:
+    """Sums of what is looked up in tables that are cut by rows, and the streams in front of a convolution."""
+    if not work.sequence_parallel:
+        send(Axis.TP, "all-reduce", passes * runs, looked_up_bytes(work), work.tp)
+        return
+    for there, back, size in (
+        ("reduce-scatter", "all-gather", looked_up_bytes(work)),
+        ("all-gather", "reduce-scatter", streams_bytes(work)),
+    ):
+        send(Axis.TP, there, passes * runs, size, work.tp)
+        send(Axis.TP, back, passes, size, work.tp)
 
 
 def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:

@@ -95,11 +95,14 @@ def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
 
 
 def _instead(shape: ModelShape) -> int:
-    """What layers that carry a state have more than if they attended."""
+    """What layers that carry a state have more than if they attended; some of them embeddings of n-grams, too."""
     if shape.recurrent is None:
         return 0
     attending = 0 if shape.recurrent.beside_attention else attention_matmul_parameters(shape)
-    return len(shape.recurrent.layers) * (mixer_parameters(shape) - attending)
+    found = len(shape.recurrent.layers) * (mixer_parameters(shape) - attending)
+    if shape.ngrams is not None:
+        found += len(shape.ngrams.layers) * shape.ngrams.numel(shape.hidden_size, shape.residual_streams)
+    return found
 
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:

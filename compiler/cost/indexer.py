@@ -33,6 +33,11 @@ def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
             scored = keys.count(sequence_length) * choice.heads * (choice.head_dim + 1)
             total += 2.0 * count * (choice.numel(shape.hidden_size, shape.low_rank.query_rank) + scored)
         return total / shape.num_hidden_layers
+    if indexer is not None and indexer.block:
+        # Queries are compared with the blocks that they see: half of all.
+        flops = 2.0 * indexer.numel(shape.hidden_size, 0)
+        flops += indexer.scored(sequence_length) * indexer.heads * (indexer.head_dim + 1)
+        return flops * len(indexer.layers) / shape.num_hidden_layers
     if indexer is None or mla is None or mla.q_lora_rank is None:
         return 0.0
     flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
@@ -60,9 +65,10 @@ def frozen_bytes(work: Workload, stage: Stage) -> float:
             count * (choice.numel(h, low.query_rank) + (2 * keys.rate + 1) * choice.head_dim)
             for count, keys, choice in _choices(work.shape, stage.layers)
         )
-    if indexer is None or mla is None or mla.q_lora_rank is None:
+    if indexer is None or not (indexer.block or (mla is not None and mla.q_lora_rank is not None)):
         return 0.0
-    numel = indexer.numel(work.shape.hidden_size, mla.q_lora_rank) + indexer.further
+    rank = 0 if mla is None else mla.q_lora_rank or 0
+    numel = indexer.numel(work.shape.hidden_size, rank) + indexer.further
     return float(numel * len(set(indexer.layers) & set(stage.layers)) * work.element_bytes)
 
 
@@ -78,6 +84,8 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
     if indexer is None or not set(indexer.layers) & set(stage.layers):
         return 0.0
+    if indexer.block:  # what each query sees, twice
+        return 2.0 * work.local_tokens * work.sequence_length
     return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * indexer.scored(work.sequence_length))
 
 
@@ -94,7 +102,8 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     hiding = work.sequence_length * work.element_bytes
     # The places of chosen pools are padded to as many as there may be, with the rest of a pool behind them.
     most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, work.sequence_length)
-    chosen = INDEX_BYTES * most
+    # Of blocks what each query sees is kept, a byte for each key.
+    chosen = work.sequence_length if indexer.block else INDEX_BYTES * most
     attending = len(set(indexer.attending) & set(stage.layers))
     own = len(set(indexer.layers) & set(stage.layers))
     if work.recomputes_layers:

@@ -26,6 +26,8 @@ from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
 from .indexer import choice_bytes
+from .ngrams import halo_bytes as halo_of_ngrams
+from .ngrams import ngram_layers
 from .workload import Workload
 
 STATE_BYTES = 4
@@ -95,7 +97,10 @@ def sent_over_cp(work: Workload, layers: range, cp_rank: int | None = None) -> t
     if one is None:
         return 0, 0
     passes = one.count(layers) * work.micro_batches * hops(work, cp_rank)
-    return passes * ((state_bytes(work) > 0) + (halo_bytes(work) > 0)), passes * (state_bytes(work) + halo_bytes(work))
+    messages = passes * ((state_bytes(work) > 0) + (halo_bytes(work) > 0))
+    # Convolutions behind embeddings of n-grams see tokens of the piece before, too.
+    further, size = ngram_layers(work, layers) * work.micro_batches * hops(work, cp_rank), halo_of_ngrams(work)
+    return messages + further * (size > 0), passes * (state_bytes(work) + halo_bytes(work)) + further * size
 
 
 def kept_bytes(work: Workload) -> float:

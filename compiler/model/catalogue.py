@@ -39,6 +39,7 @@ TEXT_PARTS = frozenset(
         *("muse_glimmer", "muse_spark"),
         *("ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
         *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
+        "qwen4_exp",
         *("shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava"),
     }
 )
@@ -125,6 +126,7 @@ WEIGHTED_IN_TYPE = frozenset(
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",
+        "qwen4_exp_text",
     )
 )
 """Model types whose routers weight experts in the type of the weights; others do in fp32."""
@@ -144,7 +146,6 @@ CAPPED_LOGITS = {
 """Model types that keep logits within a cap (`LOGIT_CAP`), and what their classes have for it."""
 
 _NEAREST = {
-    "qwen4_exp_text": "qwen3_5_moe_text",
     "dbrx": "mixtral",
     "mistral_large4": "mistral4",
     "step3p7": "mimo_v2_flash",

@@ -47,10 +47,13 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("an input of each layer")
     if family.runs:
         found.append("stacks of layers that run several times")
+    if family.ngrams:
+        found.append("embeddings of n-grams")
     if family.latent:
         found.append("latent attention")
     if family.indexer:
-        found.append(f"{'pools of ' if family.indexer.pool else ''}keys chosen by an indexer")
+        kind = "pools of " if family.indexer.pool else "blocks of " if family.indexer.block_key else ""
+        found.append(f"{kind}keys chosen by an indexer")
     if family.low_rank:
         found.append("keys that stand for windows of tokens, some chosen by an indexer")
     if family.experts and family.experts.hashed:

@@ -12,6 +12,7 @@ from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_period import LayerPeriod
 from .layer_runs import LayerRuns
+from .ngrams import Ngrams
 from .plug_in_traits import ExpertsOfPlugIn, OfPlugIn, Switch
 from .recurrent.traits import Recurrent
 from .shape import AltUp, LayerInputs, ModelShape
@@ -169,6 +170,10 @@ class Family(OfPlugIn):
     """The key of the number of its residual streams, where learned mixtures join them (hyper-connections)."""
     square_mixtures: tuple[str, int] | None = None
     """Where these mixtures mix the streams with one another too, the key of how often their numbers are normalised."""
+    mixture_rank: tuple[str, int] | None = None
+    """Where streams lie side by side, and gates of all their features read them, the key of the rank of these gates."""
+    ngrams: Callable[[Mapping[str, Any], int], Ngrams | None] | None = None
+    """Embeddings of n-grams that layers add, from the configuration and the number of layers."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

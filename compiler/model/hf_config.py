@@ -21,6 +21,7 @@ from .indexer import IndexerShape, indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
+from .ngrams import Ngrams
 from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
 from .recurrent.problems import LayerListError
@@ -124,6 +125,8 @@ def shape_from_config(config: Config) -> ModelShape:
         altup=None if family.altup is None else family.altup(config),
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
         square_mixtures=0 if family.square_mixtures is None else read.size(*family.square_mixtures),
+        mixture_rank=0 if family.mixture_rank is None else read.size(*family.mixture_rank),
+        ngrams=_ngrams(family, config, layers),
         low_rank=_low_rank(family, config),
     )
     if family.layer_shapes is not None:
@@ -240,6 +243,15 @@ def _indexer(read: ConfigReader, family: Family, config: Config) -> IndexerShape
         return None
     try:
         return indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size)
+    except LayersError as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _ngrams(family: Family, config: Config, layers: int) -> Ngrams | None:
+    if family.ngrams is None:
+        return None
+    try:
+        return family.ngrams(config, layers)
     except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
 

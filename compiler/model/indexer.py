@@ -7,7 +7,7 @@ The choice has no gradient: transformers computes it without one, so that the in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .layer_kind import LayersError
@@ -30,6 +30,12 @@ class Indexer:
     """`FULL`, `SHARED` or `NONE` for each layer, from the configuration and their number; None: `FULL` for all."""
     pool: tuple[str, int] | None = None
     """The key of how many tokens follow each other in a pool, where whole pools are chosen and scored by one key."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """What the configuration calls the keys of its sizes, where they have other names."""
+    block_key: str = ""
+    """The key of how many tokens are chosen together, as blocks that the mean of their keys stands for."""
+    rotated: Callable[[Mapping[str, Any]], int] | None = None
+    """Features of a key that are rotated, where their angles are exchanged beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +50,15 @@ class IndexerShape:
     """The layers whose attention sees chosen keys only."""
     pool: int = 0
     """Tokens of a pool, whose key is a mean by weights that are learned for each feature; 0: each token is scored."""
+    block: int = 0
+    """Tokens that are chosen together, by the mean of their keys; 0: each is chosen alone."""
+    beside: int = 0
+    """Features that ranks exchange with the key of a token: sines and cosines of its position."""
 
     def numel(self, hidden: int, query_rank: int) -> int:
         """Elements of the weights of one indexer that multiply each token."""
+        if self.block:
+            return hidden * (self.heads + 1) * self.head_dim
         keys = (2 if self.pool else 1) * self.head_dim
         return query_rank * self.heads * self.head_dim + hidden * (keys + self.heads)
 
@@ -58,11 +70,11 @@ class IndexerShape:
     @property
     def token_width(self) -> int:
         """Numbers of a token that other ranks want: its key; of pools what weights it, too, and whether it counts."""
-        return 2 * self.head_dim + 1 if self.pool else self.head_dim
+        return 2 * self.head_dim + 1 if self.pool else self.head_dim + self.beside
 
     def scored(self, sequence_length: int) -> int:
         """Keys that each query is scored with."""
-        return sequence_length // self.pool if self.pool else sequence_length
+        return sequence_length // (self.pool or self.block or 1)
 
 
 def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, size: Size) -> IndexerShape | None:
@@ -74,10 +86,13 @@ def indexer_shape(traits: Indexer, config: Mapping[str, Any], num_layers: int, s
     kinds = (FULL,) * num_layers if traits.kinds is None else traits.kinds(config, num_layers)
     if FULL not in kinds:
         return None
+    named = {key: traits.sizes.get(key, key) for key in ("index_n_heads", "index_head_dim", "index_topk")}
     return IndexerShape(
-        heads=size("index_n_heads", traits.heads),
-        head_dim=size("index_head_dim", traits.head_dim),
-        top_k=size("index_topk", traits.top_k),
+        heads=size(named["index_n_heads"], traits.heads),
+        head_dim=size(named["index_head_dim"], traits.head_dim),
+        top_k=size(named["index_topk"], traits.top_k),
+        block=size(traits.block_key, 1) if traits.block_key else 0,
+        beside=0 if traits.rotated is None else 2 * traits.rotated(config),
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == FULL),
         attending=tuple(layer for layer, kind in enumerate(kinds) if kind != NONE),
         pool=0 if traits.pool is None else size(*traits.pool),

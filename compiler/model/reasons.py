@@ -83,12 +83,6 @@ REASONS: Mapping[str, Reason] = {
         "its layers write to a matrix of each head through exponential gates, and keep a running maximum beside it "
         f"(mLSTM): {_CARRIED}",
     ),
-    "hashed_ngrams": Reason(
-        "embeddings of n-grams",
-        "layers add embeddings that are found by hashes of neighbouring tokens, and let an indexer choose keys by "
-        "means over blocks of tokens: ranks exchange no token ids along the sequence",
-        "a type with gated delta nets and experts: qwen3_next or qwen3_5_moe_text",
-    ),
     "encoder_decoder": Reason(
         "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
     ),

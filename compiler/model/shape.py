@@ -11,6 +11,7 @@ from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_runs import LayerRuns
 from .mla_shape import MlaShape as MlaShape
+from .ngrams import Ngrams
 from .recurrent.shape import RecurrentShape
 from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
@@ -140,6 +141,10 @@ class ModelShape:
     """Residual streams that every block reads and writes through mixtures of its own (hyper-connections); 0: none."""
     square_mixtures: int = 0
     """Where these mixtures mix the streams with one another too, how often the numbers of all pairs are normalised."""
+    mixture_rank: int = 0
+    """Where they lie side by side in one hidden state, the rank of the gates of all features that read them."""
+    ngrams: Ngrams | None = None
+    """Embeddings of n-grams that layers add to all streams."""
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     low_rank: LowRank | None = None

@@ -43,6 +43,7 @@ _POSITIONS: Mapping[str, int] = {
     "qwen3": 32768,
     "qwen3_5_moe_text": 32768,
     "qwen3_5_text": 32768,
+    "qwen4_exp_text": 32768,
 }
 """`max_position_embeddings` of the classes of text parts, for files that leave it out and rows that do not say it.
 Source: the configuration classes of transformers 5.23."""

@@ -127,7 +127,8 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     "C011",
     "a piece of the sequence is shorter than a convolution sees",
     """A causal convolution of n tokens in front of a recurrence needs the last n − 1 tokens of the piece before. They
-    come from that piece alone, so that it has to have as many.""",
+    come from that piece alone, so that it has to have as many. A convolution behind embeddings of n-grams sees
+    (ple_conv_kernel_size − 1) · ngram_size tokens.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"cp": 2},
@@ -143,12 +144,18 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     """Fires when a piece has fewer tokens than the convolution sees of it."""
     recurrent, cp, length = spec.shape.recurrent, spec.axis(Axis.CP), spec.sequence_length
     pieces = cp * spec.cp_layout.chunks_per_rank
-    if recurrent is None or cp == 1 or length % pieces or length // pieces >= recurrent.kernel - 1:
+    ngrams = spec.shape.ngrams
+    if recurrent is None or cp == 1 or length % pieces:
         return
-    least = pieces * (recurrent.kernel - 1)
+    seen, told = recurrent.kernel - 1, f"{recurrent.kernel} − 1"
+    if ngrams is not None and ngrams.seen > seen:
+        seen, told = ngrams.seen, f"({ngrams.kernel} − 1) · {ngrams.longest}"
+    if length // pieces >= seen:
+        return
+    least = pieces * seen
     yield Finding(
-        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {recurrent.kernel} − 1: the "
-        f"convolution of the next piece sees {recurrent.kernel - 1} tokens of it",
+        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {told}: the "
+        f"convolution of the next piece sees {seen} tokens of it",
         _LENGTH,
         help=f"write {least} or more, or a smaller cp",
         fixes=(Fix(f"set sequence_length to {least}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, least),)),),

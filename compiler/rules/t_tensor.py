@@ -8,7 +8,10 @@ from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.grid import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
+from parcompile.model.ngrams import TABLE
+from parcompile.model.parameters import parameter_table
 from parcompile.model.recurrent import RecurrentKind
+from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import listed, nearest_divisors
@@ -29,11 +32,18 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
+    sizes += _tables(shape)
     groups = _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(
         tp for tp in near if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_units) and groups % tp == 0
     )
+
+
+def _tables(shape: ModelShape) -> list[int]:
+    """The rows of each table of n-grams."""
+    rows = parameter_table(shape).layer if shape.ngrams is not None else ()
+    return [row.shape[0] for row in rows if row.name.endswith(TABLE)]
 
 
 def _groups(spec: Resolution) -> int:
@@ -153,13 +163,14 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     "T004",
     "the MLP does not divide over tp",
     """The hidden width of the MLP (of each expert, in a mixture of experts) is cut over tp: intermediate_size % tp = 0.
-    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
+    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64. Tables of n-grams are cut by their rows,
+    a multiple of make_ngram_vocab_size_divisible_by.""",
     wrong={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 5}, "cluster": {"gpus_per_node": 5}},
     right={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     sources=("Megatron-LM arguments.py",),
 )
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires when intermediate_size % tp, or an expert's width % tp, is not 0."""
+    """Fires when intermediate_size % tp, an expert's width % tp, or the rows of a table % tp, is not 0."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
@@ -176,6 +187,11 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
         if width % tp:
             message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"
             yield _indivisible(spec, message, f"choose a tp that divides {name} {width}", name)
+    for rows in _tables(shape):
+        if rows % tp:
+            message = f"a table of n-grams has {rows} rows on tp {tp}: {rows} / {tp} is not whole"
+            yield _indivisible(spec, message, f"choose a tp that divides {rows}", "make_ngram_vocab_size_divisible_by")
+            return
 
 
 @rule(

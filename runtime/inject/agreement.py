@@ -20,12 +20,17 @@ _OWN = "local_params"
 """The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
 
 _GATHERED = "colwise_gather_output"
+_SPLIT = "rowwise_split_input"
+_TABLE = "embedding_colwise"
+"""The entry of a table that transformers cuts by features, and the plan by rows."""
 _COLUMN = ("colwise", _GATHERED, "packed_colwise", "embedding_rowwise")
-_ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
+_ROW = ("rowwise", _SPLIT, "packed_rowwise")
 _PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
 # weights part by part, and a norm over all heads sums its squares over the ranks.
-_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _PASSED_ON, _OWN)
+_WHOLE = ("index_qk_proj", "input_mix_weight_down")
+"""Projections of whole features to whole features that transformers cuts between, and the plan does not."""
+_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _PASSED_ON, _OWN, _TABLE)
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -69,10 +74,14 @@ def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Mod
             if not agrees:
                 raise RunError(f"{name} is {style} for transformers, but not for the plan", everywhere=True)
             continue
+        if style in (_GATHERED, _SPLIT) and name.rpartition(".")[2] in _WHOLE:
+            continue
         weight = name if name in parameters else f"{name}.weight"
         if weight not in parameters:
             raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
         dims = parameters[weight].dim()
+        if style == _TABLE:
+            dims = 1  # its rows
         wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
         if slices.folds_experts and slices.of(weight).experts is not None:
             continue  # what transformers cuts over tp is dealt, whole

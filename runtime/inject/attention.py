@@ -21,7 +21,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current, follow_calls
 from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
 
-from .chosen import Chosen, Unmasked, hiding
+from .chosen import Chosen, ChosenKeys, Unmasked, hiding
 from .chunks import chunk_of, chunked, take_temperatures, tempered
 from .rotary import see_last_position
 
@@ -195,7 +195,7 @@ def _attention(
     if isinstance(attention_mask, Tensor) and hasattr(module, BESIDE):
         assert scaling is not None
         return getattr(module, BESIDE)(place, query, key, attention_mask, scaling, sliding_window, s_aux), None
-    if attention_mask is not None and not isinstance(attention_mask, Unmasked):
+    if attention_mask is not None and not isinstance(attention_mask, Unmasked | ChosenKeys):
         raise RunError(
             f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
         )
@@ -224,6 +224,8 @@ def _attention(
     if isinstance(attention_mask, Chosen):
         indices = attention_mask.indices
     chosen = {} if indices is None else {"bias": place.hiding(indices, key, query.dtype)}
+    if isinstance(attention_mask, ChosenKeys):
+        chosen = {"bias": attention_mask.hiding(query.dtype)}
     out = place.attend(
         query,
         key,

@@ -5,6 +5,7 @@ Shapes: B rows, S tokens of this rank, T tokens of all ranks, N chosen keys.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,26 @@ class Chosen(Unmasked):
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
+
+
+class Visible(Unmasked):
+    """What an attention is given for its mask that joins it with its indexer's choice, as one of bools."""
+
+    dtype = torch.bool
+
+    def __and__(self, chosen: Tensor) -> ChosenKeys:
+        return ChosenKeys(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """Whether a query sees a key: bool [B, 1, S, T]."""
+
+    keys: Tensor
+
+    def hiding(self, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores: 0 for those it sees, −inf for others."""
+        return torch.zeros(self.keys.shape, dtype=dtype, device=self.keys.device).masked_fill(~self.keys, -torch.inf)
 
 
 def hiding(indices: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:

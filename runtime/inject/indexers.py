@@ -38,7 +38,7 @@ def use_indexers(model: nn.Module, mesh: Mesh) -> None:
     family = FAMILIES[shape.model_type]
     if family.indexer is not None and family.indexer.pool is not None:
         model.get_submodule(family.base).register_forward_pre_hook(without_masks, with_kwargs=True)
-    if shape.indexer is None:
+    if shape.indexer is None or shape.indexer.block:
         return
     place = RingPlace.of(mesh)
     path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]

@@ -29,6 +29,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import RingPlace, use_ring_attention
+from .block_choice import use_block_choice
 from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_experts, cut_experts_alone
 from .generation import let_generate
@@ -37,6 +38,7 @@ from .indexers import use_indexers
 from .interface import put_on_interface
 from .layer_inputs import cut_layer_inputs
 from .masks import check_masks, masked_layers
+from .ngrams import use_ngrams
 from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
@@ -100,6 +102,7 @@ class _Injection:
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         use_pieces(self.model, self.mesh)
         use_indexers(self.model, self.mesh)
+        use_block_choice(self.model, self.mesh)
         use_compressed_keys(self.model, self.mesh)
         hand_tokens(self.model, self.mesh)
         pass_on(self.model, self.mesh)
@@ -109,11 +112,14 @@ class _Injection:
         if group is not None:
             check_agreement(self.model, self.slices, recurrent_modules(self.model, self.mesh))
             region = Region(group, sequence_parallel=parallelism.sequence_parallel)
+            use_ngrams(self.model, self.mesh, region)
             self._experts(region)
             self._layers(region)
             share_cutoffs(self.model, group)
             for table in filter(None, (self.family.positions, self.family.fixed_positions)):
                 share_positions(self.model, self.family.base, table, region)
+        else:
+            use_ngrams(self.model, self.mesh, None)
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
         cut_layer_inputs(self.model, self.mesh, region)

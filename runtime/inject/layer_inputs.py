@@ -63,7 +63,9 @@ def cut_layer_inputs(model: nn.Module, mesh: Mesh, region: Region | None) -> Non
 
 
 def without_tables(base: Any, rows: int, tokens: int) -> dict[str, Callable[..., Any]]:
-    """Methods that stand for those of a base model that compute its layers' parts; nothing where it has none."""
+    """Methods that stand for those of a base model that look tokens up, or for tokens; nothing where it has none."""
+    if hasattr(base, "reverse_embedding") and not hasattr(base, TABLE):
+        return {"reverse_embedding": lambda *_: torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")}
     if not hasattr(base, TABLE):
         return {}
     config = base.config

@@ -219,7 +219,8 @@ def read_keys(config_class: type[Any]) -> frozenset[str]:
     named = {one for found in re.findall(r'config\.(\w+)|config,\s*"(\w+)"', code) for one in found if one}
     mapped = {getattr(config_class, "attribute_map", {}).get(key, key) for key in declared | named}
     common = set(PretrainedConfig().to_dict())
-    return frozenset((mapped - common - _NO_EFFECT) | _SHARED)
+    hashed = {"eos_token_id"} if "ngram_size" in declared else set()  # n-grams end at it
+    return frozenset((mapped - common - _NO_EFFECT) | _SHARED | hashed)
 
 
 def _leaves(path: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -25,6 +25,7 @@ from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 
 from .configuration import planned_config
+from .shrinking_ngrams import crossed, small_blocks, small_ngrams
 
 WINDOW, SWITCH, LENGTH, VOCABULARY = 7, 24, 48, 256
 """Of a small model, in tokens: its windows, where its rotary embeddings change, its sequences, and its vocabulary (at
@@ -64,7 +65,7 @@ def borders(config: Any, sequence_length: int) -> list[int]:
     if rates:
         # An indexer chooses among keys of so many tokens each.
         found[_WINDOWS.index("index_topk")] = config.index_topk * min(rates.values())
-    found += rates.values()
+    found += [*rates.values(), *crossed(config)]
     found += [_switch(rope, config) for rope in _ropes(config)]
     return sorted({place for place in found if isinstance(place, int) and 0 < place < sequence_length})
 
@@ -87,6 +88,8 @@ def shrunk(plan: Plan) -> Plan:
         **_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
         **_kinds_of_layers(plan, config, layers, heads),
         **_lengths(config, spec.training.sequence_length, length),
+        **small_ngrams(shape, config, layers),
+        **small_blocks(shape, spec.training.sequence_length, length),
         **_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
     }
     # Weights of this size keep the variance of what they multiply: with smaller ones scores are all but equal, and
@@ -288,14 +291,15 @@ def _layers(plan: Plan, config: Any) -> list[int]:
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and not shape.routed(range(layer, layer + 1))
         keys = shape.of_layer(layer).keys_and_values if shape.kinds else None
-        kind = (dense, layer in attending, keys, *(value[layer] for value in lists))
+        hashing = shape.ngrams is not None and layer in shape.ngrams.layers
+        kind = (dense, layer in attending, keys, hashing, *(value[layer] for value in lists))
         kinds.setdefault(kind, layer)
         if shape.kinds and layer == shape.num_hidden_layers - 1:
             kinds[kind] = layer  # some models have a kind for the last layer, whatever their list says
     if shape.shared_blocks is not None:
         # A use of each block, and a second one of the first.
         for layer in shape.shared_blocks.layers[: shape.shared_blocks.count + 1]:
-            kinds.setdefault((False, True, None, layer), layer)
+            kinds.setdefault((False, True, None, False, layer), layer)
     stages = split.pp * split.virtual
     if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
         return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use

@@ -5,6 +5,7 @@ transformers renames and stacks them while it loads; here only the slices that a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -74,6 +75,8 @@ _RENAMED = (
 )
 _JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),)
 """The model's tensor, and the stored ones whose rows follow one another in it."""
+_PIECES = ((r"\.ngram_embedding\.weight$", ".ngram_embedding.shard_{}.weight"),)
+"""The model's tensor, and what its pieces are called by their numbers: their rows follow one another in it."""
 _PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"\.self_attn\.(gate|q|k|v)_proj\.weight$", ".attn.gqkv_proj.weight", ("gate", "q", "k", "v")),
     (r"\.mlp\.(gate|up)_proj\.weight$", ".mlp.gate_up_proj.weight", ("gate", "up")),
@@ -113,6 +116,11 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
     for pattern, endings in _JOINED:
         names = [re.sub(pattern, ending, name) for ending in endings]
         if name not in names and all(one in stored for one in names):
+            return Joined(names, opened), set(names)
+    for pattern, ending in _PIECES:
+        numbered = (re.sub(pattern, ending.format(piece), name) for piece in itertools.count())
+        names = list(itertools.takewhile(lambda one: one != name and one in stored, numbered))
+        if names:
             return Joined(names, opened), set(names)
     for pattern, replacement, order in _PARTS:
         found = re.search(pattern, name)

@@ -46,8 +46,8 @@ class ChunkForward:
         family = FAMILIES[plan.spec.model.shape.model_type]
         self._base: Any = model.get_submodule(family.base)
         behind = [one.name for one in plan.parameters.after if one.name.startswith(f"{family.base}.")]
-        self._norm = behind[0].removeprefix(f"{family.base}.").rpartition(".")[0] if behind else ""
-        self._streams = _streams_dim(plan.spec.model.shape)
+        self._norm = behind[0].removeprefix(f"{family.base}.").partition(".")[0] if behind else ""
+        self._shape = plan.spec.model.shape
         self._is_wide = plan.spec.model.shape.wide_stream
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
@@ -75,8 +75,7 @@ class ChunkForward:
         parts = LayerParts(self._base, stage.layers, received[-1] if received else None) if self._has_parts else None
         if received:
             # Base models make all streams of one, which nobody looks at here.
-            one = received[0] if self._streams is None else received[0].select(self._streams, 0)
-            batch = {**batch, "inputs_embeds": one.detach()}
+            batch = {**batch, "inputs_embeds": _one_stream(received[0], self._shape).detach()}
             del batch["input_ids"]
         if hand_on is not None:
             balance.begin(received[1] if received else None)
@@ -172,10 +171,20 @@ def _config_of(config: Any, layers: range, count: int) -> Any:
 
 
 def _streams_dim(shape: ModelShape) -> int | None:
-    """Where hidden states have their streams: [N, B, s, H] of Gemma 3n, [B, s, N, H] of others; None: of [B, s, H]."""
+    """Where hidden states have their streams: [N, B, s, H] of Gemma 3n, [B, s, N, H] of others; None: of [B, s, H].
+
+    Those of Qwen4-Exp lie side by side, [B, s, N H].
+    """
     if shape.altup is not None:
         return 0
-    return 2 if shape.hyper_streams else None
+    return 2 if shape.hyper_streams and not shape.mixture_rank else None
+
+
+def _one_stream(hidden: Tensor, shape: ModelShape) -> Tensor:
+    """The first of the streams that a stage received: [B, s, H]."""
+    if shape.mixture_rank:
+        return hidden[..., : shape.hidden_size]
+    return hidden if (dim := _streams_dim(shape)) is None else hidden.select(dim, 0)
 
 
 def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Like]:
@@ -192,6 +201,8 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     hidden: tuple[int, ...] = shape
     if (dim := _streams_dim(spec.model.shape)) is not None:
         hidden = *shape[:dim], spec.model.shape.residual_streams, *shape[dim:]
+    elif spec.model.shape.mixture_rank:
+        hidden = *shape[:2], spec.model.shape.residual_streams * spec.model.shape.hidden_size
     found: list[Like] = [(hidden, torch.float32 if spec.model.shape.wide_stream else dtype)]
     if hasattr(without_peft(model).loss_function, "hand_on"):
         assert spec.model.shape.moe is not None

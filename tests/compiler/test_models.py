@@ -58,7 +58,7 @@ def test_the_list_can_be_narrowed_and_read_by_programs() -> None:
         ("deepseek_v4", "deepseek_v4 works: tp, cp, pp, dp, sequence parallelism, ep"),
         ("dbrx", "nearest type that works: mixtral"),
         ("hy_v4", "several residual streams"),
-        ("qwen4_exp_text", "hashes of neighbouring tokens"),
+        ("qwen4_exp_text", "blocks of keys chosen by an indexer"),
         ("longcat_flash", "  two layers in a module\n  experts that give back what they take\n"),
         ("cpmant", "lets every token see all others, later ones too"),
         ("mllama", "nothing trains their parameters"),

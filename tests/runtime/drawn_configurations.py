@@ -165,6 +165,8 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     if FAMILIES[family].low_rank is not None:
         changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}
         changes["o_groups"] = min(changes["o_groups"], changes["num_attention_heads"])
+    if FAMILIES[family].ngrams is not None:
+        changes |= _ngrams(choose, layers)
     return Drawn(number, family, layout or choose.choice([name for name in LAYOUTS if runs(family, name)]), changes)
 
 
@@ -249,6 +251,29 @@ def _experts(choose: random.Random, family: str, config: Any, names: set[str], l
     if getattr(config, "mtp_layer_types", None) is not None:
         found |= {"num_nextn_predict_layers": 0}
     return found
+
+
+def _ngrams(choose: random.Random, layers: int) -> dict[str, Any]:
+    """Tables of any orders and heads, whose convolution sees no more than a piece of the sequence has."""
+    longest, heads, block = choose.choice([2, 3]), choose.choice([1, 2]), choose.choice([1, 2, 3])
+    return {
+        "layer_types": ["linear_attention", choose.choice(["indexed_attention", "full_attention"])] * (layers // 2),
+        "ple_layer_ids": choose.choice([[1], list(range(1, layers, 2)), []]),
+        "ple_embed_dim": 8 * (longest - 1) * heads,
+        "ngram_size": longest,
+        "heads_per_ngram": heads,
+        "ngram_vocab_size_base": choose.choice([7, 50, 90]),
+        "ple_conv_kernel_size": choose.choice([1, 2]),
+        "seed": choose.choice([1234, 7]),
+        "eos_token_id": choose.choice([2, [5, 2]]),
+        "hc_count": choose.choice([2, 3, 4]),
+        "hc_lowrank": choose.choice([4, 9]),
+        "indexer_n_heads": choose.choice([1, 3]),
+        "indexer_head_dim": 16,
+        "indexer_compress_ratio": block,
+        "indexer_budget": block * choose.choice([1, 2, 20]),
+        "output_gate_type": choose.choice(["silu", "sigmoid"]),
+    }
 
 
 def _state_space(choose: random.Random, family: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def drawn_model(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
     model = build_model(plan).to(dtype)
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or name.endswith(("bias", "compress_ape")):
+        if parameter.dim() < 2 or name.endswith(("bias", "compress_ape")) or not bool(parameter.any()):
             parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.2)
     fill_tables(model, plan, generator)
     # Phi-MoE draws its experts at random in training: every layout alike, but not as plain torch does.

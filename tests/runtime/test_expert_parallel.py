@@ -41,6 +41,14 @@ CASES = {
     "pp2 × dp2 × ep2, experts looked up by tokens, full recomputation": Case(
         "deepseek_v4", {"pp": 2, "dp": 2, "ep": 2}, {"activation_checkpointing": "full"}
     ),
+    "pp2 × dp2 × ep2, embeddings of n-grams, full recomputation": Case(
+        "qwen4_exp_text", {"pp": 2, "dp": 2, "ep": 2}, {"activation_checkpointing": "full"}
+    ),
+    "tp2 × cp2 × ep2, embeddings of n-grams, full recomputation": Case(
+        "qwen4_exp_text",
+        {"tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
+        {"activation_checkpointing": "full"},
+    ),
     "tp2 × dp2 × ep4, experts looked up by tokens, each whole": Case(
         "deepseek_v4", {"tp": 2, "dp": 2, "ep": 4, "expert_tp": 1}
     ),

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.ranks
 
 FAMILIES = (
     *("phi3", "gemma3_text", "granitemoe", "gpt_neox", "glm4_moe", "gpt_oss", "nemotron_h", "zamba2", "falcon_mamba"),
-    *("deepseek_v4", "glm5_next_text"),
+    *("deepseek_v4", "glm5_next_text", "qwen4_exp_text"),
 )
-"""Fused weights, scales, experts stored under other names, buffers; sinks and biases of experts.
+"""Fused weights, scales, experts stored under other names, buffers; sinks and biases of experts; tables in pieces.
 
 Of Nemotron-H all names are others, and its configuration has a number that JSON has no name for.
 

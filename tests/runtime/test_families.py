@@ -27,7 +27,7 @@ REPLICATED = ("qwen3", "gemma3_text", "olmo2", "cohere", "glm", "qwen2_moe", "ol
 
 STAGED = (
     *("llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt_neox", "qwen3", "cohere2"),
-    *("hy_v4", "deepseek_v4", "gemma3n_text, own keys"),
+    *("hy_v4", "deepseek_v4", "qwen4_exp_text", "gemma3n_text, own keys"),
 )
 """Families for stages that are cut further: mixed layer types, experts, latent attention, norms before layers, several
 residual streams."""

@@ -29,6 +29,7 @@ FAMILIES = (
     # stored under names of the published code, joined or in parts; some have parameters that nothing trains
     *("hrm_text", "axk2", "lfm3", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "hy_v4"),
     "deepseek_v4",  # under shorter names
+    "qwen4_exp_text",  # tables of n-grams in pieces
 )
 
 

@@ -18,12 +18,14 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
+from following import COMPUTED  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from parcompile.model.tables.completing import with_kinds_of_today  # noqa: E402
+from parcompile.model.tables.expression import evaluate  # noqa: E402
 from parcompile.runtime.model.model_class import UNLISTED, causal_model  # noqa: E402
 from parcompile.runtime.model.text_head import TEXT_MODELS  # noqa: E402
 
@@ -118,7 +120,9 @@ class ModelType:
         said = {self.canonical(key): value for key, value in given.items()}
         said = {key: with_kinds_of_today(key.rpartition(".")[2], value) for key, value in said.items()}
         raw = {**self.defaults, **said}
-        return config, Sample(given, raw, {**raw, **self._flat(config)})
+        full = {**raw, **self._flat(config)}
+        computed = {key: evaluate(text, full) for key, text in COMPUTED.get(self.name, {}).items()}
+        return config, Sample(given, raw, {**full, **computed})
 
     def model(self, given: dict[str, Any]) -> Sample:
         """The model of a configuration on the meta device; raises whatever its classes raise."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from building import Sample
 from collecting import Collection
+from following import COMPUTED
 from rows import keys_of
 from trees import At, Learner, UnlearnableError
 
@@ -20,7 +21,7 @@ _FEW = 3
 
 def completion(models: Collection, used: set[str]) -> dict[str, Any]:
     """Defaults and derived values of the keys that the rows read, and of those from which these follow."""
-    values = _Values(models.configs, models.draws.layer_keys)
+    values, computed = _Values(models.configs, models.draws.layer_keys), COMPUTED.get(models.name, {})
     derived: dict[str, str] = {}
     todo, seen = [key for key in sorted(used) if key not in ("layer", "item", "part")], set(used)
     while todo:
@@ -28,7 +29,7 @@ def completion(models: Collection, used: set[str]) -> dict[str, Any]:
         if key not in values.keys:
             continue
         try:
-            text = values.derived(key)
+            text = computed[key] if key in computed else values.derived(key)
         except UnlearnableError as error:
             raise UnlearnableError(f"what {key} follows from: {error}") from error
         if text is None:

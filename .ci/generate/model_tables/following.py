@@ -125,18 +125,54 @@ def _mamba2(_: dict[str, Any], __: int, pick: random.Random) -> dict[str, Any]:
     return {"num_heads": heads, "head_dim": width * expand, "expand": expand, "hidden_size": heads * width}
 
 
-def _qwen4_exp_text(given: dict[str, Any], _: int, pick: random.Random) -> dict[str, Any]:
-    """All keys of the indexer, or none of them."""
-    keys = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-    for key in keys:
-        given.pop(key, None)
-    given.pop("output_gate_type", None)
+def _qwen4_exp_text(given: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:
+    """An indexer in whole, and embeddings of n-grams in layers that carry a state, whose heads divide their width."""
+    for key in (*given,):
+        if key.startswith(("indexer_", "ple_", "ngram_", "heads_per_ngram", "make_ngram", "output_gate_type")):
+            del given[key]
+    given["num_experts_per_tok"] = min(given.get("num_experts_per_tok", 1), given.get("num_experts", 512)) or 1
+    small = pick.choice(SMALL_PRIMES)
+    sizes = (pick.choice([1, 2, 3, 4, 7]), 1, 2 * small, 16 * small, pick.choice([1, 2, 4]))
+    found: dict[str, Any] = dict(zip(_QSA, sizes, strict=True))
+    given.setdefault("head_dim", 10)
+    given["head_dim"] = min(given["head_dim"], 2 * small)
+    kinds = given.get("layer_types")
+    if kinds is None:
+        every = given.get("full_attention_interval", 4)
+        carrying = [layer for layer in range(layers) if not every or (layer + 1) % every]
+    else:
+        carrying = [layer for layer, kind in enumerate(kinds) if kind == "linear_attention"]
+    if len(carrying) == layers and pick.random() < 0.5:
+        found = {}
+    found["output_gate_type"] = pick.choice([None, "silu", "sigmoid"])
+    if not carrying or pick.random() < 0.35:
+        return found
+    orders, heads = pick.choice([2, 3, 4]), pick.choice([1, 2, 3])
+    found |= {"ngram_size": orders, "heads_per_ngram": heads, "eos_token_id": 1}
+    found["ple_layer_ids"] = [one + 1 for one in sorted(pick.sample(carrying, pick.randint(1, len(carrying))))]
+    found["ple_embed_dim"] = (orders - 1) * heads * pick.choice(SMALL_PRIMES)
+    found["ngram_vocab_size_base"] = pick.randint(2, 3000)
+    found["make_ngram_vocab_size_divisible_by"] = pick.choice([1, 7, 64, 128])
     if pick.random() < 0.5:
-        return {}
-    heads, small = pick.choice([1, 2]), pick.choice(SMALL_PRIMES)
-    return dict(
-        zip(keys, (heads * pick.choice([1, 2, 4]), heads, 2 * small, 16 * small, pick.choice([1, 2, 4])), strict=True)
-    )
+        found["ple_conv_kernel_size"] = pick.randint(1, 6)
+    return found
+
+
+_QSA = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+
+COMPUTED: Mapping[str, Mapping[str, str]] = {
+    "qwen4_exp_text": {
+        "ngram_rows": "[ceil(sum_of_primes(ngram_vocab_size_base,"
+        " len([one for one in range(layer) if one + 1 in ple_layer_ids]) * (ngram_size - 1) * heads_per_ngram,"
+        " (ngram_size - 1) * heads_per_ngram) / make_ngram_vocab_size_divisible_by)"
+        " * make_ngram_vocab_size_divisible_by if layer + 1 in ple_layer_ids else 0"
+        " for layer in range(num_hidden_layers)]",
+        "ngram_width": "ple_embed_dim // ((ngram_size - 1) * heads_per_ngram) if ple_layer_ids else 0",
+    }
+}
+"""Sizes that no search finds, as expressions over keys of a type: its models show whether they hold.
+
+Each becomes a value that follows from others."""
 
 
 def _recurrent_gemma(_: dict[str, Any], layers: int, pick: random.Random) -> dict[str, Any]:

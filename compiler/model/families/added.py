@@ -26,6 +26,7 @@ from .llama4 import LLAMA4
 from .longcat import LONGCAT
 from .mimo import MIMO
 from .muse import MUSE
+from .ngrams import NGRAMS
 from .shared_experts import SHARED_EXPERTS
 from .state_space import STATE_SPACE
 
@@ -50,6 +51,7 @@ BUILT_IN: Mapping[str, Family] = {
     **GEMMA,
     **MIMO,
     **MUSE,
+    **NGRAMS,
 }
 """The families of this package."""
 
@@ -102,7 +104,7 @@ def _added(name: str) -> Family | str | None:
 _OF_TABLES = (
     *("recurrent", "layer_shapes", "layer_blocks", "runs", "norm_gate", "indexer", "shared_blocks", "layer_inputs"),
     *("altup", "initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
-    *("values_of_layers", "square_mixtures", "low_rank"),
+    *("values_of_layers", "square_mixtures", "low_rank", "mixture_rank", "ngrams"),
 )
 """What only families whose rows come from derived tables have."""
 

@@ -2,7 +2,8 @@
 
 They are a small part of Python: keys by name (`hidden_size`, `text_config.hidden_size`), numbers, text, `None`,
 arithmetic, comparisons, `and`, `or`, `not`, `x if condition else y`, entries (`layer_types[layer]`), lists, list
-comprehensions over `range`, and the functions `ceil`, `int` and `len`. Nothing else is taken, and nothing is executed.
+comprehensions over `range`, and the functions `ceil`, `int`, `len` and `sum_of_primes`. Nothing else is taken, and
+nothing is executed.
 
 A key that a configuration does not have is None. A comparison that cannot be made (`None > 0`, an entry beyond the
 end of a list) is false: the code of the model would not have come there.
@@ -16,6 +17,8 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from .primes import sum_of_primes
 
 Scope = Mapping[str, Any]
 """Values under flat names: those of a nested configuration stand under `text_config.hidden_size`."""
@@ -55,7 +58,13 @@ _COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], bool]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"ceil": math.ceil, "int": int, "len": len, "range": range}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "ceil": math.ceil,
+    "int": int,
+    "len": len,
+    "range": range,
+    "sum_of_primes": sum_of_primes,
+}
 
 
 def evaluate(text: str, scope: Scope) -> Any:

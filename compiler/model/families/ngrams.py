@@ -1,0 +1,157 @@
+"""Gated delta nets, keys that an indexer chooses by blocks, and embeddings of n-grams (Qwen4-Exp)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.indexer import FULL, NONE, Indexer
+from parcompile.model.layer_kind import LayersError
+from parcompile.model.ngrams import Ngrams
+from parcompile.model.recurrent import Recurrent, RecurrentKind
+
+_CARRYING = "linear_attention"
+_OLDER = {"mamba": _CARRYING}
+_BLOCK_KEYS = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int | None, least: int = 1) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)
+    return value
+
+
+def _carrying(config: Mapping[str, Any], count: int) -> set[int]:
+    """The layers that carry a state; what is wrong with their list is said where they are read."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        return {layer for layer, kind in enumerate(kinds) if _OLDER.get(str(kind), kind) == _CARRYING}
+    every = config.get("full_attention_interval", 4)
+    return {layer for layer in range(count) if not isinstance(every, int) or every < 1 or (layer + 1) % every}
+
+
+def _kinds(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    carrying = _carrying(config, count)
+    return tuple(NONE if layer in carrying else FULL for layer in range(count))
+
+
+def _ngrams(config: Mapping[str, Any], count: int) -> Ngrams | None:
+    """The embeddings of n-grams; None where no layer adds any.
+
+    Raises:
+        LayersError: a size or a list of layers that transformers' class does not take.
+    """
+    listed = config.get("ple_layer_ids")
+    if listed is None or listed == []:
+        return None
+    if not isinstance(listed, list | tuple) or any(type(one) is not int or not 1 <= one <= count for one in listed):
+        raise LayersError(f"ple_layer_ids is {listed!r}: its entries count layers from 1 to {count}", "ple_layer_ids")
+    layers = tuple(sorted({one - 1 for one in listed}))
+    if others := [one + 1 for one in layers if one not in _carrying(config, count)]:
+        message = f"ple_layer_ids has {others[0]}: transformers takes layers of linear_attention only"
+        raise LayersError(message, "ple_layer_ids")
+    if config.get("eos_token_id") in (None, []):
+        message = "eos_token_id is missing: n-grams end at it, and transformers builds no such model without it"
+        raise LayersError(message, "eos_token_id")
+    longest, heads = _whole(config, "ngram_size", 3, least=2), _whole(config, "heads_per_ngram", 8)
+    width, every = _whole(config, "ple_embed_dim", config.get("hidden_size")), (longest - 1) * heads
+    if width % every:
+        message = f"ple_embed_dim {width} / ((ngram_size {longest} - 1) x heads_per_ngram {heads}) is not whole"
+        raise LayersError(f"{message}: each head has as many features", "ple_embed_dim")
+    _whole(config, "ngram_vocab_size_base", 20_000_000)
+    _whole(config, "make_ngram_vocab_size_divisible_by", 128)
+    return Ngrams(layers, width, every, longest, _whole(config, "ple_conv_kernel_size", 4))
+
+
+def _attends(config: Mapping[str, Any]) -> bool:
+    count = config.get("num_hidden_layers", 40)
+    return isinstance(count, int) and len(_carrying(config, count)) < count
+
+
+def _unblocked(config: Mapping[str, Any]) -> bool:
+    given = [config.get(key) for key in _BLOCK_KEYS]
+    return None in given and (_attends(config) or any(one is not None for one in given))
+
+
+def _rotated(config: Mapping[str, Any]) -> int:
+    rope = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    head = config.get("head_dim", 256)
+    return int(head * (1.0 if part is None else part)) if isinstance(head, int) else 0
+
+
+def _narrow(config: Mapping[str, Any]) -> bool:
+    width = config.get("indexer_head_dim")
+    return isinstance(width, int) and _rotated(config) > width
+
+
+def _uneven(config: Mapping[str, Any]) -> bool:
+    budget, rate = config.get("indexer_budget"), config.get("indexer_compress_ratio")
+    return isinstance(budget, int) and isinstance(rate, int) and rate > 0 and budget % rate != 0
+
+
+NGRAMS: Mapping[str, Family] = {
+    "qwen4_exp_text": Family(
+        query_gate=True,
+        hyper_streams=("hc_count", 4),
+        mixture_rank=("hc_lowrank", 320),
+        recurrent=Recurrent(RecurrentKind.GATED_DELTA_NET, attending_words=("indexed_attention", "full_attention")),
+        indexer=Indexer(
+            kinds=_kinds,
+            sizes={
+                "index_n_heads": "indexer_n_heads",
+                "index_head_dim": "indexer_head_dim",
+                "index_topk": "indexer_budget",
+            },
+            block_key="indexer_compress_ratio",
+            rotated=_rotated,
+        ),
+        ngrams=_ngrams,
+        experts=Experts(
+            shared="shared_expert",
+            count=("num_experts", 512),
+            per_token=("num_experts_per_tok", 10),
+            width=("moe_intermediate_size", 512),
+            shared_width=("shared_expert_intermediate_size", 512),
+            dense_width=("moe_intermediate_size", 512),
+        ),
+        refusals=(
+            Refusal(
+                "indexer_n_heads",
+                _unblocked,
+                f"transformers builds no layer that attends without all of {', '.join(_BLOCK_KEYS)}: write them",
+            ),
+            Refusal(
+                "indexer_kv_heads",
+                lambda config: config.get("indexer_kv_heads") not in (None, 1),
+                "transformers takes one key head of an indexer only: write 1",
+            ),
+            Refusal(
+                "indexer_budget",
+                _uneven,
+                "indexer_budget % indexer_compress_ratio is not 0: an indexer chooses whole blocks of so many tokens",
+            ),
+            Refusal(
+                "indexer_head_dim",
+                _narrow,
+                "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
+            ),
+            Refusal(
+                "hc_count",
+                lambda config: config.get("hc_count") == 1,
+                "transformers takes 2 residual streams or more",
+            ),
+            Refusal(
+                "output_gate_type",
+                lambda config: (
+                    (config.get("output_gate_type") or config.get("hidden_act", "silu")) not in ("silu", "sigmoid")
+                ),
+                "output_gate_type, or else hidden_act, gates what layers with a state give: transformers takes silu "
+                "and sigmoid",
+            ),
+        ),
+    ),
+}
