@@ -19,20 +19,23 @@ from parcompile.plan import Plan
 from parcompile.runtime.model.model_class import model_class
 
 _NOTES = {"architectures", "dtype", "_name_or_path", "transformers_version", "use_cache"}
+_DRAWS = 30
+"""At most so many draws are refused before one is taken."""
 
 
 def plan_of(family: str, layout: str, number: int = 0) -> Plan:
     """A plan of the family's drawn configuration; the next draw where a rule or transformers refuses one."""
-    while True:
-        drawn = draw(number, (family,), layout)
-        drawn = replace(drawn, changes={key: one for key, one in drawn.changes.items() if "bidirectional" not in key})
+    said = ""
+    for drawn in (draw(one, (family,), layout) for one in range(number, number + _DRAWS)):
+        kept = replace(drawn, changes={key: one for key, one in drawn.changes.items() if "bidirectional" not in key})
         try:
-            plan = planned(drawn)
+            plan = planned(kept)
             drawn_model(plan)
-        except Exception:
-            number += 1
+        except Exception as error:
+            said = str(error)
             continue
         return plan
+    raise AssertionError(f"{family}: none of {_DRAWS} draws is planned and built; the last: {said}")
 
 
 def stored(plan: Plan, folder: Path) -> None:
