@@ -391,7 +391,7 @@ def _said(config: Any, key: str) -> Any:
     return {"partial_rotary_factor": 1.0, **{one: value for one, value in found.items() if one != "mrope_section"}}
 
 
-_UNEVEN = {"deepseek_ocr2", "glm4v_moe", "hunyuan_vl", "qwen3_omni_moe_thinker"}
+_UNEVEN = {"deepseek_ocr2", "glm4v_moe", "hunyuan_vl", "qwen3_omni_moe_thinker", "qwen4_exp"}
 """Types that no class builds as it is: 96 or 28 heads do not divide the hidden size, or a key that it needs is null."""
 
 
