@@ -80,10 +80,11 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     found: dict[str, Any] = {key: choose.choice([False, True]) for key in SWITCHES if key in known}
     found |= {key: choose.choice(values) for key, values in NUMBERS.items() if key in known}
     states, layers = traits.recurrent, changes["num_hidden_layers"]
-    if states is not None and states.state_space is None and states.layers_key == "layer_types":
+    own_kinds = traits.ngrams is not None  # which layers have n-grams follows from the kinds that were drawn
+    if not own_kinds and states is not None and states.state_space is None and states.layers_key == "layer_types":
         words = [states.word, *states.attending_words]
         found["layer_types"] = [states.word, "full_attention", *(choose.choice(words) for _ in range(layers - 2))]
-    if traits.indexer and traits.indexer.pool is None:
+    if traits.indexer and traits.indexer.pool is None and not traits.indexer.block_key:
         found |= {"layer_types": None, "index_head_dim": 2 * changes["qk_rope_head_dim"]}
     if traits.paired_heads:
         found["num_key_value_heads"] = choose.choice([2, 4])
