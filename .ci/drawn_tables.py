@@ -75,12 +75,15 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     from families import FAMILIES, tiny_config
     from transformers import CONFIG_MAPPING
 
+    from parcompile.model.blocks.ngrams import NgramTraits
+
     traits, base = FAMILIES[family], tiny_config(family)
     known = vars(CONFIG_MAPPING[family]).get("__dataclass_fields__", {})
     found: dict[str, Any] = {key: choose.choice([False, True]) for key in SWITCHES if key in known}
     found |= {key: choose.choice(values) for key, values in NUMBERS.items() if key in known}
     states, layers = traits.recurrent, changes["num_hidden_layers"]
-    own_kinds = traits.ngrams is not None  # which layers have n-grams follows from the kinds that were drawn
+    # Which layers have n-grams follows from the kinds that were drawn.
+    own_kinds = any(isinstance(one, NgramTraits) for one in traits.parts)
     if not own_kinds and states is not None and states.state_space is None and states.layers_key == "layer_types":
         words = [states.word, *states.attending_words]
         found["layer_types"] = [states.word, "full_attention", *(choose.choice(words) for _ in range(layers - 2))]

@@ -144,10 +144,7 @@ def eager_layer_bytes(
         # What goes into the gate, and a norm behind it; the part, its gate before and behind the activation, and their
         # product.
         stream += h * (width + 4 + normed) + 4 * width * shape.layer_inputs.width
-    if shape.altup is not None:
-        # All streams, and what corrects each; three norms, of two routers and of LAuReL, two routers' inputs, and the
-        # stream that is scaled.
-        stream += 2 * width * shape.altup.num_streams * h + 3 * h * (4 + normed) + 3 * width * h
+    stream += sum(one.stream_bytes(h, width, normed) for one in shape.parts)
     if shape.model_type in GATED_RESIDUALS:
         # A norm without a weight, and what two gates weight: in 16 bits both addends, else norms keep one of them.
         stream += 12 * h

@@ -47,10 +47,10 @@ from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
+from .blocks import exchanges
 from .context_exchanges import context_exchanges
 from .indexer import key_bytes
 from .memory import keeps_both_gradients
-from .ngrams import TOKEN_BYTES, looked_up_bytes, ngram_layers, streams_bytes
 from .recurrent import sent_over_cp
 from .shared_blocks import uses
 from .window_keys import window_exchanges
@@ -111,17 +111,19 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         kind = "all-to-all" if both.operation.startswith("all-to-all") else "send"
         messages = passes * both.messages + untrained * forward.messages
         found[both.group, kind] = Sent(messages, passes * both.wire_bytes + untrained * forward.wire_bytes)
-    messages, size = key_bytes(work, stage)
-    if work.cp > 1 and (hashing := ngram_layers(work, stage.layers) * work.micro_batches):
-        messages, size = messages + hashing, size + hashing * TOKEN_BYTES * work.local_tokens * (work.cp - 1)
+    messages, of_keys = key_bytes(work, stage)
+    size: float = of_keys
+    for one, passes in exchanges(work, stage.layers, Axis.CP) if work.cp > 1 else ():
+        if one.kind == "all-gather":
+            messages, size = messages + passes, size + passes * one.size * (work.cp - 1)
     if messages:
         found[Axis.CP, "all-gather"] = Sent(messages, size)
     messages, size = sent_over_cp(work, stage.layers, cp_rank)
     if messages:
         before = found.get((Axis.CP, "send"), Sent(0, 0.0))
         found[Axis.CP, "send"] = Sent(before.messages + messages, before.wire_bytes + size)
-    for one in window_exchanges(work, stage.layers, cp_rank):
-        found[Axis.CP, one.operation] = Sent(one.messages, one.wire_bytes)
+    for window in window_exchanges(work, stage.layers, cp_rank):
+        found[Axis.CP, window.operation] = Sent(window.messages, window.wire_bytes)
     if work.ep > 1:
         found.update(_experts(work, stage))
     dealt = work.dealt_parameters(stage)
@@ -196,8 +198,10 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes
         for operation in ("reduce-scatter", "all-gather") if work.sequence_parallel else ("all-reduce",):
             send(Axis.TP, operation, times, rows, tp)
-    if hashing := ngram_layers(work, stage.layers) * times:
-        _ngrams(work, hashing, runs, send)
+    for one, passes in exchanges(work, stage.layers, Axis.TP):
+        send(Axis.TP, one.kind, passes * runs, one.size, tp)
+        if one.back:
+            send(Axis.TP, one.back, passes, one.size, tp)
     if work.shape.user_module is not None:
         _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
@@ -235,11 +239,6 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # A norm over all heads sums its squares over the ranks, and their gradient.
         sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
-    if work.shape.altup is not None:
-        # The mean of the features, and that of their squares, from which an MLP takes what it keeps.
-        sparse = len(set(work.shape.altup.sparse_layers) & set(stage.layers)) * times
-        sums = 2 * sparse * (3 if work.recomputes_layers else 2)
-        send(Axis.TP, "all-reduce", sums, work.element_bytes * work.local_tokens, tp)
     states = work.shape.recurrent
     if states is not None and states.kind is RecurrentKind.LIGHTNING_ATTENTION:
         # Its norm is one over all heads.
@@ -252,19 +251,6 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # What the channels of all ranks give together, and the gradients of what each rank uses of it.
         sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, states.selected * work.local_tokens * work.element_bytes, tp)
-
-
-def _ngrams(work: Workload, passes: int, runs: int, send: _Send) -> None:
-    """Sums of what is looked up in tables that are cut by rows, and the streams in front of a convolution."""
-    if not work.sequence_parallel:
-        send(Axis.TP, "all-reduce", passes * runs, looked_up_bytes(work), work.tp)
-        return
-    for there, back, size in (
-        ("reduce-scatter", "all-gather", looked_up_bytes(work)),
-        ("all-gather", "reduce-scatter", streams_bytes(work)),
-    ):
-        send(Axis.TP, there, passes * runs, size, work.tp)
-        send(Axis.TP, back, passes, size, work.tp)
 
 
 def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:

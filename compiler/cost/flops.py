@@ -60,9 +60,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     h, attention = shape.hidden_size, attention_matmul_parameters(shape)
     if shape.layer_inputs is not None:
         attention += 3 * h * shape.layer_inputs.width  # its share of the projection for all layers, and its own two
-    if shape.altup is not None:
-        attention += 2 * h * (shape.altup.laurel_rank + shape.altup.num_streams)
-    attention += mixture_parameters(shape)
+    attention += mixture_parameters(shape) + parameters_of_parts(shape, of_all=True)
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -95,14 +93,19 @@ def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
 
 
 def _instead(shape: ModelShape) -> int:
-    """What layers that carry a state have more than if they attended; some of them embeddings of n-grams, too."""
+    """What layers that carry a state have more than if they attended, and the further mechanisms of some."""
     if shape.recurrent is None:
         return 0
     attending = 0 if shape.recurrent.beside_attention else attention_matmul_parameters(shape)
     found = len(shape.recurrent.layers) * (mixer_parameters(shape) - attending)
-    if shape.ngrams is not None:
-        found += len(shape.ngrams.layers) * shape.ngrams.numel(shape.hidden_size, shape.residual_streams)
-    return found
+    return found + parameters_of_parts(shape, of_all=False)
+
+
+def parameters_of_parts(shape: ModelShape, *, of_all: bool) -> int:
+    """Those of mechanisms that multiply each token: in each layer, of such as all layers have, else in all layers."""
+    h, streams, total = shape.hidden_size, shape.residual_streams, shape.num_hidden_layers
+    chosen = [one for one in shape.parts if (len(one.layers) == total) == of_all]
+    return sum((1 if of_all else len(one.layers)) * one.matmul_parameters(h, streams) for one in chosen)
 
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
@@ -133,8 +136,7 @@ def matmul_parameters(shape: ModelShape) -> float:
     sparse = moe_layers(shape)
     layers = shape.num_hidden_layers - sparse if shape.runs is None else shape.runs.counted
     total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
-    if shape.altup is not None:
-        total += 2 * (shape.altup.num_streams - 1) * shape.hidden_size**2
+    total += sum(one.end_parameters(shape.hidden_size) for one in shape.parts)
     total += head_parameters(shape)
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0
     return total + _instead(shape)

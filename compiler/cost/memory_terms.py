@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
+from .blocks import kept_by_blocks, kept_by_one, late_gradient
 from .collectives import routed_layers
 from .ends import embedding_backward_bytes, ends_bytes, loss_chunk_bytes
 from .indexer import choice_bytes, scoring_bytes
 from .layer_inputs import parts_bytes, projection_bytes
 from .layer_passes import behind_mlp_bytes, in_flight_bytes, input_bytes, kept_attention, row_copies
 from .memory import LARGEST_BUCKET, has_bucket, keeps_both_gradients, optimizer_step_bytes, static_terms
-from .ngrams import kept_ngram_bytes, ngram_layers, table_bytes
 from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes, let_go_bytes
 from .shared_blocks import kept_of_use, uses
 from .stage_exchanges import buffer_bytes
@@ -86,8 +86,8 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
         kept["stream"] += used * of_own * work.split_tokens * held
         kept["gathered"] += used * of_whole * tokens * held
-        hashing = ngram_layers(work, stage.layers) if work.framework == "deepspeed" else 0
-        kept["stream"] += hashing * kept_ngram_bytes(work) * held
+        with_blocks = stage.layers if work.framework == "deepspeed" else range(0)
+        kept["stream"] += kept_by_blocks(work, with_blocks) * held
         in_flight, together = in_flight_bytes(work, routed=moe_layers > 0), work.shape.layers_per_module
         if together > 1 and moe_layers:
             # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
@@ -123,7 +123,7 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             else:
                 beside = attending == len(stage.layers)
                 kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
-            kept["stream"] += bool(hashing) * kept_ngram_bytes(work)
+            kept["stream"] += kept_by_one(work, with_blocks)
             one_layer = sum(kept.values())
             # A layer's MLP comes behind its scan.
             in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if states else 0.0)
@@ -158,8 +158,8 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
             scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
             kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
             taken = sum(kept.values()) + 2 * work.element_bytes * logits + loss_chunk_bytes(work, logits)
-            # The gradient of a table of n-grams comes when the layers before it are still to go backward.
-            table, before = table_bytes(work, stage)
+            # The gradient of a table comes when the layers before it are still to go backward.
+            table, before = late_gradient(work, stage)
             table += sum(kept.values()) * before / max(len(stage.layers), 1)
             kept["stream"] += max(0.0, embedding_backward_bytes(work, stage) - taken, scoring - taken, table - taken)
         if work.framework == "deepspeed":

@@ -25,9 +25,8 @@ from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
+from .blocks import exchanges
 from .indexer import choice_bytes
-from .ngrams import halo_bytes as halo_of_ngrams
-from .ngrams import ngram_layers
 from .workload import Workload
 
 STATE_BYTES = 4
@@ -98,9 +97,12 @@ def sent_over_cp(work: Workload, layers: range, cp_rank: int | None = None) -> t
         return 0, 0
     passes = one.count(layers) * work.micro_batches * hops(work, cp_rank)
     messages = passes * ((state_bytes(work) > 0) + (halo_bytes(work) > 0))
-    # Convolutions behind embeddings of n-grams see tokens of the piece before, too.
-    further, size = ngram_layers(work, layers) * work.micro_batches * hops(work, cp_rank), halo_of_ngrams(work)
-    return messages + further * (size > 0), passes * (state_bytes(work) + halo_bytes(work)) + further * size
+    size = passes * (state_bytes(work) + halo_bytes(work))
+    for further, times in exchanges(work, layers, "cp"):
+        if further.kind == "chain" and further.size:
+            messages += times * hops(work, cp_rank)
+            size += times * hops(work, cp_rank) * int(further.size)
+    return messages, size
 
 
 def kept_bytes(work: Workload) -> float:

@@ -36,7 +36,8 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
     places = [number for number, one in enumerate(found) if one.layers is not None]
     early, late = found[: places[0]], found[places[-1] + 1 :]
     # What gives all layers their inputs belongs to the first stage, wherever it is registered.
-    inputs = [one for one in late if one.name.removeprefix(f"{family.base}.").startswith(_OF_INPUTS)]
+    of_inputs = (*_OF_INPUTS, *(name for one in shape.parts for name in one.inputs))
+    inputs = [one for one in late if one.name.removeprefix(f"{family.base}.").startswith(of_inputs)]
     norm = _last_norm([*early, *(one for one in late if one not in inputs)], family)
     first, norms = ([one for one in rows if norm is not None and one.name.startswith(norm)] for rows in (early, late))
     return ParameterTable(
@@ -58,8 +59,8 @@ def _last_norm(outside: Iterable[Parameter], family: Family) -> str | None:
 
 
 _TABLE_OF_INPUTS = "embed_tokens_per_layer."
-_OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projection_norm.", "altup_projections.")
-"""Gemma's second embedding, of which every layer gets a part, and what makes several residual streams of one."""
+_OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projection_norm.")
+"""Gemma's second embedding, of which every layer gets a part."""
 
 
 def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) -> None:

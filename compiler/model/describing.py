@@ -37,7 +37,8 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append(f"{family.recurrent.kind.value}s {where}")
     if family.layer_shapes:
         found.append("layers of different shapes")
-    if family.altup or family.hyper_streams:
+    found += [one.words for one in family.parts if one.telling == 0]
+    if family.hyper_streams:
         found.append("several residual streams")
     if family.layers_per_module > 1:
         found.append("two layers in a module")
@@ -47,8 +48,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("an input of each layer")
     if family.runs:
         found.append("stacks of layers that run several times")
-    if family.ngrams:
-        found.append("embeddings of n-grams")
+    found += [one.words for one in family.parts if one.telling]
     if family.latent:
         found.append("latent attention")
     if family.indexer:

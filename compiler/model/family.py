@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .blocks import Traits
 from .compressed_keys import LowRank
 from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_period import LayerPeriod
 from .layer_runs import LayerRuns
-from .ngrams import Ngrams
 from .plug_in_traits import ExpertsOfPlugIn, OfPlugIn, Switch
 from .recurrent.traits import Recurrent
-from .shape import AltUp, LayerInputs, ModelShape
+from .shape import LayerInputs, ModelShape
 
 
 class Norm(enum.Enum):
@@ -164,16 +164,14 @@ class Family(OfPlugIn):
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False
     """Hybrid layers use transformer blocks in turn, in front of their Mamba-2 layer (`shared_blocks.py`)."""
-    altup: Callable[[Mapping[str, Any]], AltUp | None] | None = None
-    """Its residual streams, where it has several."""
     hyper_streams: tuple[str, int] | None = None
     """The key of the number of its residual streams, where learned mixtures join them (hyper-connections)."""
     square_mixtures: tuple[str, int] | None = None
     """Where these mixtures mix the streams with one another too, the key of how often their numbers are normalised."""
     mixture_rank: tuple[str, int] | None = None
     """Where streams lie side by side, and gates of all their features read them, the key of the rank of these gates."""
-    ngrams: Callable[[Mapping[str, Any], int], Ngrams | None] | None = None
-    """Embeddings of n-grams that layers add, from the configuration and the number of layers."""
+    parts: tuple[Traits, ...] = ()
+    """The mechanisms that some of its layers have (`blocks/`)."""
     recurrent: Recurrent | None = None
     """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .activation import kept_numbers
+from .blocks import Block
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
@@ -21,7 +22,6 @@ from .indexer import IndexerShape, indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
-from .ngrams import Ngrams
 from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
 from .recurrent.problems import LayerListError
@@ -122,11 +122,10 @@ def shape_from_config(config: Config) -> ModelShape:
         blocks=blocks,
         shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
-        altup=None if family.altup is None else family.altup(config),
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
         square_mixtures=0 if family.square_mixtures is None else read.size(*family.square_mixtures),
         mixture_rank=0 if family.mixture_rank is None else read.size(*family.mixture_rank),
-        ngrams=_ngrams(family, config, layers),
+        parts=_parts(family, config, layers),
         low_rank=_low_rank(family, config),
     )
     if family.layer_shapes is not None:
@@ -247,11 +246,9 @@ def _indexer(read: ConfigReader, family: Family, config: Config) -> IndexerShape
         raise ModelConfigError(str(error), error.key) from error
 
 
-def _ngrams(family: Family, config: Config, layers: int) -> Ngrams | None:
-    if family.ngrams is None:
-        return None
+def _parts(family: Family, config: Config, layers: int) -> tuple[Block, ...]:
     try:
-        return family.ngrams(config, layers)
+        return tuple(block for one in family.parts for block in one.read(config, layers))
     except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
+from .blocks import Block
 from .compressed_keys import CompressedKeys, LowRank
 from .indexer import IndexerShape
 from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_runs import LayerRuns
 from .mla_shape import MlaShape as MlaShape
-from .ngrams import Ngrams
 from .recurrent.shape import RecurrentShape
 from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
+
+B = TypeVar("B", bound=Block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +65,6 @@ class LayerInputs:
     vocab_size: int
     width: int
     """Of one layer's part."""
-
-
-@dataclass(frozen=True, slots=True)
-class AltUp:
-    """Alternating updates (Gemma 3n): several residual streams, of which each layer computes one."""
-
-    num_streams: int
-    laurel_rank: int
-    """Of the learned residual beside each layer."""
-    sparse_layers: tuple[int, ...] = ()
-    """Those whose MLP keeps its largest activations only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +128,14 @@ class ModelShape:
     layer_inputs: LayerInputs | None = None
     blocks: LayerBlocks | None = None
     """Where a layer is one block: which are of which kind."""
-    altup: AltUp | None = None
     hyper_streams: int = 0
     """Residual streams that every block reads and writes through mixtures of its own (hyper-connections); 0: none."""
     square_mixtures: int = 0
     """Where these mixtures mix the streams with one another too, how often the numbers of all pairs are normalised."""
     mixture_rank: int = 0
     """Where they lie side by side in one hidden state, the rank of the gates of all features that read them."""
-    ngrams: Ngrams | None = None
-    """Embeddings of n-grams that layers add to all streams."""
+    parts: tuple[Block, ...] = ()
+    """The mechanisms that some of its layers have (`blocks/`), in the order in which its family names them."""
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     low_rank: LowRank | None = None
@@ -259,7 +250,7 @@ class ModelShape:
     @property
     def residual_streams(self) -> int:
         """How many hidden states of each token a layer hands on."""
-        return max(1, self.hyper_streams) if self.altup is None else self.altup.num_streams
+        return max(1, self.hyper_streams, *(one.streams for one in self.parts))
 
     @property
     def value_dim(self) -> int:
@@ -275,6 +266,10 @@ class ModelShape:
     def expert_features(self) -> int:
         """Features of a token that routed experts take and give."""
         return self.moe.taken_size or self.hidden_size if self.moe is not None else self.hidden_size
+
+    def part(self, kind: type[B]) -> B | None:
+        """The mechanism of a kind; None where the model has none."""
+        return next((one for one in self.parts if isinstance(one, kind)), None)
 
     @property
     def has_moe(self) -> bool:

@@ -127,8 +127,7 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     "C011",
     "a piece of the sequence is shorter than a convolution sees",
     """A causal convolution of n tokens in front of a recurrence needs the last n − 1 tokens of the piece before. They
-    come from that piece alone, so that it has to have as many. A convolution behind embeddings of n-grams sees
-    (ple_conv_kernel_size − 1) · ngram_size tokens.""",
+    come from that piece alone, so that it has to have as many.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"cp": 2},
@@ -144,12 +143,12 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     """Fires when a piece has fewer tokens than the convolution sees of it."""
     recurrent, cp, length = spec.shape.recurrent, spec.axis(Axis.CP), spec.sequence_length
     pieces = cp * spec.cp_layout.chunks_per_rank
-    ngrams = spec.shape.ngrams
     if recurrent is None or cp == 1 or length % pieces:
         return
     seen, told = recurrent.kernel - 1, f"{recurrent.kernel} − 1"
-    if ngrams is not None and ngrams.seen > seen:
-        seen, told = ngrams.seen, f"({ngrams.kernel} − 1) · {ngrams.longest}"
+    for halo in filter(None, (part.halo() for part in spec.shape.parts)):
+        if halo.tokens > seen:
+            seen, told = halo.tokens, halo.told
     if length // pieces >= seen:
         return
     least = pieces * seen

@@ -14,6 +14,7 @@ from typing import Any
 
 from parcompile import entry_points
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
+from parcompile.model.blocks import KNOWN
 from parcompile.model.families import family_problem
 from parcompile.spec.resolve import Resolution, Unavailable
 
@@ -97,7 +98,7 @@ def rule(
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
-        text = " ".join(explanation.split())
+        text = " ".join((*explanation.split(), *(one.rules[code] for one in KNOWN if code in one.rules)))
         _RULES[code] = Rule(code, severity, title, text, wrong, right, sources, targets, check)
         return check
 

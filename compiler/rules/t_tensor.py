@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.grid import Axis
+from parcompile.model.blocks import Divided
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
-from parcompile.model.ngrams import TABLE
 from parcompile.model.parameters import parameter_table
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
@@ -32,7 +32,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
-    sizes += _tables(shape)
+    sizes += [one.size for one in _of_parts(shape)]
     groups = _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(
@@ -40,10 +40,11 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     )
 
 
-def _tables(shape: ModelShape) -> list[int]:
-    """The rows of each table of n-grams."""
-    rows = parameter_table(shape).layer if shape.ngrams is not None else ()
-    return [row.shape[0] for row in rows if row.name.endswith(TABLE)]
+def _of_parts(shape: ModelShape) -> list[Divided]:
+    """What tp has to divide of parameters of the mechanisms that layers have."""
+    rows = parameter_table(shape).layer if shape.parts else ()
+    named = [(row.name.partition(".{layer}.")[2], row.shape) for row in rows]
+    return [one for own, size in named for part in shape.parts for one in part.divided(own, size)]
 
 
 def _groups(spec: Resolution) -> int:
@@ -163,8 +164,7 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     "T004",
     "the MLP does not divide over tp",
     """The hidden width of the MLP (of each expert, in a mixture of experts) is cut over tp: intermediate_size % tp = 0.
-    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64. Tables of n-grams are cut by their rows,
-    a multiple of make_ngram_vocab_size_divisible_by.""",
+    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
     wrong={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 5}, "cluster": {"gpus_per_node": 5}},
     right={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     sources=("Megatron-LM arguments.py",),
@@ -187,10 +187,10 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
         if width % tp:
             message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"
             yield _indivisible(spec, message, f"choose a tp that divides {name} {width}", name)
-    for rows in _tables(shape):
-        if rows % tp:
-            message = f"a table of n-grams has {rows} rows on tp {tp}: {rows} / {tp} is not whole"
-            yield _indivisible(spec, message, f"choose a tp that divides {rows}", "make_ngram_vocab_size_divisible_by")
+    for one in _of_parts(shape):
+        if one.size % tp:
+            message = f"{one.told} on tp {tp}: {one.size} / {tp} is not whole"
+            yield _indivisible(spec, message, f"choose a tp that divides {one.size}", one.key)
             return
 
 

@@ -38,7 +38,7 @@ from .indexers import use_indexers
 from .interface import put_on_interface
 from .layer_inputs import cut_layer_inputs
 from .masks import check_masks, masked_layers
-from .ngrams import use_ngrams
+from .mechanisms import Phase, Placed, inject_mechanisms
 from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
@@ -112,14 +112,13 @@ class _Injection:
         if group is not None:
             check_agreement(self.model, self.slices, recurrent_modules(self.model, self.mesh))
             region = Region(group, sequence_parallel=parallelism.sequence_parallel)
-            use_ngrams(self.model, self.mesh, region)
+        inject_mechanisms(Placed(self.model, self.mesh, self.family.base, region), Phase.REGION)
+        if region is not None and group is not None:
             self._experts(region)
             self._layers(region)
             share_cutoffs(self.model, group)
             for table in filter(None, (self.family.positions, self.family.fixed_positions)):
                 share_positions(self.model, self.family.base, table, region)
-        else:
-            use_ngrams(self.model, self.mesh, None)
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
         cut_layer_inputs(self.model, self.mesh, region)

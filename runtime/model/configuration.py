@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.model.architecture import FLOAT, architecture
+from parcompile.model.blocks import KNOWN
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
@@ -219,8 +220,8 @@ def read_keys(config_class: type[Any]) -> frozenset[str]:
     named = {one for found in re.findall(r'config\.(\w+)|config,\s*"(\w+)"', code) for one in found if one}
     mapped = {getattr(config_class, "attribute_map", {}).get(key, key) for key in declared | named}
     common = set(PretrainedConfig().to_dict())
-    hashed = {"eos_token_id"} if "ngram_size" in declared else set()  # n-grams end at it
-    return frozenset((mapped - common - _NO_EFFECT) | _SHARED | hashed)
+    further = frozenset[str]().union(*(one.numeric_keys(frozenset(declared)) for one in KNOWN))
+    return frozenset((mapped - common - _NO_EFFECT) | _SHARED | further)
 
 
 def _leaves(path: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:

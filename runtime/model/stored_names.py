@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.model.blocks import KNOWN
+
 from .short_names import short_names
 
 _BACKBONE = "backbone."
@@ -75,7 +77,7 @@ _RENAMED = (
 )
 _JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),)
 """The model's tensor, and the stored ones whose rows follow one another in it."""
-_PIECES = ((r"\.ngram_embedding\.weight$", ".ngram_embedding.shard_{}.weight"),)
+_PIECES = tuple(pair for one in KNOWN for pair in one.pieces)
 """The model's tensor, and what its pieces are called by their numbers: their rows follow one another in it."""
 _PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (r"\.self_attn\.(gate|q|k|v)_proj\.weight$", ".attn.gqkv_proj.weight", ("gate", "q", "k", "v")),

@@ -175,8 +175,9 @@ def _streams_dim(shape: ModelShape) -> int | None:
 
     Those of Qwen4-Exp lie side by side, [B, s, N H].
     """
-    if shape.altup is not None:
-        return 0
+    for one in shape.parts:
+        if one.streams_dim is not None:
+            return one.streams_dim
     return 2 if shape.hyper_streams and not shape.mixture_rank else None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
+from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, layer_numbers, module_numbers
 from parcompile.runtime.errors import RunError
@@ -61,7 +62,7 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
     _put(model, path, kept)
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.before}):
         if all(one.name not in held for one in plan.parameters.before if one.name.startswith(f"{name}.")):
-            _put(model, name, _instead(name, family))
+            _put(model, name, _instead(name, family, plan.spec.model.shape))
     if held.has_head:
         return
     causal: Any = model
@@ -71,12 +72,12 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
         _put(model, name, Skipped() if inside else Elsewhere(name))
 
 
-def _instead(name: str, family: Family) -> nn.Module:
+def _instead(name: str, family: Family, shape: ModelShape) -> nn.Module:
     """What stands for a module before the layers on stages that another one precedes."""
     if name == f"{family.base}.{family.positions}":
         return NoPositions()
     # What makes several residual streams of one: those that were received take their place.
-    makes_streams = family.altup is not None and name.startswith(f"{family.base}.altup_projections.")
+    makes_streams = name.startswith(tuple(f"{family.base}.{one}" for part in shape.parts for one in part.inputs))
     skipped = makes_streams or name == f"{family.base}.{family.embedding_norm}"
     return Skipped() if skipped else Elsewhere(name)
 

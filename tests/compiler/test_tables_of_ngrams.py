@@ -12,8 +12,8 @@ import pytest
 from parcompile.cost.flops import matmul_parameters
 from parcompile.cost.indexer import index_flops_per_token
 from parcompile.layout.tensor import tensor_layout
+from parcompile.model.blocks.ngrams import TABLE, Ngrams
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.ngrams import TABLE, Ngrams
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.tables.primes import MOST, is_prime, sum_of_primes
@@ -50,8 +50,8 @@ def tables(shape: ModelShape) -> dict[int, tuple[int, ...]]:
 def test_the_defaults_are_those_of_the_class() -> None:
     """Each of 16 heads has the next prime from 20,000,000 on; the second layer goes on behind those of the first."""
     shape = shape_of()
-    assert shape.ngrams == Ngrams(layers=(1, 5), width=2048, heads=16, longest=3, kernel=4)
-    assert shape.ngrams.seen == 9
+    assert shape.part(Ngrams) == Ngrams(layers=(1, 5), width=2048, heads=16, longest=3, kernel=4)
+    assert shape.part(Ngrams).seen == 9
     found = tables(shape)
     assert {layer: size[1] for layer, size in found.items()} == {1: 128, 5: 128}
     assert all(size[0] % 128 == 0 for size in found.values())
@@ -123,14 +123,15 @@ def test_layers_may_be_listed_in_older_words_and_twice() -> None:
 def test_without_them_there_is_nothing_to_look_up_or_choose() -> None:
     plain = {key: None for key in CONFIG if key.startswith(("indexer_", "ple_"))}
     shape = shape_of(**plain, layer_types=["linear_attention"] * 40)
-    assert (shape.ngrams, shape.indexer, tables(shape)) == (None, None, {})
+    assert (shape.part(Ngrams), shape.indexer, tables(shape)) == (None, None, {})
 
 
 def test_operations_of_blocks_and_projections_are_counted() -> None:
     shape = shape_of()
-    assert shape.ngrams is not None
+    ngrams = shape.part(Ngrams)
+    assert ngrams is not None
     without = shape_of(ple_layer_ids=[])
-    assert matmul_parameters(shape) - matmul_parameters(without) == 2 * shape.ngrams.numel(2048, 4)
+    assert matmul_parameters(shape) - matmul_parameters(without) == 2 * ngrams.matmul_parameters(2048, 4)
     projected = 2048 * 17 * 256
     compared = 16 * 257 * (4096 // 16)
     assert index_flops_per_token(shape, 4096) == pytest.approx((2 * projected + compared) * 10 / 40)

@@ -11,6 +11,7 @@ from typing import Any
 
 from families import FAMILIES, tiny_config
 
+from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.tables import reads
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -165,7 +166,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
     if FAMILIES[family].low_rank is not None:
         changes = {key: value for key, value in changes.items() if key not in ("attention_bias", "norm_topk_prob")}
         changes["o_groups"] = min(changes["o_groups"], changes["num_attention_heads"])
-    if FAMILIES[family].ngrams is not None:
+    if any(isinstance(one, NgramTraits) for one in FAMILIES[family].parts):
         changes |= _ngrams(choose, layers)
     return Drawn(number, family, layout or choose.choice([name for name in LAYOUTS if runs(family, name)]), changes)
 

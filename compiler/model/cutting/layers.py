@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parcompile.model.family import Experts, Family
-from parcompile.model.ngrams import TABLE
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import BLOCK
-from parcompile.model.table import Part, Split
 from parcompile.model.tables import Repeated
 
 from .attention import attention_cut
@@ -64,8 +62,9 @@ def cuts_of(
 
 
 def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
-    if own == TABLE:
-        return Cut(Split(0, (Part(one.shape[0], one.shape[0]),)))
+    for part in place.shape.parts:
+        if (cut := part.cut(own, one.shape)) is not None:
+            return cut
     states = place.shape.recurrent
     if states is not None and place.carries_state and family.recurrent is not None:
         traits = family.recurrent

@@ -103,8 +103,8 @@ def _added(name: str) -> Family | str | None:
 
 _OF_TABLES = (
     *("recurrent", "layer_shapes", "layer_blocks", "runs", "norm_gate", "indexer", "shared_blocks", "layer_inputs"),
-    *("altup", "initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
-    *("values_of_layers", "square_mixtures", "low_rank", "mixture_rank", "ngrams"),
+    *("initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
+    *("values_of_layers", "square_mixtures", "low_rank", "mixture_rank", "parts"),
 )
 """What only families whose rows come from derived tables have."""
 

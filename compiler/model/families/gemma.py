@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from parcompile.model.blocks.altup import AltUpTraits
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
-from parcompile.model.shape import AltUp, LayerInputs, ModelShape
+from parcompile.model.shape import LayerInputs, ModelShape
 
 Config = Mapping[str, Any]
 
@@ -197,20 +198,12 @@ def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[Laye
     ]
 
 
-def _streams(config: Config) -> AltUp:
-    layers, sparsity = config.get("num_hidden_layers", 35), config.get("activation_sparsity_pattern")
-    if sparsity is None:
-        sparsity = [0.95] * 10 if layers > 10 else []
-    sparse = tuple(layer for layer, share in enumerate(sparsity) if share > 0)
-    return AltUp(config.get("altup_num_inputs", 4), config.get("laurel_rank", 64), sparse)
-
-
 GEMMA: Mapping[str, Family] = {
     "gemma3n_text": Family(
         norms=_NORMS,
         layer_shapes=_gemma3n_layers,
         layer_inputs=_inputs,
-        altup=_streams,
+        parts=(AltUpTraits(),),
         refusals=(
             Refusal(
                 "altup_num_inputs",

@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.indexer import FULL, NONE, Indexer
-from parcompile.model.layer_kind import LayersError
-from parcompile.model.ngrams import Ngrams
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
 _CARRYING = "linear_attention"
 _OLDER = {"mamba": _CARRYING}
 _BLOCK_KEYS = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None, least: int = 1) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)
-    return value
 
 
 def _carrying(config: Mapping[str, Any], count: int) -> set[int]:
@@ -36,34 +27,6 @@ def _carrying(config: Mapping[str, Any], count: int) -> set[int]:
 def _kinds(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     carrying = _carrying(config, count)
     return tuple(NONE if layer in carrying else FULL for layer in range(count))
-
-
-def _ngrams(config: Mapping[str, Any], count: int) -> Ngrams | None:
-    """The embeddings of n-grams; None where no layer adds any.
-
-    Raises:
-        LayersError: a size or a list of layers that transformers' class does not take.
-    """
-    listed = config.get("ple_layer_ids")
-    if listed is None or listed == []:
-        return None
-    if not isinstance(listed, list | tuple) or any(type(one) is not int or not 1 <= one <= count for one in listed):
-        raise LayersError(f"ple_layer_ids is {listed!r}: its entries count layers from 1 to {count}", "ple_layer_ids")
-    layers = tuple(sorted({one - 1 for one in listed}))
-    if others := [one + 1 for one in layers if one not in _carrying(config, count)]:
-        message = f"ple_layer_ids has {others[0]}: transformers takes layers of linear_attention only"
-        raise LayersError(message, "ple_layer_ids")
-    if config.get("eos_token_id") in (None, []):
-        message = "eos_token_id is missing: n-grams end at it, and transformers builds no such model without it"
-        raise LayersError(message, "eos_token_id")
-    longest, heads = _whole(config, "ngram_size", 3, least=2), _whole(config, "heads_per_ngram", 8)
-    width, every = _whole(config, "ple_embed_dim", config.get("hidden_size")), (longest - 1) * heads
-    if width % every:
-        message = f"ple_embed_dim {width} / ((ngram_size {longest} - 1) x heads_per_ngram {heads}) is not whole"
-        raise LayersError(f"{message}: each head has as many features", "ple_embed_dim")
-    _whole(config, "ngram_vocab_size_base", 20_000_000)
-    _whole(config, "make_ngram_vocab_size_divisible_by", 128)
-    return Ngrams(layers, width, every, longest, _whole(config, "ple_conv_kernel_size", 4))
 
 
 def _attends(config: Mapping[str, Any]) -> bool:
@@ -109,7 +72,7 @@ NGRAMS: Mapping[str, Family] = {
             block_key="indexer_compress_ratio",
             rotated=_rotated,
         ),
-        ngrams=_ngrams,
+        parts=(NgramTraits(among=_carrying),),
         experts=Experts(
             shared="shared_expert",
             count=("num_experts", 512),

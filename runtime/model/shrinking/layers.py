@@ -23,15 +23,15 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and not shape.routed(range(layer, layer + 1))
         keys = shape.of_layer(layer).keys_and_values if shape.kinds else None
-        hashing = shape.ngrams is not None and layer in shape.ngrams.layers
-        kind = (dense, layer in attending, keys, hashing, *(value[layer] for value in lists))
+        parts = tuple(layer in one.layers for one in shape.parts)
+        kind = (dense, layer in attending, keys, parts, *(value[layer] for value in lists))
         kinds.setdefault(kind, layer)
         if shape.kinds and layer == shape.num_hidden_layers - 1:
             kinds[kind] = layer  # some models have a kind for the last layer, whatever their list says
     if shape.shared_blocks is not None:
         # A use of each block, and a second one of the first.
         for layer in shape.shared_blocks.layers[: shape.shared_blocks.count + 1]:
-            kinds.setdefault((False, True, None, False, layer), layer)
+            kinds.setdefault((False, True, None, (), layer), layer)
     stages = split.pp * split.virtual
     if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
         return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use

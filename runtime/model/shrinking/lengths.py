@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .ngrams import crossed
+from .chosen_blocks import crossed
 
 WINDOW, SWITCH = 7, 24
 """Of a small model, in tokens: its windows, and where its rotary embeddings change."""

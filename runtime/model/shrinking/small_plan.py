@@ -13,10 +13,10 @@ from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 from parcompile.runtime.model.configuration import planned_config
 
+from .chosen_blocks import small_blocks
 from .heads import small_heads
 from .layers import kept_layers, kinds_of_layers, lists_of_layers
 from .lengths import short_lengths
-from .ngrams import small_blocks, small_ngrams
 from .widths import small_states, small_widths
 
 LENGTH, VOCABULARY = 48, 256
@@ -56,7 +56,7 @@ def shrunk(plan: Plan) -> Plan:
         **lists_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
         **kinds_of_layers(plan, config, layers, heads),
         **short_lengths(config, spec.training.sequence_length, length),
-        **small_ngrams(shape, config, layers),
+        **{key: value for one in shape.parts for key, value in one.small(config, layers).items()},
         **small_blocks(shape, spec.training.sequence_length, length),
         **small_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
     }

@@ -1,26 +1,13 @@
-"""Small embeddings of n-grams, and few blocks of keys to choose among, for a small model of the same kind."""
+"""Few blocks of keys to choose among, for a small model of the same kind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from parcompile.model.shape import ModelShape
 
-_ROWS, _WIDTH_OF_A_HEAD, _BLOCK, _BLOCKS = 500, 8, 4, 2
-"""Rows of each head of a table, about, and its features; tokens of a block, and how many blocks queries choose."""
-
-
-def small_ngrams(shape: ModelShape, config: Any, layers: Sequence[int]) -> dict[str, Any]:
-    """The keys of the tables, for those of these layers that have one; every layer hashes with numbers of its own."""
-    ngrams = shape.ngrams
-    if ngrams is None:
-        return {}
-    return {
-        "ple_layer_ids": [place + 1 for place, layer in enumerate(layers) if layer in ngrams.layers],
-        "ple_embed_dim": ngrams.heads * min(ngrams.width // ngrams.heads, _WIDTH_OF_A_HEAD),
-        "ngram_vocab_size_base": min(config.ngram_vocab_size_base, _ROWS),
-    }
+_BLOCK, _BLOCKS = 4, 2
+"""Tokens of a block, and how many blocks queries choose."""
 
 
 def small_blocks(shape: ModelShape, before: int, length: int) -> dict[str, int]:

@@ -11,48 +11,47 @@ N heads of a table, D features of each, C features of all residual streams.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.model.families import FAMILIES
-from parcompile.model.ngrams import Ngrams
+from parcompile.model.blocks.ngrams import Ngrams
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.attention import RingPlace
+from parcompile.runtime.inject.regions import SEQUENCE_DIM, Region
+from parcompile.runtime.inject.state_place import StatePlace
+from parcompile.runtime.inject.token_places import token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.recurrent import convolve
 from parcompile.runtime.ring_attention.recompute import once
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
-from .attention import RingPlace
-from .regions import SEQUENCE_DIM, Region
-from .state_place import StatePlace
-from .token_places import token_order
+from .mechanism import Mechanism, Phase, Placed
 
 
-def use_ngrams(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
+class LookNgramsUp(Mechanism[Ngrams]):
     """Makes this rank's layers that add embeddings of n-grams look them up for their own tokens."""
-    shape = mesh.plan.spec.model.shape
-    if shape.ngrams is None:
-        return
-    base = model.get_submodule(FAMILIES[shape.model_type].base)
-    base.register_forward_pre_hook(_with_tokens, with_kwargs=True)
-    place, states = RingPlace.of(mesh), StatePlace.of(mesh)
-    path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-    for number, layer in model.get_submodule(path).named_children():
-        if int(number) not in shape.ngrams.layers:
-            continue
-        embedding: Any = layer.get_submodule("ple.ple_embedding")
-        if region is not None:
-            options = {**region.options, "sequence_dim": SEQUENCE_DIM}
-            embedding.ngram_embedding = VocabParallelEmbedding.from_embedding(
-                embedding.ngram_embedding, pad_sequence=True, **options
-            )
-        embedding.forward = functools.partial(_looked_up, embedding, place)
-        ple: Any = layer.get_submodule("ple")
-        ple._short_conv = functools.partial(_convolved, ple, shape.ngrams, states, region)
+
+    of: ClassVar[type[Ngrams]] = Ngrams
+    phase: ClassVar[Phase] = Phase.REGION
+
+    def inject(self, block: Ngrams, placed: Placed) -> None:
+        """Cuts the tables of its layers, and looks up and convolves among the tokens of all ranks."""
+        base = placed.model.get_submodule(placed.base)
+        base.register_forward_pre_hook(_with_tokens, with_kwargs=True)
+        place, states, region = RingPlace.of(placed.mesh), StatePlace.of(placed.mesh), placed.region
+        for _, layer in placed.layers(block):
+            embedding: Any = layer.get_submodule("ple.ple_embedding")
+            if region is not None:
+                options = {**region.options, "sequence_dim": SEQUENCE_DIM}
+                embedding.ngram_embedding = VocabParallelEmbedding.from_embedding(
+                    embedding.ngram_embedding, pad_sequence=True, **options
+                )
+            embedding.forward = functools.partial(_looked_up, embedding, place)
+            ple: Any = layer.get_submodule("ple")
+            ple._short_conv = functools.partial(_convolved, ple, block, states, region)
 
 
 def _with_tokens(

@@ -1,0 +1,158 @@
+"""What a mechanism tells of itself, in numbers that depend on nothing but its sizes and a rank's share of tokens.
+
+A `Traits` is what a family says (data); it reads a configuration into a `Block`, which has the sizes, and the layers
+that it stands in. What a mechanism has nothing to say of it leaves out: the answers here are those of nothing at all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from parcompile.model.cutting.cut import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank has of a micro-batch."""
+
+    batch: int
+    hidden: int
+    streams: int
+    """Hidden states of each token between layers."""
+    width: int
+    """Bytes of an activation."""
+    tokens: int
+    """Of this rank of cp."""
+    split_tokens: int
+    """The same, each sequence continued to a multiple of tp where sequence parallelism splits it."""
+    tp: int
+    sequence_parallel: bool
+
+    @property
+    def share(self) -> int:
+        """Ranks that the tokens outside of regions are dealt to."""
+        return self.tp if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a layer sends of a micro-batch over an axis, in forward, and `back` in backward."""
+
+    axis: str
+    kind: str
+    """An operation, or "chain": each piece of the sequence hands it to the next, and its gradient back."""
+    size: float
+    """Bytes: of an all-reduce, and of what is gathered or scattered, all of it; over cp a rank's own."""
+    back: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What tp has to divide."""
+
+    size: int
+    told: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Tokens of the piece before that a piece of the sequence has to see."""
+
+    tokens: int
+    told: str
+
+
+class Block:
+    """A mechanism with its sizes, in the layers that have it."""
+
+    __slots__ = ()
+
+    layers: tuple[int, ...]
+    streams_dim: ClassVar[int | None] = None
+    """Where hidden states between layers have its streams; None: it makes none, or they lie side by side."""
+    inputs: ClassVar[Sequence[str]] = ()
+    """What names of parameters in front of the layers begin with, where a stage that receives streams has no use."""
+
+    @property
+    def streams(self) -> int:
+        """Hidden states of each token that a layer hands on."""
+        return 1
+
+    def count(self, layers: range) -> int:
+        """How many of these layers have it."""
+        return len(set(self.layers) & set(layers))
+
+    def cut(self, own: str, shape: tuple[int, ...]) -> Cut | None:  # noqa: ARG002
+        """How a parameter that layers call `own` is cut; None where it is none of this mechanism."""
+        return None
+
+    def is_late(self, own: str) -> bool:  # noqa: ARG002
+        """Whether the gradient of a parameter counts at the peak: a table's, with all layers before it still to go."""
+        return False
+
+    def divided(self, own: str, shape: tuple[int, ...]) -> Iterator[Divided]:  # noqa: ARG002
+        """What tp has to divide of a parameter."""
+        yield from ()
+
+    def halo(self) -> Halo | None:
+        """What a piece of the sequence sees of the piece before."""
+        return None
+
+    def matmul_parameters(self, hidden: int, streams: int) -> int:  # noqa: ARG002
+        """Of a layer, those that multiply each token."""
+        return 0
+
+    def end_parameters(self, hidden: int) -> int:  # noqa: ARG002
+        """Outside of the layers, those that multiply each token."""
+        return 0
+
+    def stream_bytes(self, hidden: int, width: float, normed: float) -> float:  # noqa: ARG002
+        """What each layer keeps of a token on the residual stream, of a mechanism that all layers have.
+
+        `normed` are the bytes of a feature that a norm keeps beside its input.
+        """
+        return 0.0
+
+    def kept_bytes(self, local: Local) -> float:  # noqa: ARG002
+        """What a layer keeps of a micro-batch for backward."""
+        return 0.0
+
+    def exchanges(self, local: Local) -> Iterator[Exchange]:  # noqa: ARG002
+        """What a layer sends of a micro-batch."""
+        yield from ()
+
+    def small(self, config: Any, layers: Sequence[int]) -> Mapping[str, Any]:  # noqa: ARG002
+        """The keys of a small model of the same kind that has these layers."""
+        return {}
+
+
+class Traits(ABC):
+    """What a family says of a mechanism."""
+
+    __slots__ = ()
+
+    words: ClassVar[str]
+    """What distinguishes a type that has it."""
+    telling: ClassVar[int] = 1
+    """0: that comes in front of what layers take in beside their inputs."""
+    rules: ClassVar[Mapping[str, str]] = {}
+    """What the pages of rules say of it, by code."""
+    pieces: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Parameters that published files store in pieces: a pattern of the name, and the ending of a piece with `{}`."""
+
+    @abstractmethod
+    def read(self, config: Mapping[str, Any], layers: int) -> tuple[Block, ...]:
+        """The mechanism in a model of so many layers: a block for each set of layers that have another part of it.
+
+        Raises:
+            LayersError: a size or a list of layers that transformers' class does not take.
+        """
+
+    @classmethod
+    def numeric_keys(cls, declared: frozenset[str]) -> frozenset[str]:  # noqa: ARG003
+        """Keys that change numbers, beside those that classes declare or name in their code."""
+        return frozenset()
