@@ -59,6 +59,9 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     config = ds_config(plan)
     # Trainer would compare it with a product over all ranks, as if each were data-parallel.
     config.pop("train_batch_size")
+    if training.lr_scheduler is not None:
+        # The engine follows the plan's schedule; Trainer would compare these with its own, and max_steps with its end.
+        config["scheduler"]["params"] = {}
     options: dict[str, Any] = {"save_strategy": "no", "remove_unused_columns": False, "lr_scheduler_type": "constant"}
     # Without it accelerate has DeepSpeed compile a C++ extension for CPU ranks, which nothing here uses.
     options["use_cpu"] = plan.spec.cluster.accelerator == "cpu"

@@ -23,7 +23,7 @@ from .accelerate import deepspeed as accelerate_deepspeed
 from .accelerate import transformers
 from .accelerate import write as accelerate
 from .deepspeed import facts as deepspeed
-from .deepspeed.write import ds_config
+from .deepspeed import write as deepspeed_write
 from .json_text import to_text
 from .launch import kubernetes, scripts, skypilot
 from .losses import Loss
@@ -49,13 +49,13 @@ class Target:
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:
-    return {"ds_config.json": ds_config(plan), **scripts.deepspeed_script(plan)}
+    return {"ds_config.json": deepspeed_write.ds_config(plan), **scripts.deepspeed_script(plan)}
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target("deepspeed", _deepspeed, backend="deepspeed", version=deepspeed.VERSION),
+        Target("deepspeed", _deepspeed, deepspeed_write.losses, "deepspeed", deepspeed.VERSION),
         Target("torchrun", scripts.torchrun_script),
         Target("slurm", scripts.slurm_script),
         Target("kubernetes", kubernetes.files),

@@ -1,5 +1,6 @@
 """The spec: its values after resolution, and how each of them is decided."""
 
+from .rates import learning_rate
 from .values import (
     Cluster,
     LrScheduler,
@@ -24,4 +25,5 @@ __all__ = [
     "Provenance",
     "Spec",
     "Training",
+    "learning_rate",
 ]

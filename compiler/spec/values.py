@@ -122,7 +122,8 @@ class Optimizer:
 class LrScheduler:
     """The learning rate rises from `min_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
 
-    `type` is "constant", or "linear" or "cosine": from lr to `min_lr` at the last of the training steps.
+    `type` is "constant", or "linear" or "cosine": from lr to `min_lr` at the end of the last training step.
+    `learning_rate` gives the rate of each step.
     """
 
     type: str

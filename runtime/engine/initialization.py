@@ -64,7 +64,7 @@ def initialize(
             `decay_groups`; default: all that require gradients, in one group. Injection replaces parameters: a list of
             those that the model had before would train nothing, and is refused.
         training_data: samples for `PlanLoader`.
-        lr_scheduler: as in `deepspeed.initialize`.
+        lr_scheduler: as in `deepspeed.initialize`, in place of the plan's.
         first_step: the step at which the loader starts, after a resume.
         self_check: compare one forward and backward of the injected model with the original, and refuse to go on when
             they differ. None: the model itself where it is given whole and has up to 20 million parameters, or is a
@@ -95,9 +95,10 @@ def initialize(
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_parameters(model_parameters, model)
     _check_stages_train(model_parameters, mesh)
-    with options_for_deepspeed(mesh, model, optimizer=optimizer, model_parameters=model_parameters) as options:
+    given = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+    with options_for_deepspeed(mesh, model, **given) as options:
         engine, optimizer, _, lr_scheduler = deepspeed.initialize(
-            **options, lr_scheduler=lr_scheduler, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
+            **options, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
         )
     take_over(engine, mesh)
     FiniteWatch(engine, mesh, stop_on_nonfinite)

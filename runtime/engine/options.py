@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer
 from parcompile.runtime.expert_parallel import for_deepspeed
 from parcompile.runtime.groups import Mesh
+
+from .schedule import PlanSchedule
 
 
 @contextmanager
@@ -22,6 +25,9 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
         model: the injected model.
         options: what `deepspeed.initialize` would be called with for one rank.
     """
+    training = mesh.plan.spec.training
+    if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
+        options["lr_scheduler"] = partial(PlanSchedule, training=training)
     with for_deepspeed(mesh, model, **options) as given:
         if mesh.plan.spec.zero_stage:
             yield given

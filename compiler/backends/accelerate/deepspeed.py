@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.deepspeed.write import losses as deepspeed_losses
 from parcompile.backends.header import header
 from parcompile.backends.json_text import to_text
 from parcompile.backends.losses import Loss
@@ -88,4 +89,4 @@ def losses(plan: Plan) -> list[Loss]:
                 "call model.gradient_checkpointing_enable()",
             )
         )
-    return found
+    return found + deepspeed_losses(plan)

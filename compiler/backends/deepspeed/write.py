@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.backends.losses import Loss
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
@@ -44,6 +45,16 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     return _merged(config, spec.deepspeed)
 
 
+def losses(plan: Plan) -> list[Loss]:
+    """What DeepSpeed alone, with the configuration and no runtime, does otherwise than the plan."""
+    if (schedule := plan.spec.training.lr_scheduler) is None:
+        return []
+    first = "0" if schedule.type == "cosine" else "min_lr"
+    early = "; its cosine begins to fall a step early" if schedule.type == "cosine" else ""
+    why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late{early}"
+    return [Loss("lr_scheduler", why, "parcompile.runtime gives each step the plan's rate")]
+
+
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
     # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
@@ -59,7 +70,7 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
 
 
 def _scheduler(spec: Spec) -> dict[str, Any]:
-    """The schedule; without one the rate stays, and DeepSpeed gets no section."""
+    """The nearest of DeepSpeed's schedules, see `losses`; without one the rate stays, and it gets no section."""
     schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
     if schedule is None:
         return {}

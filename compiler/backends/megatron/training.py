@@ -171,11 +171,6 @@ def steps(source: Source, what: str) -> int | None:
     return 0 if what == "warmup" and not samples else None
 
 
-def _schedule_losses(spec: Spec) -> Iterator[Loss]:
-    if spec.training.lr_scheduler is not None:
-        yield Loss("lr_scheduler", "Megatron-LM counts steps from 0, DeepSpeed from 1", "rates are one step earlier")
-
-
 def _write_precision(spec: Spec) -> Arguments:
     training = spec.training
     found: Arguments = {}
@@ -274,7 +269,7 @@ ROWS: tuple[Row, ...] = (
         _read_optimizer,
         _optimizer_losses,
     ),
-    Bundle(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule, _schedule_losses),
+    Bundle(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
     Entry("clip_grad", ("training", "gradient_clipping"), read=float),
     Entry("seed", ("training", "seed")),
     Bundle(

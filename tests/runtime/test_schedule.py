@@ -1,0 +1,123 @@
+"""Each step of the engine trains at the rate that the plan says, after a resume too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_runs import initial_model, make_plan, samples
+
+from parcompile.plan import Plan
+from parcompile.spec import learning_rate
+
+pytestmark = pytest.mark.ranks
+
+STEPS, SAVED = 5, 3
+
+
+def plan_of(kind: str, stage: int) -> Plan:
+    schedule = {"type": kind, "warmup_steps": 2, "min_lr": 1e-4}
+    return make_plan(2, {}, training={"train_steps": STEPS, "lr_scheduler": schedule}, extra={"zero": {"stage": stage}})
+
+
+def train(plan: Plan, folder: str, first: int, until: int) -> dict[str, Any]:
+    """The rate of each step before it is made, and the weights after the last."""
+    from parcompile.runtime import initialize
+    from parcompile.runtime.checkpoint import load, save
+
+    engine, _, loader, scheduler = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    loader.step = load(engine, folder) if first else 0
+    assert loader.step == first
+    batches, rates = iter(loader), []
+    for step in range(first, until):
+        rates.append(engine.get_lr()[0])
+        engine.backward(engine(**next(batches)).loss)
+        engine.step()
+        if step + 1 == SAVED and not first:
+            save(engine, folder, SAVED)
+    assert scheduler.get_last_lr() == engine.get_lr()
+    weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    return {"rates": rates, "weights": weights}
+
+
+def go_on(rank: int, plan: Plan, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train(plan, folder, 0, STEPS), train(plan, folder, SAVED, STEPS)
+
+
+def in_one_process(plan: Plan) -> dict[str, torch.Tensor]:
+    model, settings, data = initial_model(plan), plan.spec.training.optimizer, samples(plan)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    for step in range(1, STEPS + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(plan.spec.training, step)
+        batch = data[(step - 1) * 4 : step * 4]
+        model(**{name: torch.stack([one[name] for one in batch]) for name in ("input_ids", "labels")}).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.spec.training.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("constant", 0), ("linear", 2), ("cosine", 1)])
+def test_each_step_has_the_plans_rate_and_a_resume_goes_on(kind: str, stage: int, tmp_path: Path) -> None:
+    plan = plan_of(kind, stage)
+    planned = [learning_rate(plan.spec.training, step) for step in range(1, STEPS + 1)]
+    expected = in_one_process(plan)
+    for whole, resumed in run_ranks(2, go_on, plan, str(tmp_path)):
+        assert whole["rates"] == pytest.approx(planned, rel=1e-12)
+        assert resumed["rates"] == pytest.approx(planned[SAVED:], rel=1e-12)
+        for name, value in expected.items():
+            assert torch.equal(resumed["weights"][name], whole["weights"][name]), name
+            # Five steps of Adam move a weight by up to 4e-3; one step at another rate moves it by 1e-4 and more.
+            torch.testing.assert_close(whole["weights"][name][: len(value)], value, rtol=0, atol=1e-5)
+
+
+def groups_of_their_own(rank: int, plan: Plan) -> list[list[float]]:
+    from parcompile.runtime import initialize
+
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        first, *others = model.parameters()
+        return [{"params": [first], "lr": 5e-4}, {"params": others}]
+
+    engine, _, loader, _ = initialize(
+        plan=plan, model=initial_model(plan), training_data=samples(plan), model_parameters=groups
+    )
+    batches, rates = iter(loader), []
+    for _ in range(STEPS):
+        rates.append(engine.get_lr())
+        engine.backward(engine(**next(batches)).loss)
+        engine.step()
+    return rates
+
+
+def with_the_trainer(rank: int, plan: Plan, folder: str) -> list[float]:
+    from transformers import TrainerCallback
+
+    from parcompile.runtime.trainer import PlanTrainer, training_arguments
+
+    rates: list[float] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **given: Any) -> None:
+            rates.append(trainer.deepspeed.get_lr()[0])
+
+    args = training_arguments(plan, folder, max_steps=STEPS, report_to=[], disable_tqdm=True)
+    trainer = PlanTrainer(
+        plan=plan, args=args, train_dataset=samples(plan), model=initial_model(plan), callbacks=[Watch()]
+    )
+    trainer.train()
+    return rates
+
+
+def test_a_group_with_its_own_rate_is_scaled_and_the_trainer_follows_the_plan(tmp_path: Path) -> None:
+    plan = plan_of("cosine", 1)
+    planned = [learning_rate(plan.spec.training, step) for step in range(1, STEPS + 1)]
+    for rates in run_ranks(2, groups_of_their_own, plan):
+        assert rates == [pytest.approx([rate / 2, rate], rel=1e-12) for rate in planned]
+    if pytest.importorskip("accelerate"):
+        for found in run_ranks(2, with_the_trainer, plan, str(tmp_path)):
+            assert found == pytest.approx(planned, rel=1e-12)
