@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from parcompile.runtime.deepspeed_patches.experts import EXPERT_KEYS
+from parcompile.runtime.errors import RunError
 
 MASTER = "fp32"
 """The kind of tensor that holds the weights in full precision."""
@@ -43,8 +45,9 @@ def shard_file(shard: int, mp_rank: int, *, bf16: bool) -> str:
 class OptimizerShard:
     """One rank's optimizer states: a flat run of elements for each group of parameters."""
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, file: Path, content: dict[str, Any]) -> None:
         """`content`: of the file."""
+        self._file = file
         states = content["optimizer_state_dict"]
         base = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
         masters = states.get("single_partition_of_fp32_groups", states.get("fp32_flat_groups_partition"))
@@ -53,9 +56,10 @@ class OptimizerShard:
         self.settings: list[dict[str, Any]] = base["param_groups"]
         self._flat: list[dict[str, Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
-        for group, master in enumerate(masters):
+        paddings = states.get("group_paddings") or [0] * len(masters)
+        for group, (master, padding) in enumerate(zip(masters, paddings, strict=True)):
             state = base["state"].get(group, {})
-            flat = {kind: value for kind, value in state.items() if _is_flat(value, master)}
+            flat = {kind: value for kind, value in state.items() if _is_flat(value, master, padding)}
             self._flat.append({MASTER: master, **flat})
             self.scalars.append({kind: value for kind, value in state.items() if kind not in flat})
         self._places = {
@@ -74,11 +78,21 @@ class OptimizerShard:
         return [name for name, (number, _, _) in self._places.items() if number == group]
 
     def piece(self, name: str, kind: str) -> Tensor | None:
-        """This shard's part of a tp rank's parameter, flat."""
+        """This shard's part of a tp rank's parameter, flat.
+
+        Raises:
+            RunError: the file does not hold it.
+        """
         if name not in self._places:
             return None
         group, start, numel = self._places[name]
-        return self._flat[group][kind][start : start + numel]
+        flat = self._flat[group].get(kind)
+        if flat is None or flat.numel() < start + numel:
+            held = "none" if flat is None else f"{flat.numel()}"
+            raise RunError(
+                f"{self._file} has {name} at elements {start} to {start + numel} of group {group}, and {held} of {kind}"
+            )
+        return flat[start : start + numel]
 
 
 def without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,5 +100,11 @@ def without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in ("params", *EXPERT_KEYS)}
 
 
-def _is_flat(value: object, master: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.numel() == master.numel() and value.dim() > 0
+def _is_flat(value: object, master: Tensor, padding: int) -> bool:
+    """Whether a state has an element for each of the partition.
+
+    ZeRO saves master weights without the padding, and states with it (0.19.8, `state_dict` of
+    runtime/zero/stage_1_and_2.py); the bf16 optimizer saves both with it.
+    """
+    whole = (master.numel(),), (master.numel() + padding,)
+    return isinstance(value, Tensor) and tuple(value.shape) in whole

@@ -7,6 +7,7 @@ slices lie as the plan says.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ class SavedRun:
         return self._weights[place]
 
     def _experts_of(self, place: tuple[int, int], ep_rank: int) -> dict[str, Tensor]:
-        """Weights of the experts of a rank, and all others too where its file of weights has them."""
+        """Weights of the experts of a rank, beside which others may lie."""
         if ep_rank == self._expert_places[place[1]][0].ep:
             found: dict[str, Tensor] = self.weights(*place)["module"]
             return found
@@ -98,7 +99,8 @@ class SavedRun:
             missing = sorted(set(range(count)) - found.keys())
             if missing:
                 raise RunError(f"{self.note.folder} lacks the optimizer states of {_place(place)}, shard {missing[0]}")
-            self._shards[place] = [OptimizerShard(load_trusted(found[shard])) for shard in range(count)]
+            files = [found[shard] for shard in range(count)]
+            self._shards[place] = [OptimizerShard(file, load_trusted(file)) for file in files]
         return self._shards[place]
 
     def _stored(self, pp_rank: int) -> dict[str, str]:
@@ -239,20 +241,45 @@ class SavedRun:
         return layout, layout.full_shape
 
     def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> Tensor | None:
-        stored = self._stored(place[0])[name]
+        pieces = self._pieces(name, kind, place, layout, ep_rank)
+        return torch.cat(pieces).float().view(layout.local_shape) if pieces else None
+
+    def _pieces(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> list[Tensor]:
+        """What of a tensor lies in the files of a rank of pp, tp and ep: flat runs of elements, which are not read yet.
+
+        None where the optimizer has no such state of it.
+        """
+        stored = self._stored(place[0]).get(name)
+        if stored is None:
+            raise RunError(f"{self.note.folder} lacks {name}, which the plan has on {_place(place)}")
         shards = self.shards(*place)
         if layout.ep > 1:
             shards = self._of_ep_rank(place[1], shards, ep_rank)
         pieces = [piece for shard in shards if (piece := shard.piece(stored, kind)) is not None]
-        if not pieces:
-            return None if kind != MASTER else self._experts_of(place, ep_rank)[stored].float()
-        flat = torch.cat(pieces)
-        if flat.numel() != layout.local_numel:
+        if not pieces and kind == MASTER:
+            frozen = self._experts_of(place, ep_rank) if layout.ep > 1 else self.weights(*place)["module"]
+            pieces = [frozen[stored].reshape(-1)]
+        held = sum(piece.numel() for piece in pieces)
+        if pieces and held != layout.local_numel:
             raise RunError(
-                f"{self.note.folder} holds {flat.numel()} elements of {name} for {_place(place)}, "
+                f"{self.note.folder} holds {held} elements of {name} for {_place(place)}, "
                 f"the plan has {layout.local_numel}"
             )
-        return flat.view(layout.local_shape)
+        return pieces
+
+    def check(self) -> None:
+        """Compares what the files hold of each tensor with the plan; no tensor is read.
+
+        Raises:
+            RunError: something is missing, or has another size.
+        """
+        for name in (*self.parameters, *self.adapters):
+            pp_rank = self._holder(name)
+            layout, _ = self._layout(name, pp_rank)
+            for tp_rank, ep_rank in itertools.product(range(len(self._expert_places)), range(layout.ep)):
+                holder = self._tp_rank(tp_rank, ep_rank) if layout.ep > 1 else tp_rank
+                for kind in self.kinds:
+                    self._pieces(name, kind, (pp_rank, holder), layout, ep_rank)
 
     def _of_ep_rank(self, tp_rank: int, shards: list[OptimizerShard], ep_rank: int) -> list[OptimizerShard]:
         """The shards of the ranks that hold the same experts, in the order of their parts."""

@@ -27,7 +27,7 @@ from .manifest import Note, damages, read_note
 from .random_state import load_random_state, random_file
 from .reading import SavedRun
 from .saving import saver_of
-from .verifying import refuse_damaged, wrong_files
+from .verifying import refuse_damaged, unreadable, wrong_files
 
 
 def save(
@@ -128,7 +128,7 @@ def load(engine: Any, folder: str | Path) -> int:
     _compare_adapters(note, _adapters(stages))
     _agree_that_it_is_whole(note)
     if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
-        adapt(engine, SavedRun(note))
+        adapt(engine, _opened(note))
         return note.step
     _load_as_it_is(engine, note)
     return note.step
@@ -167,10 +167,17 @@ def _load_as_it_is(engine: Any, note: Note) -> None:
         if path is None or state.get("step") != note.step:
             raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
     else:
-        adapt(engine, SavedRun(note))
+        adapt(engine, _opened(note))
     rank = engine.mesh.rank
     if note.plan.world_size == engine.mesh.plan.world_size and random_file(rank) in note.files:
         on_all_ranks(lambda: load_random_state(note.folder, rank))
+
+
+def _opened(note: Note) -> SavedRun:
+    """The checkpoint, when every rank finds all of it in the files."""
+    saved = SavedRun(note)
+    on_all_ranks(lambda: refuse_damaged(note, unreadable(saved)))
+    return saved
 
 
 def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:

@@ -9,6 +9,7 @@ from parcompile.runtime.errors import RunError
 
 from .contents import strange_contents
 from .manifest import Note, damages, read_note
+from .reading import SavedRun
 from .trusted import check_trusted
 
 
@@ -16,13 +17,13 @@ def verify(folder: str | Path) -> list[str]:
     """What is wrong with a checkpoint (or the last one in a folder of them), one sentence each; empty: nothing.
 
     The files in the folder, in the note and of the plan are compared before any is opened. Sizes and hashes have to be
-    the note's, and pickled files may ask for nothing but DeepSpeed's own classes.
+    the note's, pickled files may ask for nothing but DeepSpeed's own classes, and they have to hold every weight and
+    every state of the optimizer, as large as the plan says.
 
     Raises:
         RunError: there is no checkpoint, or its note cannot be read.
     """
-    note = read_note(Path(folder))
-    return strange_contents(note) or wrong_files(note, sorted(note.files))
+    return _wrong(read_note(Path(folder)))
 
 
 def whole_note(folder: str | Path) -> Note:
@@ -32,8 +33,21 @@ def whole_note(folder: str | Path) -> Note:
         RunError: there is none, or something is wrong with it, as `verify` says.
     """
     note = read_note(Path(folder))
-    refuse_damaged(note, strange_contents(note) or wrong_files(note, sorted(note.files)))
+    refuse_damaged(note, _wrong(note))
     return note
+
+
+def _wrong(note: Note) -> list[str]:
+    return strange_contents(note) or wrong_files(note, sorted(note.files)) or unreadable(SavedRun(note))
+
+
+def unreadable(saved: SavedRun) -> list[str]:
+    """What of a checkpoint's tensors the files do not hold, though they are as they were saved."""
+    try:
+        saved.check()
+    except RunError as error:
+        return [str(error)]
+    return []
 
 
 def refuse_damaged(note: Note, wrong: Sequence[str]) -> None:

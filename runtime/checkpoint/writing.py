@@ -226,7 +226,8 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
             },
             "param_groups": [{**group.settings, "params": [number]} for number, group in enumerate(groups)],
         },
-        "single_partition_of_fp32_groups": [run.flat[MASTER] for run in runs],
+        # DeepSpeed saves master weights without the padding, and states with it.
+        "single_partition_of_fp32_groups": [run.flat[MASTER][: len(run.flat[MASTER]) - run.padding] for run in runs],
         "zero_stage": ZeroStageEnum(plan.spec.zero_stage),
         "group_paddings": [run.padding for run in runs],
         "param_alignment_paddings": [[0] * len(group.names) for group in groups],
@@ -238,7 +239,7 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What of a group lies in one shard: flat tensors by kind, and where parameters are in them."""
+    """What of a group lies in one shard: flat tensors by kind, where parameters are in them, and the end."""
 
     flat: dict[str, Tensor]
     places: OrderedDict[str, Any]
@@ -271,7 +272,7 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
             tensor = source.local(name, kind, tp_rank, ep_rank)
             if tensor is not None:
                 run[start - place.start : stop - place.start] = tensor.reshape(-1)[start - begin : stop - begin]
-    return _Run(flat, places, place.padding if shard == shards - 1 else 0)
+    return _Run(flat, places, place.padding)
 
 
 def _scaler(source: Source) -> tuple[Any, bool]:
