@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,19 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where tests write how near to its limit every comparison of numbers came: see `tests/runtime/closeness.py`."""
+    parser.addoption("--margins", metavar="FOLDER", help="write the margins of numeric comparisons to this folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """By the environment: processes that tests start compare numbers too."""
+    folder = config.getoption("--margins")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        os.environ["TEST_MARGINS"] = str(Path(folder).absolute())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

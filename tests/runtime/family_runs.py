@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from closeness import nudge
 from families import tiny_config
 from torch import Tensor, nn
 from training_runs import fill_tables
@@ -20,8 +21,6 @@ from parcompile.spec.resolve import Resolution
 
 STEPS = 2
 CLIPPING = 0.5
-LAST_BIT = 1e-7
-"""Of a weight in fp32, relative."""
 
 
 def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **changes: Any) -> Plan:
@@ -83,14 +82,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plain(
-    plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32, nudged: int | None = None
+    plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32, seed: int | None = None
 ) -> dict[str, Any]:
-    """Steps of transformers and torch alone; `nudged` is the seed of a change of each weight by about its last bit."""
+    """Steps of transformers and torch alone; `seed` nudges each weight by about its last bit."""
     model = drawn_model(plan, dtype)
-    if nudged is not None:
-        generator = torch.Generator().manual_seed(nudged)
-        for parameter in model.parameters():
-            parameter.data *= 1 + LAST_BIT * torch.randn(parameter.shape, generator=generator)
+    nudge(model, seed)
     optimizer, losses, norms = optimizer_of(model), [], []
     for _ in range(steps):
         optimizer.zero_grad()

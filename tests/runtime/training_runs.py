@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from closeness import Margin, Noise, margins, nudge
 from torch import Tensor
 
 from parcompile.plan import Plan, compile_plan
@@ -198,10 +199,15 @@ def train_in_one_process(
     steps: int = STEPS,
     z_loss: float = 0.0,
     built: Callable[[Plan], torch.nn.Module] = initial_model,
+    seed: int | None = None,
 ) -> dict[str, Any]:
-    """The same training with transformers and torch alone: no DeepSpeed, no layers of ours."""
+    """The same training with transformers and torch alone: no DeepSpeed, no layers of ours.
+
+    Of weights that `seed` nudges, for the noise of a comparison.
+    """
     training = plan.spec.training
     model = built(plan)
+    nudge(model, seed)
     optimizer = plain_optimizer(model, plan)
     data = samples(plan, masked=masked)
     losses, norms = [], []
@@ -223,7 +229,18 @@ def train_in_one_process(
     return {"losses": losses, "norms": norms, "parameters": parameters}
 
 
-def whole_parameters(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+def compared(
+    plan: Plan, ranks: Sequence[dict[str, Any]], rerun: Callable[[int | None], dict[str, Any]]
+) -> list[Margin]:
+    """Margins of losses and norms of every rank, and of the parameters of all together, beside one process."""
+    expected, noise = rerun(None), Noise(rerun)
+    found = margins({"parameters": whole_parameters(plan, ranks)}, {"parameters": expected["parameters"]}, rerun=noise)
+    for rank in ranks:
+        found += margins(*({key: one[key] for key in ("losses", "norms")} for one in (rank, expected)), rerun=noise)
+    return found
+
+
+def whole_parameters(plan: Plan, ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """The whole model from every rank's part, put together by the plan; replicas have to be equal to the bit."""
     rows = plan.tensors()
     whole: dict[str, Tensor] = {}
