@@ -10,7 +10,7 @@ from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
-from .collectives import Collectives, Sent, collectives
+from .collectives import Sent, collectives
 from .context_exchanges import ContextExchange, context_exchanges
 from .recurrent import sent_over_cp
 from .stage_exchanges import busiest_stage, stage_exchanges
@@ -39,7 +39,7 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
 
     Each level of context parallelism is an entry of its own.
     """
-    sent = max((collectives(work, stage) for stage in _distinct(work)), key=_total)
+    sent = collectives(work, sending_most(work))
     sizes = {
         Axis.TP: work.tp,
         KV_REPLICA: _replicas(work),
@@ -83,6 +83,11 @@ def traffic(work: Workload) -> tuple[GroupTraffic, ...]:
 _ORDER = (Axis.TP, KV_REPLICA, Axis.CP, *CP_LEVELS, Axis.EP, "dp-cp", EXPERT_DP, Axis.PP, EMBEDDING)
 
 
+def sending_most(work: Workload) -> Stage:
+    """The stage whose ranks send most bytes in their groups, without what attention sends over cp."""
+    return max(_distinct(work), key=lambda stage: sum(one.wire_bytes for one in collectives(work, stage).values()))
+
+
 def _distinct(work: Workload) -> list[Stage]:
     """Stages that may send most: of those that recompute the same the longest, the first and the last."""
     stages = work.stages
@@ -98,10 +103,6 @@ def _exchanged(work: Workload, stage: Stage) -> float:
     """Bytes that the attention of a stage exchanges for one micro-batch; without cp, how often it attends."""
     sent = _sizes(context_exchanges(work.of_stage(stage)))
     return work.shape.attending(stage.layers) * (sent or 1)
-
-
-def _total(sent: Collectives) -> float:
-    return sum(one.wire_bytes for one in sent.values())
 
 
 def _sizes(exchanges: Iterable[ContextExchange]) -> float:

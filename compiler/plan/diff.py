@@ -217,10 +217,12 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
             "balance of the ring": (float(spec.parallelism.context.balance(spec.parallelism.cp_layout)), ""),
         }
 
-    new = values(after)
-    for what, (value, unit) in values(before).items():
-        if value != new[what][0]:
-            yield Change(ChangeKind.COST, what, value, new[what][0], unit=unit)
+    old, new = values(before), values(after)
+    for what in dict.fromkeys((*old, *new)):
+        # Only a plan with ep sends anything in groups of experts.
+        (here, unit), (there, _) = old.get(what, (None, new.get(what, ("", ""))[1])), new.get(what, (None, ""))
+        if here != there:
+            yield Change(ChangeKind.COST, what, here, there, unit=unit)
 
 
 def _moved(before: Plan, after: Plan) -> int | None:

@@ -16,6 +16,7 @@ from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.indexer import key_bytes
 from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
+from parcompile.cost.traffic import sending_most
 from parcompile.cost.window_keys import window_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.experts import keeps_places
@@ -49,24 +50,34 @@ class Traffic:
         return dense if self.ep_ranks == 1 else {**dense, Axis.EP: self.ep, EXPERT_DP: self.expert_dp}
 
 
-def step_traffic(work: Workload, stage: Stage) -> Traffic:
-    """What a rank of a stage sends in a step; what replicated kv heads exchange counts to tp, whose ranks they are.
+def _state_bytes(work: Workload, stage: Stage) -> int:
+    """What layers that carry a state, indexers and windows of a stage send over cp."""
+    windows = window_exchanges(work.of_stage(stage), stage.layers)
+    sent = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
+    return sent + int(sum(one.wire_bytes for one in windows))
+
+
+def step_traffic(work: Workload) -> Traffic:
+    """What a rank sends in a step, of the stage that sends most in its groups.
+
+    What replicated kv heads exchange counts to tp, whose ranks they are.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
+    stage = sending_most(work)
     sent = collectives(work, stage)
 
     def over(*groups: str) -> int:
         return int(sum(one.wire_bytes for (group, _), one in sent.items() if group in groups))
 
     between = stage_exchanges(work, busiest_stage(work)).get((Axis.PP, "send"))
-    passes = work.shape.attending(stage.layers) * work.micro_batches
+    attending = max(work.stages, key=lambda one: work.shape.attending(one.layers))
+    passes = work.shape.attending(attending.layers) * work.micro_batches
     levels = tuple(
-        (one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work.of_stage(stage))
+        (one.ranks, one.stride, int(one.wire_bytes) * passes) for one in context_exchanges(work.of_stage(attending))
     )
-    states = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
-    states += int(sum(one.wire_bytes for one in window_exchanges(work.of_stage(stage), stage.layers)))
+    states = max(_state_bytes(work, one) for one in work.stages)
     if states:
         levels = (*levels, (work.cp, 1, states))
     return Traffic(

@@ -81,7 +81,7 @@ def topology(plan: Plan) -> dict[str, Any]:
             "rails_per_group": list(far.rails),
             "slowest_link": far.slowest_link,
         }
-    traffic = step_traffic(workload_of(spec), spec.stages[0])
+    traffic = step_traffic(workload_of(spec))
     here = placement(groups.grid, per_node, traffic)
     others = alternatives(groups.grid, per_node, traffic) if spec.cluster.nodes > 1 else []
     return {

@@ -30,8 +30,7 @@ def _traffic(spec: Resolution) -> Traffic:
     if spec.axis(Axis.DP) * spec.axis(Axis.CP) % spec.axis(Axis.EP):
         raise Unavailable("parallelism")  # W003 speaks of it
     try:
-        whole = spec.spec()
-        return step_traffic(workload_of(whole), whole.stages[0])
+        return step_traffic(workload_of(spec.spec()))
     except ValueError:
         raise Unavailable("model") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from parcompile.cost.memory import static_memory
 from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
@@ -197,12 +198,15 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
 
 def _optimizer(sketch: Sketch, subject: Subject) -> str:
     """Weights and gradients whole, the optimizer state cut into shards."""
-    spec, memory = subject.plan.spec, static_memory(workload_of(subject.plan.spec))
+    spec = subject.plan.spec
+    work = workload_of(spec)
+    memory = static_memory(work)
     shards = spec.optimizer_shards
     state = memory.master_bytes + memory.optimizer_bytes
+    experts = f" (of experts: {work.expert_shards})" if work.dealt_parameters(spec.stages[0]) else ""
     said = (
-        f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks: {format_bytes(state)} on each "
-        f"instead of {format_bytes(state * shards)}."
+        f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks{experts}: "
+        f"{format_bytes(state)} on each instead of {format_bytes(memory.numel * (MASTER_BYTES + ADAM_STATE_BYTES))}."
     )
     sketch.caption(said, strong=True)
     whole = {"weights": ("weights", spec.zero_stage >= 3), "gradients": ("gradients", spec.zero_stage >= 2)}
