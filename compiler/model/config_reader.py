@@ -41,11 +41,23 @@ class ConfigReader:
         if value is None:
             found = default if self.is_null(key or name) else self._defaults.get(name, default)
             if found is None:
-                raise ModelConfigError(f"{key or name} is missing", key or name)
+                other = self.alias(name, None)
+                under = "" if other is None else f", and so is {other}, its other name"
+                raise ModelConfigError(f"{key or name} is missing{under}", key or name)
             return int(found)
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            value = self._of_all_layers(key, value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
         return value
+
+    def _of_all_layers(self, key: str, values: list[Any]) -> Any:
+        """The one number of a list with one for each layer, which some classes take."""
+        if any(value != values[0] for value in values):
+            raise ModelConfigError(f"{key} is {values}: layers differ in it, and a plan has one number for all", key)
+        if len(values) < (layers := self.size("num_hidden_layers")):
+            raise ModelConfigError(f"{key} lists {len(values)} numbers for {layers} layers", key)
+        return values[0]
 
     def alias(self, name: str, given: str | None) -> str | None:
         """Another name of a key, which transformers reads and may write too; of a plug-in's family the one given."""
@@ -57,7 +69,7 @@ class ConfigReader:
         if (alias := self.alias(name, given)) is None or self._config.get(alias) is None:
             return self.size(name, default)
         if self._config.get(name) not in (None, self._config[alias]):
-            raise ModelConfigError(f"{name} and {alias} are the same key, and differ", alias)
+            raise differing(name, self._config[name], alias, self._config[alias])
         return self.size(alias)
 
     def counts(self, name: str) -> bool:
@@ -95,6 +107,12 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
         return value
+
+
+def differing(name: str, value: Any, alias: str, other: Any) -> ModelConfigError:
+    """One value under two names of its key."""
+    message = f"{name} {value} and {alias} {other} are the same key, and differ"
+    return ModelConfigError(message, alias, f"keep {name} or {alias}")
 
 
 def _class_defaults(config: Config) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config_reader import Config, ConfigReader, ModelConfigError
+from .config_reader import Config, ConfigReader, ModelConfigError, differing
 from .family import Experts, Family
 from .key_types import groups_of_experts, unsaid_of_method
 from .layer_blocks import LayerBlocks
@@ -41,8 +41,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         shared = read.number(*experts.shared_count)
         if alias is not None and read.has(alias):
             if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
-                message = f"{experts.shared_count[0]} and {alias} are the same key, and differ"
-                raise ModelConfigError(message, alias)
+                raise differing(experts.shared_count[0], shared, alias, read.number(alias, 0))
             shared = read.number(alias, 0)
     if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]

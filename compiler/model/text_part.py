@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
-from .tables import table_of
+from .tables import alias_of, table_of
 
 Config = Mapping[str, Any]
 
@@ -57,6 +57,9 @@ _OF_THE_WHOLE = frozenset(
     }
 )
 """Keys of these files that are not the text part's."""
+
+_OLD_NAMES: Mapping[str, Mapping[str, str]] = {"bloom": {"n_embed": "hidden_size"}}
+"""Keys of published files that a class of transformers takes under another name (configuration_bloom.py)."""
 
 _QWEN2_VL: Config = {
     "hidden_size": 8192,
@@ -211,6 +214,8 @@ def text_part(config: Config) -> Config:
     """
     name = config.get("model_type")
     inner = config.get("text_config", _flat_part(config))
+    if name in _OLD_NAMES:
+        return _renamed(config, _OLD_NAMES[str(name)])
     if name in ALIKE:
         return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": ALIKE[str(name)]}
     if name not in TEXT_PARTS or not isinstance(inner, Mapping):
@@ -227,6 +232,12 @@ def text_part(config: Config) -> Config:
         return config  # refused, with the reasons of both
     tied = TYING[known.tied](config.get("tie_word_embeddings"), inner.get("tie_word_embeddings"))
     return {**_left_to_class(str(kind), inner), **inner, "model_type": kind, "tie_word_embeddings": tied}
+
+
+def _renamed(config: Config, names: Mapping[str, str]) -> Config:
+    """With keys under the names that their class gives them; an old name counts before the new one there."""
+    old = {key: config[key] for key in names if config.get(key) is not None}
+    return {key: value for key, value in config.items() if key not in names} | {names[key]: old[key] for key in old}
 
 
 def _left_to_class(kind: str, inner: Config) -> Config:
@@ -251,7 +262,9 @@ def _as_alike(kind: str, inner: Config) -> Config:
     named = _NAMED.get(kind, {})
     known = {key: value for key, value in inner.items() if key not in named and key not in _UNUSED.get(kind, ())}
     known |= {other: inner[key] for key, others in named.items() if key in inner for other in others}
-    found = {**_DEFAULTS.get(kind, {}), **known, **_ALWAYS.get(kind, {})}
+    said = {alias_of(TEXT_ALIKE[kind], key) for key in known}
+    defaults = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if key not in said}
+    found = {**defaults, **known, **_ALWAYS.get(kind, {})}
     if kind == "unlimited_ocr_text" and found.get("mlp_layer_types") is None:
         found |= _first_dense(found.get("first_k_dense_replace", 1), found["num_hidden_layers"])
     if kind in _SHARED_OUT and "head_dim" not in found:

@@ -115,11 +115,14 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
                 hint += f"; any other model: download its config.json and write {_FILE}"
             if known:
                 fixes = (Fix(f"use {known}", Safety.CHANGES_NUMERICS, (Edit(("model", "preset"), known),)),)
-        elif hint is None and "preset" not in given and "hf_config" not in given:
-            if error.key == "num_attention_heads":
-                hint = "write head_dim, or other heads"
-            elif error.key not in given:
-                hint = f"add {error.key}"
+        elif hint is None and error.key == "num_attention_heads":
+            hint = "write head_dim, or other heads"
+        elif hint is None and "is missing" in str(error):
+            hint = f"add {error.key}" + (f" to {given['hf_config']}" if "hf_config" in given else "")
+        elif hint is None and error.key is not None and "hf_config" in given:
+            hint = f"change {error.key} in {given['hf_config']}"
+        elif hint is None and error.key not in given and "hf_config" not in given:
+            hint = f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
 
 

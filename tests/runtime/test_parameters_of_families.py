@@ -622,7 +622,7 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         (
             "kimi_linear",
             {"n_shared_experts": 3},
-            "num_shared_experts and n_shared_experts are the same key, and differ",
+            "num_shared_experts 2 and n_shared_experts 3 are the same key, and differ",
         ),
         ("bailing_hybrid", {"q_lora_rank": 12}, "q_lora_rank: transformers' class projects queries at once"),
         (
@@ -631,7 +631,7 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
             "linear_attn_config: full_attn_layers and kda_layers have to name each of the 2 layers once",
         ),
         ("olmo_hybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types: transformers builds no such model"),
-        ("qwen3_moe", {"num_local_experts": 8}, "num_experts and num_local_experts are the same key, and differ"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts 4 and num_local_experts 8 are the same key, and differ"),
     ],
 )
 def test_what_no_table_describes_is_refused_with_its_reason(family: str, changes: dict[str, Any], reason: str) -> None:
