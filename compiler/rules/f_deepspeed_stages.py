@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.deepspeed.stages import MEMORY, first_stage, last_stage, reach
+from parcompile.backends.deepspeed.stages import MEMORY, first_stage, has_effect, last_stage, reach
 from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
 
 from .file_registry import DEEPSPEED, Settings, file_rule
@@ -52,7 +52,7 @@ def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
     if stage is None or "stage" not in zero:
         return
     related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
-    idle = [key for key in zero if not first_stage(key) <= stage <= last_stage(key)]
+    idle = [key for key in zero if not has_effect(key, stage)]
     heavy = [key for key in idle if (key in MEMORY or stage > last_stage(key)) and _is_on(settings, key)]
     heavy = [key for key in heavy if key in MEMORY or key == "round_robin_gradients"]
     for key in heavy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from parcompile.backends.deepspeed.stages import has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
@@ -13,39 +14,6 @@ from .registry import Finding, rule
 
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
-
-_FROM_STAGE = {
-    "offload_param": 3,
-    "sub_group_size": 3,
-    "param_persistence_threshold": 3,
-    "model_persistence_threshold": 3,
-    "max_live_parameters": 3,
-    "max_reuse_distance": 3,
-    "prefetch_bucket_size": 3,
-    "gather_16bit_weights_on_model_save": 3,
-    "memory_efficient_linear": 3,
-    "zero_hpz_partition_size": 3,
-    "zero_quantized_weights": 3,
-    "zero_quantized_nontrainable_weights": 3,
-    "zero_quantized_gradients": 3,
-    "zeropp_loco_param": 3,
-    "mics_shard_size": 3,
-    "mics_hierarchical_params_gather": 3,
-    "leaf_module": 3,
-    "contiguous_gradients": 1,
-    "reduce_scatter": 1,
-    "reduce_bucket_size": 1,
-    "allgather_partitions": 1,
-    "allgather_bucket_size": 1,
-    "overlap_comm": 1,
-}
-"""Keys of zero_optimization and the first stage at which DeepSpeed reads them."""
-
-
-def first_effective_stage(key: str) -> int:
-    """The first ZeRO stage at which DeepSpeed reads a key of zero_optimization; 0 when it always does."""
-    return 3 if key.startswith("stage3_") else _FROM_STAGE.get(key, 0)
-
 
 @rule(
     "Z001",
@@ -128,12 +96,12 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "Z003",
     "a ZeRO key has no effect at this stage",
-    """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those of a higher one: a
-    stage-3 key or offload_param below stage 3, bucket sizes at stage 0.""",
+    """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those that the stage does not
+    read: a stage-3 key below stage 3, bucket sizes at stage 0, ignore_unused_parameters at stage 3.""",
     wrong={"deepspeed": {"zero_optimization": {"stage3_prefetch_bucket_size": 10000000}}},
     right={"deepspeed": {"zero_optimization": {"overlap_comm": True}}},
     severity=Severity.WARNING,
-    sources=("DeepSpeed runtime/zero/config.py",),
+    sources=("DeepSpeed 0.19.8 runtime/engine.py, runtime/zero",),
     targets=("deepspeed",),
 )
 def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
@@ -141,11 +109,10 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     stage = spec.zero_stage
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
-        needed = first_effective_stage(key)
         path = (*_ZERO, key)
-        if needed > stage:
+        if not has_effect(key, stage):
             yield Finding(
-                f"{key} has no effect at zero.stage {stage}: DeepSpeed reads it from stage {needed} on",
+                f"{key} has no effect at zero.stage {stage}: DeepSpeed reads it {reach(key)}",
                 path,
                 help="remove it",
                 fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(path, remove=True),)),),

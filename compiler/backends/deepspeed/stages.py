@@ -1,4 +1,7 @@
-"""At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here."""
+"""At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
+
+`tests/compiler/test_zero_stages.py` reads the same from the code of the installed DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,8 @@ _STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
                 "reduce_bucket_size",
                 "overlap_comm",
                 "load_from_fp32_weights",
+                "elastic_checkpoint",
+                "legacy_stage1",
             ),
             (1, 3),
         ),
@@ -55,13 +60,16 @@ _STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
                 "ignore_unused_parameters",
                 "parameter_alignment",
                 "allgather_bucket_size",
-                "legacy_stage1",
+                "compute_grad_norm",
             ),
             (1, 2),
         ),
     }
 )
-"""First and last stage at which DeepSpeed 0.19.8 hands a key to its optimizer (runtime/engine.py)."""
+"""First and last stage at which DeepSpeed 0.19.8 reads a key (runtime/engine.py, runtime/zero)."""
+
+UNREAD = frozenset({"allgather_partitions"})
+"""What DeepSpeed 0.19.8 takes and reads at no stage."""
 
 MEMORY = frozenset({"offload_param", "offload_optimizer", "zero_hpz_partition_size", "zero_quantized_weights"})
 """Keys whose users count on what they save."""
@@ -77,11 +85,18 @@ def last_stage(key: str) -> int:
     return _range(key)[1]
 
 
+def has_effect(key: str, stage: int) -> bool:
+    """Whether DeepSpeed reads a key at a stage."""
+    return key not in UNREAD and first_stage(key) <= stage <= last_stage(key)
+
+
 def _range(key: str) -> tuple[int, int]:
     return (3, 3) if key.startswith("stage3_") else _STAGES.get(key, (0, 3))
 
 
 def reach(key: str) -> str:
-    """The stages at which a key has an effect, as "from stage 3 on" or "up to stage 2"."""
+    """The stages at which a key has an effect, as "from stage 3 on" or "at stages 1 and 2"."""
+    if key in UNREAD:
+        return "at no stage"
     first, last = _range(key)
     return f"at stages {first} and {last}" if last < 3 and first else f"from stage {first} on"

@@ -113,7 +113,6 @@ def _zero(spec: Spec) -> dict[str, Any]:
         "stage": spec.zero_stage,
         "reduce_scatter": True,
         "reduce_bucket_size": bucket,
-        "allgather_partitions": True,
         "allgather_bucket_size": bucket + bucket % 2,  # DeepSpeed refuses an odd one
         "overlap_comm": False,
         "contiguous_gradients": True,
