@@ -15,6 +15,7 @@ from .registry import Finding, rule
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
 
+
 @rule(
     "Z001",
     "ZeRO stage 2 or 3 with pipeline stages",
