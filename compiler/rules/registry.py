@@ -22,6 +22,8 @@ ESTIMATE = "estimate"
 """What rules concern that judge by a prediction: who wants no estimates goes without them."""
 CONCERNED = ("deepspeed", "runtime", "megatron", ESTIMATE)
 """What a rule may concern. A rule that concerns one of them fires only when the plan is meant for it."""
+LAUNCHED = "launched"
+"""What a plan is asked for when its targets are known: that one of them, or the runtime, can run it."""
 DEFAULT_TARGETS = ("deepspeed", "runtime", ESTIMATE)
 
 PEAK_RULE = "H004"
@@ -32,7 +34,7 @@ MEMORY_RULES = ("H001", PEAK_RULE)
 
 def rule_targets(targets: Collection[str], *, estimate: bool = True) -> tuple[str, ...]:
     """What the rules are asked for when files of these targets are wanted: every plan runs, some have rules beside."""
-    found = (*DEFAULT_TARGETS, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
+    found = (*DEFAULT_TARGETS, LAUNCHED, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
     return found if estimate else tuple(one for one in found if one != ESTIMATE)
 
 
@@ -61,7 +63,8 @@ class Rule:
 
     `targets` names what the rule concerns: "all" for what is true of any run, else the backends that demand it.
     `wrong` and `right` are parts of a spec: laid over `examples.BASE`, the one breaks the rule and the other does not.
-    `origin` is the distribution that a plug-in's rule comes from.
+    `origin` is the distribution that a plug-in's rule comes from. `run_by` are the targets that run what a rule of the
+    runtime refuses: where files of none of them are wanted, its findings are errors.
     """
 
     code: str
@@ -74,6 +77,7 @@ class Rule:
     targets: tuple[str, ...]
     check: Check
     origin: str = ""
+    run_by: tuple[str, ...] = ()
 
     def concerns(self, targets: Collection[str]) -> bool:
         """Whether the rule fires for a plan that is meant for `targets`."""
@@ -93,13 +97,14 @@ def rule(
     severity: Severity = Severity.ERROR,
     sources: tuple[str, ...] = (),
     targets: tuple[str, ...] = ("all",),
+    run_by: tuple[str, ...] = (),
 ) -> Callable[[Check], Check]:
     """Registers the decorated function as the rule `code`."""
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
         text = " ".join((*explanation.split(), *(one.rules[code] for one in KNOWN if code in one.rules)))
-        _RULES[code] = Rule(code, severity, title, text, wrong, right, sources, targets, check)
+        _RULES[code] = Rule(code, severity, title, text, wrong, right, sources, targets, check, run_by=run_by)
         return check
 
     return register
@@ -195,7 +200,7 @@ def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) ->
             continue
         with contextlib.suppress(Unavailable):
             # What a rule has found before it asks for such a value still counts.
-            found.extend(_diagnostic(entry, finding) for finding in entry.check(resolution))
+            found.extend(_diagnostic(entry, finding, targets) for finding in entry.check(resolution))
     problems = [*_added().problems, *(one for one in (family_problem(_model_type(resolution)),) if one)]
     found.extend(
         Diagnostic(
@@ -217,10 +222,11 @@ def _model_type(resolution: Resolution) -> object:
     return None
 
 
-def _diagnostic(entry: Rule, finding: Finding) -> Diagnostic:
+def _diagnostic(entry: Rule, finding: Finding, targets: Collection[str]) -> Diagnostic:
+    nobody_runs_it = LAUNCHED in targets and entry.run_by and not set(entry.run_by) & set(targets)
     return Diagnostic(
         code=entry.code,
-        severity=finding.severity or entry.severity,
+        severity=Severity.ERROR if nobody_runs_it else finding.severity or entry.severity,
         message=finding.message,
         path=finding.path,
         help=finding.help,

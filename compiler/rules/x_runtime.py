@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from parcompile.cost.memory import keeps_both_gradients
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity
 from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import expert_grid
+from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
+from parcompile.model.parameters import parameter_table
+from parcompile.model.table import Parameter
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.workload import workload_of
 
 from .m_experts import MIXTRAL
 from .places import also, model_path
@@ -29,6 +35,13 @@ _WINDOWED = {
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
 }
+
+_SHARING = {
+    "model": {"preset": "nemotron-3-nano-30b-a3b"},
+    "cluster": {"nodes": 2},
+    "training": {"precision": "bf16", "gradient_accumulation_dtype": "fp32"},
+}
+"""On 16 ranks of tp two each have a group of a Mamba-2 layer, whose rows lie in one weight with those of its heads."""
 
 
 @rule(
@@ -79,11 +92,13 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
     the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
     their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are cut over
-    a part of the tp ranks are planned for other launchers, and so is expert_tp at ZeRO stage 0.""",
+    a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0: without its files among the
+    targets nobody could run such a plan, and this is an error.""",
     wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
     right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=("megatron",),
 )
 def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires for an expert_tp between 1 and tp, and where ranks of several places on tp hold the same experts."""
@@ -225,3 +240,43 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
             ("parallelism", "pp"),
             help="use tp, cp and dp",
         )
+
+
+@rule(
+    "X009",
+    "sums of gradients in fp32 with weights that ranks share in part",
+    """Where tp is larger than the number of kv heads, several ranks hold the same kv heads, and of a weight that fuses
+    queries, keys and values (phi3) some rows are on several ranks; so are rows of Mamba-2 layers. They count once in
+    the gradient norm. DeepSpeed's optimizer for 16-bit weights with sums in fp32 at ZeRO stage 1 takes a weight into
+    the norm wholly or not at all, and the runtime refuses it. Without Megatron-LM's files among the targets this is an
+    error.""",
+    wrong={**_SHARING, "parallelism": {"tp": 16}},
+    right={**_SHARING, "parallelism": {"tp": 8}},
+    severity=Severity.WARNING,
+    sources=("DeepSpeed 0.19.8 runtime/bf16_optimizer.py",),
+    targets=("runtime",),
+    run_by=("megatron",),
+)
+def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
+    """Fires where a rank shares some rows of a weight and DeepSpeed's BF16_Optimizer computes the norm."""
+    tp = spec.axis(Axis.TP)
+    if tp == 1:
+        return
+    work = workload_of(spec.spec())
+    if not keeps_both_gradients("deepspeed", work.element_bytes, work.gradient_bytes, work.zero_stage):
+        return
+    name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
+    if name is not None:
+        yield Finding(
+            f"gradient_accumulation_dtype fp32 at zero.stage 1 with tp {tp}: several ranks hold some rows of {name}, "
+            "which DeepSpeed's optimizer for such sums counts more than once in the gradient norm",
+            ("training", "gradient_accumulation_dtype"),
+            help="leave gradient_accumulation_dtype to the precision, or use zero.stage 2",
+            related=also(spec, ("parallelism", "tp"), ("zero", "stage")),
+        )
+
+
+def _is_partly_shared(work: Workload, parameter: Parameter) -> bool:
+    layout = work.layout(parameter)
+    shared = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
+    return layout.dim is not None and 0 < shared < layout.local_shape[layout.dim]
