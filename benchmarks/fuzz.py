@@ -1,223 +1,213 @@
-"""Attacks the command line with damaged files: no traceback, no exit code but 0, 1 and 2, no hang, below 1 GB.
+"""Damages files of every kind that parcompile reads and runs its commands on them: no traceback, no hang, no flood.
 
-    python benchmarks/fuzz.py --cases 2000 --seed 1
+    python benchmarks/fuzz.py --mutants 1000000 --jobs 2 --seed 1
+    python benchmarks/fuzz.py --kinds spec "config.json" --mutants 20000
+    python benchmarks/fuzz.py --again 4711                 # one mutant, with its traceback
 
-Each case takes a well-formed file (a spec, a DeepSpeed configuration, Megatron-LM arguments, a compiled plan, a model's
-configuration, measurements), damages it, and runs a command on it in a process whose memory and time are bounded. What
-fails is kept in the folder that is printed, with the command.
+Files are taken from `examples/`, `tests/` and, where they are there, public files of other tools beside the repository.
+Each mutant goes through the command line in a process that has imported it already. A mutant fails when it ends with an
+exception or an exit code but 0, 1 and 2, takes more than 10 s of processor time, or lets memory grow by more than
+300 MB. Failures are printed by the place in the code, and their files kept; the table stands in `benchmarks/README.md`.
+A seed and the same files give the same mutants.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-GIB = 2**30
-SECONDS = 60
-"""For one batch."""
-BATCH = 25
-"""Cases that one process runs: importing takes longer than a case."""
+sys.path.insert(0, str(Path(__file__).parent))
 
-VALUES = (
-    *(None, True, -1, 0, 1.5, 2**31, 2**53, 2**63, 10**30, 1e308, -0.0),
-    *("", "auto", "x" * 5000, "\u0000", "\u202e", "../../etc/passwd", "1e400", [], {}, [[]], {"": {}}),
-)
-DEEP = "[" * 20_000
+from fuzzing.attack import Attack, bound_memory
+from fuzzing.kinds import CORPUS, Kind, all_kinds
 
-MEGATRON = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 512 \\\n"
-MEGATRON += (
-    "  --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2 --bf16\n"
-)
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 4,
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
-}
-SPEC = {
-    "version": 1,
-    "name": "fuzzed",
-    "model": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 1024,
-    },
-    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "h100-sxm"},
-    "parallelism": {"tp": 2, "cp": 2},
-    "training": {"sequence_length": 512, "global_batch_size": 8, "precision": "bf16"},
-}
+BATCH = 2000
+"""Mutants of one process."""
 
 
-def well_formed(folder: Path) -> dict[str, tuple[Path, list[list[str]]]]:
-    """Files by kind, each with the commands that read it; `@` stands for the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    spec, deepspeed, plan = folder / "spec.json", folder / "ds.json", folder / "plan"
-    spec.write_text(json.dumps(SPEC, indent=1), encoding="utf-8")
-    deepspeed.write_text(json.dumps(DEEPSPEED, indent=1), encoding="utf-8")
-    (folder / "run.sh").write_text(MEGATRON, encoding="utf-8")
-    config = folder / "config.json"
-    config.write_text(json.dumps(SPEC["model"], indent=1), encoding="utf-8")
-    held = {**SPEC, "model": {"hf_config": "config.json"}}
-    (folder / "held.json").write_text(json.dumps(held), encoding="utf-8")
-    rows = "model,hf_config,tp,peak_bytes,step_seconds\nx,{},2,1000,0.5\n"
-    (folder / "rows.csv").write_text(rows, encoding="utf-8")
-    run_command = [sys.executable, "-m", "parcompile", str(spec), "-o", str(plan)]
-    subprocess.run(run_command, check=True, capture_output=True)
-    output = ["-o", str(folder / "out")]
+def chosen_kinds(names: Sequence[str], made: Path, corpus: Path) -> list[Kind]:
+    """The kinds of these names, or all.
+
+    Raises:
+        SystemExit: there is no such kind.
+    """
+    found = all_kinds(made, corpus)
+    known = [one.name for one in found]
+    if unknown := sorted(set(names) - set(known)):
+        sys.exit(f"there is no kind {', '.join(unknown)}; there are {', '.join(known)}")
+    return [one for one in found if not names or one.name in names]
+
+
+def work(folder: Path, kinds: Sequence[Kind], first: int, count: int, keep: Path) -> None:
+    """The mutants of a batch in this process; prints what failed, and at last the sums by kind."""
+    attack = Attack(folder, kinds)
+    sums: dict[str, dict[str, Any]] = {}
+    now = folder / "now"
+    bounded = False
+    for seed in range(first, first + count):
+        now.write_text(str(seed), encoding="utf-8")
+        kind, end = attack.run(seed, keep)
+        if not bounded:
+            bound_memory()
+            bounded = True
+        own = sums.setdefault(
+            kind.name, {"mutants": 0, "refused": 0, "seconds": 0.0, "longest": 0.0, "growth": 0, "failed": 0}
+        )
+        own["mutants"] += 1
+        own["refused"] += end.code != 0
+        own["seconds"] += end.seconds
+        own["longest"] = max(own["longest"], end.seconds)
+        own["growth"] = max(own["growth"], end.growth_bytes)
+        if end.failure is not None:
+            own["failed"] += 1
+            print(json.dumps({"failure": end.failure.to_json()}), flush=True)
+    print(json.dumps({"sums": sums}), flush=True)
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """All mutants in processes of their own, a few at a time; the number of failures."""
+    root = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-"))
+    keep = options.keep or root / "failed"
+    chosen_kinds(options.kinds, root / "made", options.corpus)
+    seeds = [(first, min(BATCH, options.mutants - first)) for first in range(0, options.mutants, BATCH)]
+    running: list[tuple[subprocess.Popen[str], Path, int, int]] = []
+    lines: list[Mapping[str, Any]] = []
+    began = time.monotonic()
+    while seeds or running:
+        while seeds and len(running) < options.jobs:
+            first, count = seeds.pop(0)
+            folder = root / str(first)
+            folder.mkdir()
+            words = [sys.executable, __file__, "--work", str(folder), "--first", str(options.seed * 10**9 + first)]
+            words += ["--mutants", str(count), "--keep", str(keep), "--corpus", str(options.corpus)]
+            words += ["--made", str(root / "made")]
+            words += ["--kinds", *options.kinds] if options.kinds else []
+            with (folder / "lines").open("w", encoding="utf-8") as stream, (folder / "errors").open("w") as errors:
+                running.append((subprocess.Popen(words, stdout=stream, stderr=errors, text=True), folder, first, count))
+        time.sleep(0.2)
+        for one in [one for one in running if one[0].poll() is not None]:
+            running.remove(one)
+            process, folder, first, count = one
+            found = [json.loads(line) for line in (folder / "lines").read_text(encoding="utf-8").splitlines()]
+            lines += found
+            if process.returncode and not (folder / "now").is_file():
+                sys.exit((folder / "errors").read_text(encoding="utf-8"))  # before the first mutant
+            if process.returncode:
+                lines.append({"failure": _death(folder, process.returncode)})
+                last = int((folder / "now").read_text(encoding="utf-8") or 0) - options.seed * 10**9
+                if first <= last < first + count - 1:
+                    seeds.insert(0, (last + 1, first + count - 1 - last))
+            shutil.rmtree(folder, ignore_errors=True)
+            done = sum(each["mutants"] for line in lines if "sums" in line for each in line["sums"].values())
+            print(f"{done:,} mutants, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    failures = [line["failure"] for line in lines if "failure" in line]
+    print(table([line["sums"] for line in lines if "sums" in line]))
+    print(places(failures))
+    if failures:
+        print(f"the files are in {keep}")
+    else:
+        shutil.rmtree(root, ignore_errors=True)
+    return len(failures)
+
+
+def _death(folder: Path, code: int) -> dict[str, Any]:
+    """What there is to say of a process that did not reach its end."""
+    seed = (folder / "now").read_text(encoding="utf-8")
+    last = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     return {
-        "spec": (spec, [["check", "@"], ["check", "--fix", "@"], ["check", "--format", "sarif", "@"], ["@", *output]]),
-        "deepspeed": (deepspeed, [["check", "@"], ["check", "--fix", "--unsafe-fixes", "@"], ["import", "@"]]),
-        "megatron": (folder / "run.sh", [["check", "@"], ["import", "@"]]),
-        "config": (config, [["check", str(folder / "held.json")], ["estimate", str(folder / "held.json")]]),
-        "plan": (plan / "plan.json", [["view", str(plan), *output], ["groups", str(plan), "--rank", "0"]]),
-        "lock": (plan / "parcompile.lock.json", [[str(spec), "-o", str(plan)]]),
-        "rows": (folder / "rows.csv", [["calibrate", "@"]]),
+        "kind": "?",
+        "seed": int(seed or 0),
+        "words": [],
+        "what": f"the process died ({code})",
+        "place": "",
+        "message": " ".join(last)[:300],
+        "kept": "",
     }
 
 
-def damage(data: bytes, chance: random.Random) -> bytes:
-    """The text with one to three damages: of its tree, where it is JSON, or of its bytes."""
-    for _ in range(chance.randint(1, 3)):
-        how: Callable[[bytes, random.Random], bytes] = chance.choice((_tree, _tree, _tree, _bytes, _cut, _deep))
-        data = how(data, chance)
-    return data
+def table(sums: Iterable[Mapping[str, Mapping[str, Any]]]) -> str:
+    """The table of `benchmarks/README.md`."""
+    whole: dict[str, dict[str, Any]] = {}
+    for one in sums:
+        for name, own in one.items():
+            into = whole.setdefault(name, dict.fromkeys(own, 0))
+            for key, value in own.items():
+                into[key] = max(into[key], value) if key in ("longest", "growth") else into[key] + value
+    rows = [
+        "| files | mutants | refused | failed | ms each | longest s | most growth MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    total = {"mutants": 0, "refused": 0, "failed": 0, "seconds": 0.0, "longest": 0.0, "growth": 0}
+    for name, own in sorted(whole.items()):
+        rows.append(_row(name, own))
+        for key in total:
+            total[key] = max(total[key], own[key]) if key in ("longest", "growth") else total[key] + own[key]
+    return "\n".join([*rows, _row("all", total)])
 
 
-def _tree(data: bytes, chance: random.Random) -> bytes:
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):
-        return _bytes(data, chance)
-    node = tree
-    while isinstance(node, (dict, list)) and node:
-        key = chance.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        below = node[key]
-        if not isinstance(below, (dict, list)) or not below or chance.random() < 0.3:
-            action = chance.random()
-            if action < 0.6:
-                node[key] = chance.choice(VALUES)
-            elif action < 0.8:
-                del node[key]
-            elif isinstance(node, dict):
-                node[f"{key}{chance.choice('sx_ é')}"] = node.pop(key)
-            break
-        node = below
-    return json.dumps(tree).encode()
+def _row(name: str, own: Mapping[str, Any]) -> str:
+    each = 1000 * own["seconds"] / max(1, own["mutants"])
+    counts = f"{own['mutants']:,} | {100 * own['refused'] / max(1, own['mutants']):.0f} % | {own['failed']:,}"
+    return f"| {name} | {counts} | {each:.1f} | {own['longest']:.1f} | {own['growth'] / 2**20:.0f} |"
 
 
-def _bytes(data: bytes, chance: random.Random) -> bytes:
-    place = chance.randrange(len(data) + 1)
-    return data[:place] + bytes(chance.randrange(256) for _ in range(chance.randint(1, 8))) + data[place:]
+def places(failures: Iterable[Mapping[str, Any]]) -> str:
+    """Failures by what they are and where, the most frequent first, each with one seed and its message."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for one in failures:
+        found[one["what"], one["place"]].append(one)
+    lines = [f"{sum(map(len, found.values()))} failures at {len(found)} places"]
+    for (what, place), ones in sorted(found.items(), key=lambda pair: -len(pair[1])):
+        kinds = ", ".join(sorted({one["kind"] for one in ones}))
+        words = " ".join(ones[0]["words"])
+        lines.append(f"{len(ones):>6} {what} at {place} ({kinds})")
+        lines.append(f"       seed {ones[0]['seed']}: {words}: {ones[0]['message']} {ones[0]['kept']}")
+    return "\n".join(lines)
 
 
-def _cut(data: bytes, chance: random.Random) -> bytes:
-    return data[: chance.randrange(len(data) + 1)]
-
-
-def _deep(data: bytes, chance: random.Random) -> bytes:
-    return data.replace(b"1", DEEP.encode(), 1) if chance.random() < 0.3 else _bytes(data, chance)
-
-
-def run_case(folder: Path, seed: int) -> str:
-    """Runs one case in this process; returns what is wrong with its end, empty when nothing is."""
-    import contextlib
-    import io
-
-    from parcompile.cli.main import main
-
-    chance = random.Random(seed)
-    kinds = well_formed_files(folder)
-    file, commands = kinds[chance.choice(sorted(kinds))]
-    before = file.read_bytes()
-    file.write_bytes(damage(before, chance))
-    words = [word.replace("@", str(file)) for word in chance.choice(commands)]
-    arguments, out, err = sys.argv, io.StringIO(), io.StringIO()
-    sys.argv = ["parcompile", *words]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-        wrong = ""
-    except SystemExit as ended:
-        wrong = "" if ended.code in (0, 1, 2, None) else f"exit code {ended.code}"
-    except BaseException as error:
-        wrong = f"{type(error).__name__}: {str(error)[:200]}"
-    finally:
-        sys.argv = arguments
-    if "Traceback" in err.getvalue():
-        wrong = "a traceback on standard error"
-    if wrong:
-        kept = folder / f"failed-{seed}-{file.name}"
-        shutil.copyfile(file, kept)
-        wrong = f"seed {seed}: parcompile {' '.join(words)} ({kept}): {wrong}"
-    file.write_bytes(before)
-    return wrong
-
-
-_FILES: dict[Path, dict[str, tuple[Path, list[list[str]]]]] = {}
-
-
-def well_formed_files(folder: Path) -> dict[str, tuple[Path, list[list[str]]]]:
-    """As `well_formed`, made once."""
-    if folder not in _FILES:
-        _FILES[folder] = well_formed(folder)
-    return _FILES[folder]
-
-
-def attack(cases: int, seed: int) -> int:
-    """Batches of cases in bounded processes; returns how many failed."""
+def again(seed: int, names: Sequence[str], corpus: Path) -> int:
+    """Prints the damaged file of a seed and runs its command, whose traceback is not caught."""
     folder = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-"))
-    ends: Counter[str] = Counter()
-    began = time.monotonic()
-    for first in range(0, cases, BATCH):
-        place = folder / str(first)
-        words = [sys.executable, __file__, "--batch", str(place), "--seed", str(seed * 10**6 + first)]
-        words += ["--cases", str(min(BATCH, cases - first))]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS + 2 * BATCH, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
-            if done.returncode and not lines:
-                lines = [f"batch of seed {seed * 10**6 + first}: exit code {done.returncode}: {done.stderr[-300:]}"]
-        except subprocess.TimeoutExpired:
-            lines = [f"batch of seed {seed * 10**6 + first}: a hang"]
-        for line in lines:
-            print(line)
-            ends[line.rpartition(": ")[2][:60]] += 1
-        if not lines:
-            shutil.rmtree(place, ignore_errors=True)
-    print(f"{cases} cases in {time.monotonic() - began:.0f} s, {sum(ends.values())} failed")
-    return sum(ends.values())
+    attack = Attack(folder, chosen_kinds(names, folder / "made", corpus))
+    kind, base, words, content = attack.chosen(seed)
+    attack.run(seed)
+    print(content[:20_000].decode("utf-8", "replace"))
+    line = [word.replace("@", str(kind.path(folder, base))).replace("%", str(folder / kind.name)) for word in words]
+    print(f"parcompile {' '.join(line)}", flush=True)
+    return subprocess.run([sys.executable, "-m", "parcompile", *line], check=False).returncode
 
 
-def run_batch(folder: Path, cases: int, seed: int) -> int:
-    """Cases in this process, whose memory is bounded."""
-    resource.setrlimit(resource.RLIMIT_AS, (GIB, GIB))
-    wrong = [found for one in range(cases) if (found := run_case(folder, seed + one))]
-    print("\n".join(wrong))
-    return int(bool(wrong))
+def main() -> int:
+    """0 when nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="Processes at a time.")
+    parser.add_argument("--kinds", nargs="*", default=[], help="Kinds of files. Default: all.")
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="Folder with ds/, megatron/, neox/ and hf/.")
+    parser.add_argument("--keep", type=Path, help="Folder for the files that fail.")
+    parser.add_argument("--again", type=int, metavar="SEED", help="Only this mutant, as it was reported.")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--made", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.again is not None:
+        return again(options.again, options.kinds, options.corpus)
+    if options.work:
+        kinds = chosen_kinds(options.kinds, options.made, options.corpus)
+        work(options.work, kinds, options.first, options.mutants, options.keep)
+        return 0
+    return int(bool(run_all(options)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--batch", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.batch:
-        sys.exit(run_batch(options.batch, options.cases, options.seed))
-    sys.exit(int(bool(attack(options.cases, options.seed))))
+    sys.exit(main())

@@ -16,12 +16,13 @@ from typing import Any
 
 from . import schema
 from .backends.architecture import InexpressibleError
-from .backends.importer import Importer
+from .backends.importer import Importer, RefusedError
 from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided
 from .diagnostics import Diagnostic, has_errors
 from .pipeline import check_read
 from .plan import Plan, compile_plan
 from .text import parse
+from .text.typed import WrongValueError
 
 NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
 """What a spec cannot do without."""
@@ -70,13 +71,21 @@ def import_tree(
 
     Raises:
         ImportConflictError: an answer would replace what the file says.
+        RefusedError: no spec can be made of the file; a value of the wrong type is named.
     """
-    source, draft = Source(importer.options(tree), importer.defaults()), Draft(dict(answers))
+    draft = Draft(dict(answers))
+    try:
+        source = Source(importer.options(tree), importer.defaults())
+    except WrongValueError as error:
+        raise RefusedError(f"{error}, as in {importer.tool}") from None
     described = importer.model_options(source)
     if described and ("model",) in answers:
         names = ", ".join(described[:4]) + (" …" if len(described) > 4 else "")
         raise ImportConflictError(f"the file describes its model ({names}); a preset or a config would replace it")
-    importer.read(source, draft)
+    try:
+        importer.read(source, draft)
+    except WrongValueError as error:
+        raise RefusedError(f"{error}, as in {importer.tool}") from None
     _answer(draft, answers)
     spec = _pruned(draft)
     questions = [*draft.questions.values()]

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parcompile.schema import type_of
+from parcompile.text import typed
+
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
 
@@ -91,6 +94,21 @@ class Source:
             return value
         return self.defaults.get(name)
 
+    def integer(self, name: str, *targets: SpecPath, least: int = 0) -> int | None:
+        """As `value`: a whole number.
+
+        Raises:
+            UndecidedError: the file leaves the value to something else.
+            WrongValueError: it is something else.
+        """
+        value = self.value(name, *targets)
+        return None if value is None else typed.integer(value, name, least=least)
+
+    def number(self, name: str, *targets: SpecPath) -> float | None:
+        """As `integer`: a finite number."""
+        value = self.value(name, *targets)
+        return None if value is None else typed.number(value, name)
+
     def lose(self, name: str, reason: str) -> None:
         """Says why an option has no place in the spec; its value is not carried."""
         self._settle(name, Outcome.LOST, reason)
@@ -141,12 +159,22 @@ class Draft:
         source: Source,
         name: str,
         path: SpecPath,
-        convert: Callable[[Any], Any] = lambda value: value,
+        convert: Callable[[Any, str], Any] | None = None,
     ) -> Any:
         """Takes an option over to a path of the spec; a value that the file does not decide is asked for.
 
+        Args:
+            source: the options of the file.
+            name: the option.
+            path: where its value goes.
+            convert: makes the spec's value of the option's value and its name. Without it the value is read by the
+                type that the spec has there.
+
         Returns:
             The value in the spec's terms; None when it is open or when neither file nor tool has one.
+
+        Raises:
+            WrongValueError: the value is not of the option's type.
         """
         try:
             value = source.value(name, path)
@@ -155,7 +183,7 @@ class Draft:
             return None
         if value is None:
             return None
-        value = convert(value)
+        value = _of_spec(path, value, name) if convert is None else convert(value, name)
         self.set(path, value, said=source.has(name))
         return value
 
@@ -173,3 +201,15 @@ class Draft:
                 node = node.setdefault(step, {})
             node[path[-1]] = value
         return found
+
+
+_TYPED: Mapping[str | None, Callable[[object, str], Any]] = {"integer": typed.integer, "number": typed.number}
+
+
+def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
+    """A value of an option as the spec has it at this path; what is no number there is left to the spec's schema."""
+    kind = type_of("spec", path)
+    read = _TYPED.get(kind)
+    if read is None or (kind == "number" and isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    return read(value, name)

@@ -20,6 +20,10 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _read_same(value: Any, _name: str) -> Any:
+    return value
+
+
 def _nothing(_spec: Spec) -> Iterator[Loss]:
     return iter(())
 
@@ -34,7 +38,7 @@ class Entry:
     option: str
     path: SpecPath
     write: Callable[[Any], Any] = _same
-    read: Callable[[Any], Any] = _same
+    read: Callable[[Any, str], Any] = _read_same
 
 
 @dataclass(frozen=True, slots=True)

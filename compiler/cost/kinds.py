@@ -12,5 +12,5 @@ def mean_over_layers(shape: ModelShape, value: Callable[[ModelShape], float]) ->
 
     0 where none attends.
     """
-    found = [(len(layers), value(one)) for layers, one in shape.by_kind]
+    found = [(len(layers), value(one)) for layers, one in shape.by_kind if layers]
     return sum(count * each for count, each in found) / sum(count for count, _ in found) if found else 0.0

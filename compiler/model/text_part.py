@@ -213,15 +213,19 @@ def text_part(config: Config) -> Config:
     the whole decides whether that of the whole counts, or that of the text part (`TYING`).
     """
     name = config.get("model_type")
+    if not isinstance(name, str):
+        return config  # refused as what it is
     inner = config.get("text_config", _flat_part(config))
     if name in _OLD_NAMES:
         return _renamed(config, _OLD_NAMES[str(name)])
     if name in ALIKE:
-        return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": ALIKE[str(name)]}
+        return {key: value for key, value in config.items() if key != "auto_map"} | {"model_type": ALIKE[name]}
     if name not in TEXT_PARTS or not isinstance(inner, Mapping):
         return config
-    known = model_types()[str(name)]
+    known = model_types()[name]
     kind = inner.get("model_type") or known.text_kind
+    if not isinstance(kind, str):
+        return config
     if known.text_kind in TEXT_ALIKE and name not in _OF_ANY_TYPE:
         kind = known.text_kind
     if kind in TEXT_ALIKE:

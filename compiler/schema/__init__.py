@@ -4,7 +4,7 @@
 useful error, the branch that was meant, the key or value that was nearly written.
 """
 
-from .defaults import NoDefaultError, default
+from .defaults import NoDefaultError, default, type_of
 from .validation import BASE, UnknownSchemaError, Validation, load, names, registry, text, validate
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "names",
     "registry",
     "text",
+    "type_of",
     "validate",
 ]

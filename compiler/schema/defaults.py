@@ -27,6 +27,18 @@ def default(name: str, path: tuple[str, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
+def type_of(name: str, path: tuple[str, ...]) -> str | None:
+    """The one type that a schema takes at a path, as "integer"; None where it takes several, or has no such key."""
+    root = node = load(name)
+    for step in path:
+        if step not in node.get("properties", {}):
+            return None
+        node = resolved(node["properties"][step], root)
+    found = node.get("type")
+    return found if isinstance(found, str) else None
+
+
+@functools.lru_cache(maxsize=4096)
 def _default(name: str, path: tuple[str, ...]) -> Any:
     root = node = load(name)
     for step in path:

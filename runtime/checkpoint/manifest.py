@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.plan import Plan, plan_tree
-from parcompile.plan.tree import spec_from_tree
+from parcompile.plan.tree import digest, spec_from_tree
 from parcompile.runtime.errors import RunError
+from parcompile.text.typed import Reader, integer, list_of
 
 NOTE = "parcompile.json"
 """The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""
@@ -84,14 +85,28 @@ def read_note(folder: Path) -> Note:
     place = locate(folder)
     try:
         tree = json.loads((place / NOTE).read_text(encoding="utf-8"))
-        spec = spec_from_tree(tree["plan"])
-        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()}
-        plan, layout = Plan(spec, tree["plan"]["spec_hash"], tree["plan"]["plan_hash"]), dict(tree["layout"])
-        return Note(place, int(tree["step"]), plan, layout, files, tree.get("adapters"), tree.get("groups"))
+        return _note(place, Reader(tree))
     except OSError as error:
         raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(f"the note of the checkpoint in {place} is damaged", everywhere=True) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        message = f"the note of the checkpoint in {place} is damaged: {NOTE}: {error}"
+        raise RunError(message, everywhere=True) from None
+
+
+def _note(place: Path, read: Reader) -> Note:
+    written, adapters = read.mapping("plan"), read.maybe("adapters")
+    if digest({key: value for key, value in written.tree.items() if key != "plan_hash"}) != written.word("plan_hash"):
+        raise ValueError("its plan is not the one that it was saved with")
+    files = {name: (one.integer("bytes", least=0), one.word("sha256")) for name, one in read.mapping("files").items()}
+    plan = Plan(spec_from_tree(written.tree), written.word("spec_hash"), written.word("plan_hash"))
+    layout = read.mapping("layout").tree
+    groups = None if read.tree.get("groups") is None else read.list_of("groups", _sizes)
+    step = read.integer("step", least=0)
+    return Note(place, step, plan, layout, files, None if adapters is None else adapters.tree, groups)
+
+
+def _sizes(value: object, name: str) -> list[int]:
+    return list_of(integer, value, name)
 
 
 def digest_of(file: Path) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+from parcompile.text.typed import Reader, WrongValueError
 
 from .configuration import unused_tensors
 from .slices import Slice
@@ -67,9 +68,12 @@ class PretrainedFolder:
         self._files: dict[str, Any] = {}
         if (self.folder / INDEX).is_file():
             try:
-                places: Mapping[str, str] = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError):
-                raise RunError(f"{self.folder / INDEX} is damaged", everywhere=True) from None
+                tree = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+                places = Reader(tree).mapping("weight_map").words()
+            except WrongValueError as error:
+                raise RunError(f"{self.folder / INDEX}: {error}", everywhere=True) from None
+            except (OSError, ValueError, RecursionError) as error:
+                raise RunError(f"{self.folder / INDEX} cannot be read: {error}", everywhere=True) from None
         elif (self.folder / SINGLE).is_file():
             places = {}
         else:

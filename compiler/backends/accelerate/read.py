@@ -15,6 +15,7 @@ from parcompile.backends.reading import Draft, Source, SpecPath
 from parcompile.backends.trainers.deepspeed_part import with_deepspeed
 from parcompile.backends.trainers.tool import options
 from parcompile.text import Document
+from parcompile.text.typed import integer, number
 
 _STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
 _PARALLELISM = "parallelism_config."
@@ -66,14 +67,14 @@ def _without(source: Source, name: str, reason: str) -> None:
 
 
 def _machines(source: Source, draft: Draft) -> None:
-    nodes = draft.carry(source, "num_machines", ("cluster", "nodes"), int) or 1
+    nodes = draft.carry(source, "num_machines", ("cluster", "nodes"), integer) or 1
     count = source.value("num_processes", ("cluster", "gpus_per_node"))
     if isinstance(count, int) and count > 0:
         if count % nodes:
             raise RefusedError(f"num_processes {count} / num_machines {nodes} = {count / nodes:g} is not whole")
         draft.set(("cluster", "gpus_per_node"), count // nodes, said=True)
     if source.given.get("use_cpu") is True:
-        draft.carry(source, "use_cpu", ("cluster", "accelerator"), lambda _value: "cpu")
+        draft.carry(source, "use_cpu", ("cluster", "accelerator"), lambda _value, _name: "cpu")
     else:
         source.ignore("use_cpu", "off")
 
@@ -92,11 +93,11 @@ def _precision(source: Source, draft: Draft) -> None:
 
 def _deepspeed(source: Source, draft: Draft) -> None:
     prefix = "deepspeed_config."
-    draft.carry(source, prefix + "zero_stage", _ZERO, int)
+    draft.carry(source, prefix + "zero_stage", _ZERO, integer)
     if not source.has(prefix + "zero_stage") and not source.has(prefix + "deepspeed_config_file"):
         draft.set(_ZERO, 2, said=True)  # DeepSpeedPlugin's default
-    draft.carry(source, prefix + "gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), int)
-    draft.carry(source, prefix + "gradient_clipping", ("training", "gradient_clipping"), float)
+    draft.carry(source, prefix + "gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), integer)
+    draft.carry(source, prefix + "gradient_clipping", ("training", "gradient_clipping"), number)
     file = prefix + "deepspeed_config_file"
     if source.has(file):
         source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
@@ -138,7 +139,7 @@ def _fsdp(source: Source, draft: Draft) -> None:
         source.lose(prefix + "fsdp_sharding_strategy", "the runtime shards over all of dp, not within nodes")
     if source.given.get(prefix + "fsdp_activation_checkpointing") is True:
         path = ("training", "activation_checkpointing")
-        draft.carry(source, prefix + "fsdp_activation_checkpointing", path, lambda _value: "full")
+        draft.carry(source, prefix + "fsdp_activation_checkpointing", path, lambda _value, _name: "full")
     for name in source.under(prefix[:-1]):
         key = name.removeprefix(prefix)
         if name in source.used or name in source.reasons:
@@ -163,10 +164,10 @@ def _megatron(source: Source, draft: Draft) -> None:
         "num_micro_batches": ("training", "gradient_accumulation_steps"),
     }
     for key, path in carried.items():
-        draft.carry(source, prefix + key, path, _literal)
+        draft.carry(source, prefix + key, path, lambda value, _name: _literal(value))
     if _literal(source.given.get(prefix + "recompute_activations")) is True:
         path = ("training", "activation_checkpointing")
-        draft.carry(source, prefix + "recompute_activations", path, lambda _value: "selective")
+        draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")
     else:
         source.ignore(prefix + "recompute_activations", "off")
     sharded = _literal(source.given.get(prefix + "use_distributed_optimizer")) is True
@@ -186,7 +187,7 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
         value = source.given.get(prefix + field)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    draft.carry(source, prefix + "tp_size", ("parallelism", "tp"), int)
+    draft.carry(source, prefix + "tp_size", ("parallelism", "tp"), integer)
     cp, sp = size("cp_size") or 1, size("sp_size") or 1
     if cp > 1 and sp > 1:
         raise RefusedError(f"cp_size {cp} and sp_size {sp}: accelerate refuses both above 1")
@@ -230,7 +231,7 @@ def _read_distributed(source: Source, draft: Draft) -> None:
         if source.given.get(key) is None:
             source.ignore(key, "null: as if it was left out")
         else:
-            draft.carry(source, key, ("parallelism", axis), int)
+            draft.carry(source, key, ("parallelism", axis), integer)
     sizes = [source.given.get(key) for key in ("fsdp_size", "dp_replicate_size")]
     known = [one for one in sizes if isinstance(one, int)]
     if known:

@@ -11,6 +11,7 @@ from typing import Any
 
 from parcompile.backends.importer import Importer
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.text.typed import Reader, integer, number
 
 from . import facts, further
 from .write import ds_config
@@ -45,7 +46,7 @@ def read(source: Source, draft: Draft) -> None:
     _precision(source, draft)
     lr = _optimizer(source, draft)
     _schedule(source, draft, lr)
-    draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), float)
+    draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), number)
     draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
     for name in list(source.unread()):
         further.read(source, draft, name, left_to=_TRAINER)
@@ -76,7 +77,7 @@ def _precision(source: Source, draft: Draft) -> None:
         precision = "fp32" if not on else "fp16" if on[0] == "fp16" else "bf16"
         draft.set(_PRECISION, precision, said=bool(on))
     if precision in ("fp16", None):
-        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), float)
+        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
     else:
         for name in source.under("fp16"):
             if name != "fp16.enabled":
@@ -110,7 +111,7 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
     for name in ("betas", "eps", "weight_decay"):
         draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
     found = draft.carry(source, "optimizer.params.lr", (*_OPTIMIZER, "lr"))
-    return None if found is None else float(found)
+    return None if found is None else number(found, "optimizer.params.lr")
 
 
 def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
@@ -136,7 +137,8 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
         draft.set((*_OPTIMIZER, "lr"), rate, said=True)
         draft.questions.pop((*_OPTIMIZER, "lr"), None)
     if "total_num_steps" in given:
-        draft.set(("training", "train_steps"), given["total_num_steps"], said=True)
+        total = integer(given["total_num_steps"], "scheduler.params.total_num_steps")
+        draft.set(("training", "train_steps"), total, said=True)
     for name in names:
         source.value(name, _SCHEDULE)
 
@@ -148,13 +150,15 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
     """
     if params["warmup_type"] != "linear":
         return None
-    steps = max(2, params["warmup_num_steps"])
+    read = Reader(params, "scheduler.params")
+    steps = max(2, read.integer("warmup_num_steps"))
     said = {"type": facts.SCHEDULE_TYPES[kind], "warmup_steps": steps}
     if kind != "WarmupCosineLR":
-        return params["warmup_max_lr"], {**said, "min_lr": params["warmup_min_lr"]}
-    if params["warmup_min_ratio"] != params["cos_min_ratio"] or lr is None:
+        return read.number("warmup_max_lr"), {**said, "min_lr": read.number("warmup_min_lr")}
+    least = read.number("cos_min_ratio")
+    if read.number("warmup_min_ratio") != least or lr is None:
         return None
-    return None, {**said, "min_lr": params["cos_min_ratio"] * lr}
+    return None, {**said, "min_lr": least * lr}
 
 
 IMPORTER = Importer(

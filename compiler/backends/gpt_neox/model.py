@@ -5,12 +5,14 @@ Read off gpt-neox of 2026-05-20: megatron/model/transformer.py, activations.py, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, config_of
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided
+from parcompile.text.typed import integer, number
 
 _MODEL: SpecPath = ("model",)
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -77,7 +79,7 @@ def read(source: Source, draft: Draft) -> None:
     sizes: dict[str, Any] = {}
     for name in SIZES:
         key = "num_hidden_layers" if name == "num_layers" else name
-        sizes[name] = draft.carry(source, name, (*_MODEL, key))
+        sizes[name] = draft.carry(source, name, (*_MODEL, key), _positive)
         if sizes[name] is None:
             draft.ask((*_MODEL, key), f"the file does not say {name}")
     draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
@@ -105,12 +107,13 @@ def _layers(source: Source, hidden: int, heads: int) -> tuple[Architecture, dict
     if norm not in _NORMS:
         raise InexpressibleError(f"norm {norm}", "a spec has LayerNorm and RMSNorm")
     rms = _NORMS[norm]
-    kv_heads = value("num_kv_heads") or heads
+    multiple = _positive(value("mlp_multiple_of"), "mlp_multiple_of")
+    kv_heads = source.integer("num_kv_heads", _MODEL) or heads
     source.ignore("rms_norm_epsilon" if not rms else "layernorm_epsilon", f"norm is {norm}")
     return (
         Architecture(
             rms_norm=rms,
-            epsilon=float(value("rms_norm_epsilon" if rms else "layernorm_epsilon")),
+            epsilon=_number(source, "rms_norm_epsilon" if rms else "layernorm_epsilon"),
             activation=computes,
             gated=gated,
             biases=_biases(source, rms=rms),
@@ -119,24 +122,33 @@ def _layers(source: Source, hidden: int, heads: int) -> tuple[Architecture, dict
             grouped=kv_heads != heads,
             parallel=_is_parallel(source),
             window=_window(source),
-            attention_dropout=float(value("attention_dropout")),
-            hidden_dropout=float(value("hidden_dropout")),
-            embedding_dropout=float(value("hidden_dropout")),
+            attention_dropout=_number(source, "attention_dropout"),
+            hidden_dropout=_number(source, "hidden_dropout"),
+            embedding_dropout=_number(source, "hidden_dropout"),
             initializer_range=_deviation(source),
         ),
         {
-            "intermediate_size": mlp_width(_given_width(source, hidden), value("mlp_multiple_of"), gated=gated),
+            "intermediate_size": mlp_width(_given_width(source, hidden), multiple, gated=gated),
             "num_key_value_heads": kv_heads,
             "head_dim": hidden // heads,
         },
     )
 
 
+def _positive(value: object, name: str) -> int:
+    return integer(value, name, least=1)
+
+
+def _number(source: Source, name: str) -> float:
+    """A number that has a default."""
+    return number(source.value(name, _MODEL), name)
+
+
 def _given_width(source: Source, hidden: int) -> int:
-    width, factor = (source.value(name, _MODEL) for name in ("intermediate_size", "expansion_factor"))
-    if width:
-        return int(width)
-    return int(factor * hidden) if factor else 4 * hidden
+    if width := source.integer("intermediate_size", _MODEL):
+        return width
+    factor = source.number("expansion_factor", _MODEL)
+    return integer(math.floor(factor * hidden), "expansion_factor", least=1) if factor else 4 * hidden
 
 
 def _biases(source: Source, *, rms: bool) -> tuple[bool, bool, bool]:
@@ -156,7 +168,7 @@ def _positions(source: Source) -> Rope | None:
         for name in ("rotary_pct", "rotary_emb_base"):
             source.ignore(name, "pos_emb is learned")
         return None
-    percent, base = (float(source.value(name, _MODEL)) for name in ("rotary_pct", "rotary_emb_base"))
+    percent, base = (_number(source, name) for name in ("rotary_pct", "rotary_emb_base"))
     return Rope(base, percent, interleaved=source.value("rotary_interleaved", _MODEL) is True)
 
 
@@ -170,17 +182,17 @@ def _is_parallel(source: Source) -> bool:
 
 def _window(source: Source) -> int | None:
     """Tokens that a query attends to: gpt-neox counts those before it, and only its flash attention has a window."""
-    width = source.value("sliding_window_width", _MODEL)
+    width = source.integer("sliding_window_width", _MODEL)
     if width is None:
         return None
     if _kinds(source) != {"flash"}:
         source.ignore("sliding_window_width", "attention_config is not flash")
         return None
-    return int(width) + 1
+    return width + 1
 
 
 def _deviation(source: Source) -> float:
-    deviation = float(source.value("init_method_std", _MODEL))
+    deviation = _number(source, "init_method_std")
     for name in ("init_method", "output_layer_init_method"):
         if source.has(name):
             source.lose(name, "a spec draws all weights from a normal distribution: load a checkpoint to start alike")

@@ -14,6 +14,7 @@ from parcompile.backends.architecture import InexpressibleError
 from parcompile.backends.deepspeed import further
 from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.text.typed import integer, number
 
 from . import model
 from .effects import fate
@@ -91,12 +92,12 @@ def read(source: Source, draft: Draft) -> None:
     if source.has("num_nodes") and source.given["num_nodes"] != -1:
         draft.carry(source, "num_nodes", ("cluster", "nodes"))
     # 0 stands for one stage without DeepSpeed's pipeline engine.
-    draft.carry(source, "pipe_parallel_size", ("parallelism", "pp"), lambda stages: max(1, stages))
+    draft.carry(source, "pipe_parallel_size", ("parallelism", "pp"), lambda stages, name: max(1, integer(stages, name)))
     draft.carry(
         source,
         "checkpoint_activations",
         ("training", "activation_checkpointing"),
-        lambda on: "full" if on else "none",
+        lambda on, _name: "full" if on else "none",
     )
     _precision(source, draft)
     _optimizer(source, draft)
@@ -114,7 +115,7 @@ def _precision(source: Source, draft: Draft) -> None:
     precision = _DTYPES.get(str(said), on[0] if on else "fp32")
     draft.set(_PRECISION, precision, said=bool(on) or said is not None)
     if precision == "fp16":
-        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), float)
+        draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
     for section in ("fp16", "bf16"):
         for name in source.under(section):
             if section != precision and name != f"{section}.enabled":
@@ -141,34 +142,34 @@ def _optimizer(source: Source, draft: Draft) -> None:
         draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
     inner = "optimizer.params.weight_decay"
     source.ignore(inner, "the top-level weight_decay replaces it")
-    draft.carry(source, "weight_decay", (*_OPTIMIZER, "weight_decay"), float)
+    draft.carry(source, "weight_decay", (*_OPTIMIZER, "weight_decay"), number)
 
 
 def _schedule(source: Source, draft: Draft) -> None:
     """A spec's schedule rises from the rate to which it falls; that of gpt-neox rises from nearly nothing."""
     names = ("lr_decay_style", "warmup", "min_lr", "lr_decay_iters")
     try:
-        style, warmup, least, until = (source.value(name, _SCHEDULE) for name in names)
-        steps = source.value("train_iters")
+        style = source.value("lr_decay_style", _SCHEDULE)
+        warmup, least = (number(source.value(name, _SCHEDULE), name) for name in ("warmup", "min_lr"))
+        until, steps = source.integer("lr_decay_iters", _SCHEDULE), source.integer("train_iters")
     except UndecidedError as error:
         draft.leave_open(source, error, _SCHEDULE)
         return
-    least = float(least)
-    why = None
+    why, rise = None, warmup * (steps or 0)
     if style not in ("constant", "linear", "cosine"):
         why = f"a spec has the schedules constant, linear and cosine, not {style}"
-    elif not isinstance(steps, int) or (until not in (None, steps) and style != "constant"):
+    elif steps is None or (until not in (None, steps) and style != "constant"):
         why = f"a spec's schedule ends with the training, after {steps} steps, not {until}"
     elif least and style != "constant":
         why = f"a spec's schedule rises from the rate to which it falls; gpt-neox rises from 0 and falls to {least}"
-    elif round(warmup * steps) < 2:
-        why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {warmup * steps:g}"
+    elif round(rise) < 2:
+        why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {rise:g}"
     if why is not None:
         for name in names:
             source.lose(name, why)
             source.used.pop(name, None)
         return
-    for key, value in (("type", style), ("warmup_steps", round(warmup * steps))):
+    for key, value in (("type", style), ("warmup_steps", round(rise))):
         draft.set((*_SCHEDULE, key), value, said=True)
     draft.set((*_SCHEDULE, "min_lr"), 0.0, said=False)
 

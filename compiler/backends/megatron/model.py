@@ -10,6 +10,7 @@ from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
 from parcompile.backends.table import Arguments, Bundle, Entry, Row
 from parcompile.spec import Spec
+from parcompile.text.typed import integer
 
 from . import activation, experts, positions
 
@@ -161,10 +162,10 @@ def _read(source: Source, draft: Draft) -> None:
         return
     sizes: dict[str, Any] = {}
     for name, key in SIZES.items():
-        sizes[key] = draft.carry(source, name, (*_MODEL, key), int)
+        sizes[key] = draft.carry(source, name, (*_MODEL, key), integer)
         if sizes[key] is None:
             draft.ask((*_MODEL, key), f"the file does not say --{name.replace('_', '-')}")
-    if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), int) is None:
+    if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), integer) is None:
         draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
     try:
         _read_layers(source, draft, sizes)

@@ -9,6 +9,7 @@ from parcompile.backends import table
 from parcompile.backends.architecture import InexpressibleError
 from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.reading import Draft, Source, Undecided, UndecidedError
+from parcompile.text.typed import WrongValueError, integer, number, shown
 
 from .arguments import Unknown
 from .effects import fate
@@ -26,6 +27,7 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         RefusedError: a value is not of its option's type.
+        WrongValueError: a value is none of the parser's.
     """
     found: dict[str, Any] = {}
     known = line(NVIDIA)
@@ -39,15 +41,19 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, Unknown):
         variables = ", ".join(value.names)
         return Undecided(str(value), f"variable {variables}" if variables else "something else")
-    if isinstance(value, list):
-        return [_value(name, one) for one in value]
     option = line(NVIDIA).options.get(name)
+    if isinstance(value, list):
+        if option is not None and option.newest.kind != "list":
+            raise WrongValueError(f"--{name.replace('_', '-')}", value, "one value")
+        return [_value(name, one) for one in value]
+    if option is not None and isinstance(value, Mapping):
+        raise WrongValueError(f"--{name.replace('_', '-')}", value, f"of type {option.newest.type}")
     if option is None or option.newest.is_flag or option.newest.type not in ("int", "float"):
         return value
     is_number = isinstance(value, (int, float) if option.newest.type == "float" else int)
     if isinstance(value, bool) or not is_number:
-        raise RefusedError(f"--{name.replace('_', '-')} {value!r}: Megatron-LM takes {option.newest.type} here")
-    return value
+        raise RefusedError(f"--{name.replace('_', '-')} {shown(value)}: Megatron-LM takes {option.newest.type} here")
+    return (number if isinstance(value, float) else integer)(value, f"--{name.replace('_', '-')}")
 
 
 def read(source: Source, draft: Draft) -> None:

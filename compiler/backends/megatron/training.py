@@ -9,6 +9,7 @@ from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Draft, Source, SpecPath, UndecidedError
 from parcompile.backends.table import Arguments, Bundle, Entry, Row
 from parcompile.spec import Precision, Spec
+from parcompile.text.typed import number
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
@@ -74,7 +75,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has("optimizer"))
     draft.set((*_OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
     for name, key in (("lr", "lr"), ("adam_eps", "eps"), ("weight_decay", "weight_decay")):
-        found = draft.carry(source, name, (*_OPTIMIZER, key), float)
+        found = draft.carry(source, name, (*_OPTIMIZER, key), number)
         if name == "lr" and found is None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
 
@@ -200,7 +201,7 @@ def _read_precision(source: Source, draft: Draft) -> None:
     sums = "fp32" if precision == "fp32" or summed or (precision == "bf16" and not reduced) else precision
     draft.set(_GRADIENTS, sums, said=True)
     if precision == "fp16":
-        draft.carry(source, "loss_scale", ("training", "loss_scale"), float)
+        draft.carry(source, "loss_scale", ("training", "loss_scale"), number)
         for name in _SCALES:
             source.value(name, ("training", "loss_scale"))
     else:
@@ -270,7 +271,7 @@ ROWS: tuple[Row, ...] = (
         _optimizer_losses,
     ),
     Bundle(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
-    Entry("clip_grad", ("training", "gradient_clipping"), read=float),
+    Entry("clip_grad", ("training", "gradient_clipping"), read=number),
     Entry("seed", ("training", "seed")),
     Bundle(
         ("fp16", "bf16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale", *_SCALES),

@@ -106,7 +106,7 @@ def _ring(source: Source, draft: Draft) -> None:
         return
     found = {"varlen_llama3": "all_gather", "batch_ring": "ring", "batch_zigzag": "ring", "batch_stripe": "ring"}
     layouts = {"batch_ring": "contiguous", "batch_zigzag": "zigzag", "batch_stripe": "striped"}
-    if kind in found:
+    if isinstance(kind, str) and kind in found:
         draft.set(("parallelism", "cp_implementation"), found[kind], said=True)
         if kind in layouts:
             draft.set(("parallelism", "cp_layout"), layouts[kind], said=True)

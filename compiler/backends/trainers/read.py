@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.importer import RefusedError
-from parcompile.backends.reading import Account, Draft, Outcome, Source, SpecPath, UndecidedError
+from parcompile.backends.reading import Account, Draft, Outcome, Source, SpecPath, Undecided, UndecidedError
 from parcompile.model.presets import find_preset
+from parcompile.text.typed import integer, number
 
 from .deepspeed_part import PREFIX, read_deepspeed
 from .tool import Tool
@@ -66,25 +67,25 @@ def _model(tool: Tool, source: Source, draft: Draft) -> None:
 
 
 def _training(tool: Tool, source: Source, draft: Draft) -> None:
-    carried: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-        ("per_device_train_batch_size", "micro_batch_size", int),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", int),
-        ("max_grad_norm", "gradient_clipping", float),
-        ("seed", "seed", int),
+    carried: tuple[tuple[str, str, Callable[[object, str], Any]], ...] = (
+        ("per_device_train_batch_size", "micro_batch_size", integer),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", integer),
+        ("max_grad_norm", "gradient_clipping", number),
+        ("seed", "seed", integer),
     )
     for argument, name, convert in carried:
         draft.carry(source, tool.own(argument), ("training", name), convert)
-    draft.carry(source, tool.length, ("training", "sequence_length"), int)
+    draft.carry(source, tool.length, ("training", "sequence_length"), integer)
     steps = _number(source, tool.own("max_steps"))
     if steps is not None and steps > 0:
-        draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), int)
+        draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), integer)
     elif source.has(tool.own("max_steps")):
         source.ignore(tool.own("max_steps"), "no limit of steps")
     recompute = tool.own("gradient_checkpointing")
     value = source.given.get(recompute)
-    if value in (True, False, "true", "false"):
+    if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):
         full = value in (True, "true")
-        draft.carry(source, recompute, ("training", "activation_checkpointing"), lambda _v: "full" if full else "none")
+        draft.carry(source, recompute, ("training", "activation_checkpointing"), _as_is("full" if full else "none"))
     elif value is not None and recompute not in source.reasons:
         draft.set(("training", "activation_checkpointing"), "full", said=True)
         source.lose(recompute, f"{value!r} moves activations to the host; the spec recomputes them instead")
@@ -114,11 +115,15 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
     elif (*_OPTIMIZER, "type") not in draft.answers:
         draft.ask((*_OPTIMIZER, "type"), f"{name} is {kind!r}: a spec has adam and adamw with states of 32 bits")
         source.lose(name, "a spec has adam and adamw with states of 32 bits")
-    draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), float)
-    draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), float)
-    draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), float)
+    draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), number)
+    draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
+    draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), number)
     betas = [tool.own(name) for name in ("adam_beta1", "adam_beta2")]
-    values = [float(source.value(name, (*_OPTIMIZER, "betas"))) for name in betas]
+    try:
+        values = [source.number(name, (*_OPTIMIZER, "betas")) for name in betas]
+    except UndecidedError as error:
+        draft.leave_open(source, error, (*_OPTIMIZER, "betas"))
+        return
     draft.set((*_OPTIMIZER, "betas"), values, said=any(source.has(name) for name in betas))
 
 
@@ -178,16 +183,21 @@ def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int 
     return math.ceil(ratio * steps)
 
 
+def _as_is(value: Any) -> Callable[[object, str], Any]:
+    return lambda _value, _name: value
+
+
 def _number(source: Source, name: str) -> float | None:
+    """The number of an option; None where the file does not say it, or leaves it to something else."""
     value = source.given.get(name)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return None if value is None or isinstance(value, Undecided) else number(value, name)
 
 
 def _axes(tool: Tool, source: Source, draft: Draft) -> None:
     for axis, names in tool.parallel.items():
         for name in names:
             if source.given.get(name) is not None:
-                draft.carry(source, name, ("parallelism", axis), int)
+                draft.carry(source, name, ("parallelism", axis), integer)
 
 
 def _joined(tool: Tool, draft: Draft, inner: Draft) -> None:

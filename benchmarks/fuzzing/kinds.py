@@ -1,0 +1,546 @@
+"""What is damaged: well-formed files by kind, and the commands that read each."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = ROOT.parent / "shared" / "data" / "configs"
+"""Public files by tool (`ds`, `megatron`, `neox`, `hf`), which are read where they lie when they are there."""
+_LARGEST = 200_000
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A well-formed file. `form` is "json", "yaml", "sh" or "csv"."""
+
+    text: str
+    form: str
+
+    @functools.cached_property
+    def tree(self) -> Any:
+        """What it holds; None where it is no tree."""
+        try:
+            if self.form == "json":
+                return json.loads(self.text)
+            found = yaml.safe_load(self.text) if self.form == "yaml" else None
+            json.dumps(found)  # no dates, no sets
+        except (ValueError, TypeError, yaml.YAMLError, RecursionError):
+            return None
+        return found if isinstance(found, (dict, list)) else None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Files of one kind.
+
+    Attributes:
+        name: as it is chosen and reported.
+        file: where the damaged file lies, in the folder of the process.
+        bases: the files to damage.
+        commands: in which `@` stands for that file and `%` for the folder.
+        weight: how often it is chosen beside the others.
+        beside: a folder whose files lie beside it.
+    """
+
+    name: str
+    file: str
+    bases: Sequence[Base]
+    commands: Sequence[Words]
+    weight: float = 1.0
+    beside: Path | None = None
+
+    def path(self, folder: Path, base: Base) -> Path:
+        """Where the file lies; its suffix is that of the base where the name leaves it open."""
+        return folder / self.name / self.file.replace("?", base.form)
+
+
+SPEC = {
+    "version": 1,
+    "name": "fuzzed",
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+        "max_position_embeddings": 1024,
+    },
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu"},
+    "parallelism": {"tp": 2},
+    "training": {"sequence_length": 64, "global_batch_size": 2, "precision": "fp32"},
+}
+_BEFORE = {
+    "version": 1,
+    "name": "held",
+    "model": {"hf_config": "config.json"},
+    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "h100-sxm"},
+    "parallelism": {"tp": 2, "cp": 2},
+    "training": {"sequence_length": 512, "global_batch_size": 8, "precision": "bf16"},
+}
+MEGATRON = """#!/bin/bash
+NODES=${NNODES:-2}
+TP=2; PP=$((TP * 1))
+MODEL_ARGS=(--num-layers 4 --hidden-size 64 --num-attention-heads 8 --swiglu)
+if [ "$NODES" -gt 1 ]; then EXTRA="--use-distributed-optimizer"; fi
+for flag in --bf16 --sequence-parallel; do EXTRA="$EXTRA $flag"; done
+torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${MODEL_ARGS[@]} --seq-length 512 \\
+  --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 \\
+  --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --train-iters 100 --lr-decay-style cosine \\
+  --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 4 \\
+  --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --recompute-activations $EXTRA
+"""
+_DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 5e8},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_min_lr": 0, "warmup_max_lr": 1e-4},
+    },
+    "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "tensor_parallel": {"autotp_size": 2},
+}
+_COSINE = {
+    **{key: _DEEPSPEED[key] for key in ("train_micro_batch_size_per_gpu", "optimizer", "bf16")},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+}
+_NEOX = {
+    "pipe_parallel_size": 2,
+    "model_parallel_size": 2,
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_kv_heads": 4,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "norm": "rmsnorm",
+    "pos_emb": "rotary",
+    "rotary_pct": 1.0,
+    "rotary_emb_base": 10000,
+    "activation": "swiglu",
+    "no_weight_tying": True,
+    "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}},
+    "min_lr": 6e-5,
+    "zero_optimization": {"stage": 1},
+    "train_micro_batch_size_per_gpu": 4,
+    "train_iters": 1000,
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 1000,
+    "warmup": 0.01,
+    "precision": "bfloat16",
+    "checkpoint_activations": True,
+    "checkpoint_num_layers": 1,
+    "gradient_clipping": 1.0,
+    "weight_decay": 0.1,
+    "attention_config": [[["flash"], 12]],
+    "intermediate_size": 3072,
+    "make_vocab_size_divisible_by": 128,
+    "data_parallel_size": 2,
+    "gradient_accumulation_steps": 2,
+    "fp16": {"enabled": False, "loss_scale": 0},
+}
+_AXOLOTL = {
+    "base_model": "org/model",
+    "sequence_len": 4096,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": "adamw_torch",
+    "learning_rate": 2e-5,
+    "lr_scheduler": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": "auto",
+    "tensor_parallel_size": 2,
+    "context_parallel_size": 2,
+    "ring_attn_func": "batch_zigzag",
+    "dp_shard_size": 2,
+    "fsdp": ["full_shard"],
+    "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True},
+    "max_steps": 100,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "gradient_checkpointing": True,
+    "max_grad_norm": 1.0,
+    "datasets": [{"path": "x", "type": "alpaca"}],
+    "dp_replicate_size": 1,
+    "warmup_steps": 10,
+    "seed": 7,
+}
+_OFFLOADED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": "auto"}
+_FACTORY = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "finetuning_type": "full",
+    "template": "llama3",
+    "cutoff_len": 2048,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "max_steps": 100,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "adam_beta1": 0.9,
+    "optim": "adamw_torch",
+    "seed": 42,
+    "deepspeed": {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, **_OFFLOADED},
+}
+_TRAINER = {
+    "output_dir": "out",
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "max_steps": 100,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 10,
+    "bf16": True,
+    "max_length": 512,
+    "deepspeed": json.dumps(_OFFLOADED),
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": True,
+    "seed": 7,
+}
+_ACCELERATE = (
+    {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "num_machines": 2,
+        "num_processes": 16,
+        "mixed_precision": "bf16",
+        "downcast_bf16": "no",
+        "machine_rank": 0,
+        "deepspeed_config": {
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "zero_stage": 3,
+            "zero3_init_flag": True,
+            "offload_optimizer_device": "none",
+            "zero3_save_16bit_model": True,
+        },
+    },
+    {
+        "distributed_type": "FSDP",
+        "num_machines": 1,
+        "num_processes": 8,
+        "mixed_precision": "fp16",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_activation_checkpointing": True,
+            "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "X",
+        },
+        "parallelism_config": {
+            "parallelism_config_tp_size": 2,
+            "parallelism_config_cp_size": 2,
+            "parallelism_config_dp_shard_size": 2,
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_cp_comm_strategy": "allgather",
+        },
+    },
+    {
+        "distributed_type": "MEGATRON_LM",
+        "num_machines": 1,
+        "num_processes": 8,
+        "mixed_precision": "no",
+        "megatron_lm_config": {
+            "megatron_lm_tp_degree": 2,
+            "megatron_lm_pp_degree": 2,
+            "megatron_lm_num_micro_batches": 4,
+            "megatron_lm_sequence_parallelism": "true",
+            "megatron_lm_gradient_clipping": 1.0,
+            "megatron_lm_recompute_activations": True,
+            "megatron_lm_use_distributed_optimizer": True,
+        },
+    },
+)
+_PARALLELISM = {"dp_replicate_size": 1, "dp_shard_size": 4, "tp_size": 2, "cp_size": 2, "cp_backend": "torch"}
+_DISTRIBUTED = {"tp_size": 2, "pp_size": 1, "ep_size": 1, "fsdp_size": 4, "dp_replicate_size": 1, "tp_plan": "auto"}
+_ROWS = (
+    "model,nodes,gpus_per_node,accelerator,sequence_length,micro_batch,micro_batches,tp,cp,pp,dp,peak_bytes,"
+    "step_seconds,recompute\n"
+    "llama-3-8b,1,8,h100-sxm,2048,1,4,2,1,1,4,60000000000,1.5,none\n"
+    "llama-3-8b,1,8,h100-sxm,2048,1,4,4,1,1,2,50000000000,1.9,full\n"
+    "llama-3-8b,1,8,h100-sxm,2048,2,4,4,1,1,2,55000000000,2.9,full\n"
+    "llama-3-8b,1,8,h100-sxm,2048,1,8,4,1,1,2,50000000000,3.9,none\n"
+    "llama-3-8b,1,8,h100-sxm,4096,1,4,2,2,1,2,52000000000,2.9,selective\n"
+    "gpt2-xl,1,8,a100-80gb,1024,2,4,1,1,2,4,,,full full\n"
+)
+_MACHINE = {
+    "version": 1,
+    "name": "own",
+    "memory_gib": 80,
+    "bf16_tflops": 989,
+    "memory_bytes_per_s": 3.3e12,
+}
+
+
+def _json(*trees: Any) -> list[Base]:
+    return [Base(json.dumps(tree, indent=1), "json") for tree in trees]
+
+
+def _yaml(*trees: Any) -> list[Base]:
+    return [Base(yaml.safe_dump(tree, sort_keys=False), "yaml") for tree in trees]
+
+
+_FORMS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".csv": "csv"}
+
+
+def _files(folder: Path, pattern: str = "*") -> list[Base]:
+    """Files of a folder, by name; other texts count as scripts."""
+    files = sorted(folder.glob(pattern)) if folder.is_dir() else []
+    return [
+        Base(file.read_text(encoding="utf-8", errors="replace"), _FORMS.get(file.suffix, "sh"))
+        for file in files
+        if file.is_file() and file.stat().st_size <= _LARGEST
+    ]
+
+
+def _configs() -> list[Base]:
+    """Configurations of models: those of the presets, and one of each type with the names that its family reads."""
+    from parcompile.model.families import FAMILIES
+    from parcompile.model.presets import presets
+
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "max_position_embeddings": 1024,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    more = {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "head_dim": 16,
+        "layer_types": ["full_attention"] * 4,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "sliding_window": 512,
+    }
+    trees: list[Any] = [dict(one.config) for one in presets().values()]
+    for name, family in sorted(FAMILIES.items()):
+        own = {family.keys.get(key, key) or key: value for key, value in sizes.items()}
+        trees += [{"model_type": name, **own}, {"model_type": name, **own, **more}]
+    trees.append({"model_type": "llava", "text_config": {"model_type": "llama", **sizes}, "vision_config": {}})
+    return _json(*trees)
+
+
+def _compiled(folder: Path) -> Path:
+    """A folder with `before.json` and its plan, unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, plan = folder / "before.json", folder / "plan"
+    if not plan.is_dir():
+        file.write_text(json.dumps(SPEC), encoding="utf-8")
+        words = [sys.executable, "-m", "parcompile", str(file), "-o", str(plan)]
+        subprocess.run(words, check=True, capture_output=True)
+    return plan
+
+
+def _held(folder: Path, changes: Any) -> Path:
+    """A folder with a spec that names the damaged file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held.json").write_text(json.dumps({**_BEFORE, **changes}), encoding="utf-8")
+    return folder
+
+
+def _note(folder: Path) -> str:
+    """The note of a checkpoint with small files, which are written into the folder."""
+    checkpoint = folder / "checkpoint"
+    if (checkpoint / "parcompile.json").is_file():
+        return (checkpoint / "parcompile.json").read_text(encoding="utf-8")
+    import torch
+
+    from parcompile.plan import load_plan
+    from parcompile.runtime.checkpoint.contents import tensor_files
+    from parcompile.runtime.checkpoint.manifest import Note
+
+    plan = load_plan(_compiled(folder))
+    checkpoint.mkdir()
+    files = {}
+    for name in sorted(tensor_files(plan)):
+        torch.save({"x": torch.zeros(1)}, checkpoint / name)
+        content = (checkpoint / name).read_bytes()
+        files[name] = (len(content), hashlib.sha256(content).hexdigest())
+    layout = {"tp": 2, "cp": 1, "pp": 1, "dp": 1, "ep": 1}
+    note = Note(checkpoint, 3, plan, layout, files, {"r": 8, "ranks": {"q_proj": [8, 2.0]}}, [[3, 2]])
+    text = json.dumps(note.to_json())
+    (checkpoint / "parcompile.json").write_text(text, encoding="utf-8")
+    return text
+
+
+def _index(folder: Path) -> str:
+    """The index of a model whose tensors lie in two files, beside its config.json."""
+    file = folder / "model" / "model.safetensors.index.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    import torch
+    from safetensors.torch import save_file
+
+    from parcompile.model.hf_config import shape_from_config
+    from parcompile.model.parameters import parameter_table
+
+    _compiled(folder)
+    file.parent.mkdir()
+    (file.parent / "config.json").write_text(json.dumps(SPEC["model"]), encoding="utf-8")
+    places: dict[str, str] = {}
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for number, (name, row) in enumerate(parameter_table(shape_from_config(SPEC["model"])).expanded()):
+        parts[number % 2][name] = torch.zeros(tuple(row.shape))
+    for number, part in enumerate(parts):
+        save_file(part, str(file.parent / f"model-{number}.safetensors"))
+        places |= dict.fromkeys(part, f"model-{number}.safetensors")
+    file.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+_IMPORTED: tuple[Words, ...] = (("import", "@"), ("import", "@", "--format", "json"), ("check", "@"))
+_CLUSTER: Words = ("import", "@", "--gpus-per-node", "8", "--nodes", "1", "--accelerator", "h100-sxm")
+_ANSWERED: Words = (*_CLUSTER, "--model", "llama-3-8b", "--sequence-length", "2048", "--precision", "bf16")
+_LENGTH: Words = (*_CLUSTER, "--model", "llama-3-8b", "--precision", "bf16")
+_VOCABULARY: Words = ("import", "@", "--gpus-per-node", "8", "--accelerator", "h100-sxm", "--vocab-size", "50304")
+
+
+def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> list[Kind]:
+    """Every kind, with its files; `made` is where those of plans and checkpoints are made."""
+    plan = _compiled(made / "plan")
+    golden = ROOT / "tests" / "golden"
+    plans = [Base((plan / "plan.json").read_text(encoding="utf-8"), "json"), *_files(golden, "*/plan.json")]
+    locks = [Base((plan / "parcompile.lock.json").read_text(encoding="utf-8"), "json")]
+    examples, specs = _files(ROOT / "examples", "*.json"), ROOT / "tests" / "specs"
+    specs_of_tests = [*_files(specs / "positive"), *_files(specs / "negative"), *_files(golden, "*.json")]
+    deepspeed = [*_json(_DEEPSPEED, _COSINE), *_files(corpus / "ds"), *_files(golden, "*/ds_config.json")]
+    scripts = [Base(MEGATRON, "sh"), *_files(golden, "*/megatron_args.sh")]
+    arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
+    for one in _files(corpus / "megatron", "**/*"):
+        (scripts if one.form == "sh" else arguments).append(one)
+    accelerate = [*_yaml(*_ACCELERATE), *_json(*_ACCELERATE), *_files(golden, "*/accelerate*.yaml")]
+    kinds = [
+        Kind(
+            "spec",
+            "spec.?",
+            [*_json(SPEC), *examples, *specs_of_tests],
+            [
+                *(("check", "@"), ("check", "--format", "sarif", "@"), ("check", "--format", "json", "@")),
+                *(("check", "--fix", "--unsafe-fixes", "@"), ("check", "--show-values", "@"), ("check", "-v", "@")),
+                *(
+                    ("estimate", "@"),
+                    ("@", "-o", "%/out"),
+                    ("groups", "@", "--rank", "0"),
+                    ("check", "--target", "all", "@"),
+                ),
+            ],
+            2.0,
+        ),
+        Kind(
+            "plan",
+            "plan/plan.json",
+            plans,
+            [
+                *(("view", "%/plan", "-o", "%/view.html"), ("groups", "%/plan", "--rank", "0"), ("check", "%/plan")),
+                *(("diff", "@", "%/before.json"), ("estimate", "@"), ("@", "-o", "%/out")),
+            ],
+            beside=plan.parent,
+        ),
+        Kind(
+            "lock",
+            "plan/parcompile.lock.json",
+            locks,
+            [("%/before.json", "-o", "%/plan"), ("compile", "--check", "%/before.json", "-o", "%/plan")],
+            0.3,
+            beside=plan.parent,
+        ),
+        Kind(
+            "config.json",
+            "config.json",
+            [*_configs(), *_files(corpus / "hf")],
+            [
+                *(("check", "%/held.json"), ("estimate", "%/held.json"), ("%/held.json", "-o", "%/out")),
+                *(("models", "--config", "@"), ("init", "--hf-config", "@"), ("check", "@")),
+            ],
+            2.0,
+            beside=_held(made / "config", {}),
+        ),
+        Kind(
+            "DeepSpeed",
+            "ds.?",
+            deepspeed,
+            [
+                *_IMPORTED,
+                _ANSWERED,
+                ("check", "--fix", "--unsafe-fixes", "@"),
+                ("check", "--used-with", "transformers", "@"),
+            ],
+        ),
+        Kind("Megatron-LM script", "run.sh", scripts, [*_IMPORTED, _CLUSTER, _VOCABULARY, ("check", "--fix", "@")]),
+        Kind(
+            "Megatron-LM arguments",
+            "args.?",
+            arguments,
+            [*_IMPORTED, ("import", "--kind", "megatron", *_CLUSTER[1:])],
+            0.7,
+        ),
+        Kind("gpt-neox", "neox.?", [*_yaml(_NEOX), *_json(_NEOX), *_files(corpus / "neox")], [*_IMPORTED, _VOCABULARY]),
+        Kind("accelerate", "accelerate.?", accelerate, [*_IMPORTED, _ANSWERED]),
+        Kind(
+            "parallelism configs",
+            "parallel.?",
+            [*_json(_PARALLELISM, _DISTRIBUTED), *_files(golden, "*/parallelism_config.json")],
+            [*_IMPORTED, _ANSWERED, ("import", "--kind", "parallelism_config", "@")],
+            0.3,
+        ),
+        Kind("axolotl", "axolotl.?", [*_yaml(_AXOLOTL), *_json(_AXOLOTL)], [*_IMPORTED, _LENGTH]),
+        Kind("LLaMA-Factory", "factory.?", [*_yaml(_FACTORY), *_json(_FACTORY)], [*_IMPORTED, _LENGTH]),
+        Kind("Trainer", "trainer.?", [*_yaml(_TRAINER), *_json(_TRAINER)], [*_IMPORTED, _LENGTH], 0.5),
+        Kind("measured runs", "rows.csv", [Base(_ROWS, "csv")], [("calibrate", "@")], 0.2),
+        Kind(
+            "machine",
+            "machine.json",
+            _json(_MACHINE),
+            [("check", "%/held.json"), ("estimate", "%/held.json")],
+            0.3,
+            beside=_held(
+                made / "machine",
+                {
+                    "model": {"preset": "llama-3-8b"},
+                    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "machine.json"},
+                },
+            ),
+        ),
+    ]
+    if runtime:
+        note, index = Base(_note(made / "note"), "json"), Base(_index(made / "index"), "json")
+        inspected = [("checkpoint", word, "%/checkpoint") for word in ("inspect", "verify")]
+        imported = ("checkpoint", "import", "--hf", "%/model", "--plan", "%/plan", "-o", "%/new")
+        kinds += [
+            Kind("note", "checkpoint/parcompile.json", [note], inspected, 0.5, made / "note"),
+            Kind("index", "model/model.safetensors.index.json", [index], [imported], 0.2, made / "index"),
+        ]
+    return kinds

@@ -1,0 +1,379 @@
+"""Damages to texts: of their tree, where they are JSON or YAML, and of their words and bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+Tree = Any
+Place = tuple[Any, Any]
+"""A container and the key or index in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Text that stands in a file as it is, and that no tree can hold."""
+
+    text: str
+
+
+_NUMBERS = (
+    *(
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        16,
+        64,
+        -0.0,
+        0.5,
+        1.5,
+        -2.5,
+        1e-12,
+        1e308,
+        -1e308,
+        2**31,
+        2**53 + 1,
+        2**63,
+        10**30,
+        -(10**30),
+    ),
+    *(
+        Raw("NaN"),
+        Raw("Infinity"),
+        Raw("-Infinity"),
+        Raw("1e999"),
+        Raw("-0"),
+        Raw("9" * 5000),
+        Raw("1e-400"),
+        Raw("08"),
+    ),
+)
+_TEXTS = (
+    *("", " ", "auto", "none", "null", "true", "x", "0", "-1", "1.5", "1e400", "nan", "inf", "../../etc/passwd", "/"),
+    *(
+        "\u0000",
+        "\u001b[31m",
+        "\u202e",
+        "\ud800",
+        "a\nb",
+        "\u00e9",
+        "x" * 5000,
+        "8" * 5000,
+        "${A}",
+        "%s{}",
+        "a/b/c",
+        ".",
+    ),
+    *("file.json", "-", "[1,", "٣", "1_000", "0x10", "2e3", "bf16", "llama", "full", "cosine", "adamw"),
+)
+_OTHERS = (None, True, False, [], {}, [[]], {"": {}}, [None], {"a": None}, [1, "a"], {"type": 1}, [{}], [0.5, -1])
+
+
+def values(chance: random.Random) -> Any:
+    """A value that is odd at most places."""
+    kind = chance.random()
+    if kind < 0.35:
+        return chance.choice(_NUMBERS)
+    if kind < 0.6:
+        return chance.choice(_TEXTS)
+    if kind < 0.95:
+        return copy.deepcopy(chance.choice(_OTHERS))
+    if kind < 0.97:
+        return Raw(chance.choice("[{").replace("{", '{"a":') * chance.choice((50, 150, 20_000)))
+    return chance.choice((list(range(3000)), {str(n): n for n in range(2000)}, "long " * 30_000))
+
+
+def places(tree: Tree) -> list[Place]:
+    """Every place of a tree."""
+    found: list[Place] = []
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list)):
+            continue
+        for key in node if isinstance(node, dict) else range(len(node)):
+            found.append((node, key))
+            waiting.append(node[key])
+    return found
+
+
+def damaged_tree(tree: Tree, donors: Sequence[Tree], chance: random.Random) -> Tree:
+    """A copy with one to four damages. Keys and subtrees of `donors`, files of the same kind, are put into it."""
+    tree = copy.deepcopy(tree)
+    for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 4))):
+        found = places(tree)
+        if not found:
+            return values(chance)
+        # Files are mostly leaves; what stands near the root matters as much.
+        top = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+        node, key = (tree, chance.choice(list(top))) if top and chance.random() < 0.35 else chance.choice(found)
+        _damage(tree, node, key, found, donors, chance)
+    return tree
+
+
+def _damage(tree: Tree, node: Any, key: Any, found: list[Place], donors: Sequence[Tree], chance: random.Random) -> None:
+    action, old = chance.random(), node[key]
+    if action < 0.4:
+        node[key] = values(chance)
+    elif action < 0.5:
+        node[key] = _of_other_type(old, chance)
+    elif action < 0.6:
+        del node[key]
+    elif action < 0.7:
+        other, name = chance.choice(places(chance.choice(donors)) or [({"a": 1}, "a")]) if donors else (tree, None)
+        if isinstance(node, dict) and isinstance(other, dict):
+            node[name] = copy.deepcopy(other[name]) if chance.random() < 0.5 else values(chance)
+        elif donors:
+            node[key] = copy.deepcopy(other[name])
+    elif action < 0.77:
+        other, name = chance.choice(found)
+        # A subtree that would hold itself is copied before.
+        node[key], other[name] = copy.deepcopy(other[name]), copy.deepcopy(old)
+    elif action < 0.84 and isinstance(node, dict):
+        node[_renamed(str(key), donors, chance)] = node.pop(key)
+    elif action < 0.9 and isinstance(node, dict) and isinstance(key, str):
+        twice = values(chance) if chance.random() < 0.7 else copy.deepcopy(old)
+        node[key] = Raw(f"{dumped(old)}, {json.dumps(key)}: {dumped(twice)}")
+    elif action < 0.94 and isinstance(old, (int, float)) and not isinstance(old, bool):
+        node[key] = chance.choice((-old, old + 1, old * 2, old * 1000, float(old), str(old), old / 3, 0))
+    elif isinstance(node, list):
+        node.insert(chance.randrange(len(node) + 1), copy.deepcopy(old) if chance.random() < 0.5 else values(chance))
+    else:
+        for _ in range(chance.choice((3, 30, 200))):
+            node[key] = {str(key): node[key]} if chance.random() < 0.5 else [node[key]]
+
+
+def _of_other_type(old: Any, chance: random.Random) -> Any:
+    return chance.choice(([old], {"value": old}, str(old), json.dumps(old, default=str), bool(old), None, [old, old]))
+
+
+def _renamed(key: str, donors: Sequence[Tree], chance: random.Random) -> str:
+    if donors and chance.random() < 0.4:
+        keys = [name for node, name in places(chance.choice(donors)) if isinstance(node, dict)]
+        return str(chance.choice(keys or [key]))
+    at = chance.randrange(len(key) + 1)
+    return key[:at] + chance.choice(("", "x", "_", "-", "S", " ", ".", "\u0000", "é")) + key[at + 1 :]
+
+
+_MARK = "\ue000{}\ue001"
+
+
+def dumped(tree: Tree, form: str = "json", indent: int | None = None) -> str:
+    """A tree as text, with `Raw` values as they are."""
+    raw: list[str] = []
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, Raw):
+            raw.append(node.text)
+            return _MARK.format(len(raw) - 1)
+        if isinstance(node, dict):
+            return {str(key): plain(value) for key, value in node.items()}
+        return [plain(value) for value in node] if isinstance(node, list) else node
+
+    found = plain(tree)
+    if form == "yaml":
+        text = yaml.safe_dump(found, allow_unicode=True, sort_keys=False, width=10**6)
+    else:
+        text = json.dumps(found, indent=indent, ensure_ascii=False)
+    for number, one in enumerate(raw):
+        mark = _MARK.format(number)
+        text = text.replace(f'"{mark}"', one).replace(mark, one)
+    return text
+
+
+_PARTS = {
+    "json": (
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        '"',
+        "//",
+        "/*",
+        "\\u",
+        "\\",
+        "null",
+        "NaN",
+        "\ufeff",
+        "\u2028",
+        "\x00",
+        "'",
+    ),
+    "yaml": (
+        *(
+            "&a ",
+            "*a",
+            "<<: *a\n",
+            "!!python/object:x ",
+            "? ",
+            "---\n",
+            "- ",
+            "\t",
+            ": ",
+            "|\n",
+            ">\n",
+            "%YAML 9\n",
+            "[",
+            "}",
+        ),
+        *(
+            "#",
+            "'",
+            '"',
+            "\n",
+            "  ",
+            "0o7",
+            "2026-01-01",
+            "1:30",
+            ".inf",
+            "!!binary x",
+            "!!set {a}",
+            "yes",
+            "~",
+            "\x85",
+        ),
+    ),
+    "sh": (
+        *(
+            "$A",
+            "${A[@]}",
+            "$((",
+            "))",
+            "$(",
+            ")",
+            "`",
+            '"',
+            "'",
+            "\\",
+            "\n",
+            ";",
+            "|",
+            "&&",
+            "||",
+            "&",
+            "&>",
+            "<<EOF\n",
+            "EOF\n",
+        ),
+        *(
+            "for i in 1 2 3; do\n",
+            "done\n",
+            "while true; do\n",
+            "if [ $A = 1 ]; then\n",
+            "fi\n",
+            "case $A in\n",
+            "esac\n",
+            "{ ",
+            "}",
+        ),
+        *(
+            'eval "$A"\n',
+            "A=$A$A\n",
+            "A+=$A\n",
+            "A=(1 2)\n",
+            "A[0]=x\n",
+            "${A:-$B}",
+            "${A//a/b}",
+            "${#A}",
+            "${!A}",
+            "f() {\n",
+            "f\n",
+        ),
+        *(
+            "set -- a b\n",
+            "shift\n",
+            "$1",
+            "$@",
+            "$((1<<99999))",
+            "$((9**9**9))",
+            "$((1/0))",
+            "$((A[0]))",
+            "${A:1:2}",
+            "{1..9}",
+        ),
+        *(
+            "source ./x.sh\n",
+            "export A=1\n",
+            "local A\n",
+            "exit\n",
+            "return\n",
+            "${A:99999999999}",
+            "${A%%*}",
+            "~",
+            "*",
+            "[[ a == b ]]",
+        ),
+    ),
+    "csv": (",", '"', "\n", "\r", "1e400", "-1", "nan", ",,,,", "x", "\x00", "9" * 5000),
+}
+
+
+def damaged_text(text: str, form: str, chance: random.Random) -> bytes:
+    """The text with one to four damages of its words, lines and bytes."""
+    data = text.encode("utf-8", "surrogatepass")
+    for _ in range(chance.choice((1, 1, 2, 3, 4))):
+        data = _damaged_bytes(data, form, chance)
+    return data
+
+
+def _damaged_bytes(data: bytes, form: str, chance: random.Random) -> bytes:
+    action, at = chance.random(), chance.randrange(len(data) + 1)
+    if action < 0.35:
+        return data[:at] + chance.choice(_PARTS[form]).encode("utf-8", "surrogatepass") + data[at:]
+    if action < 0.45:
+        return data[:at] + data[min(len(data), at + chance.choice((1, 1, 2, 5, 20, 200))) :]
+    if action < 0.5:
+        return data[:at]
+    if action < 0.6:
+        return data[:at] + bytes(chance.randrange(256) for _ in range(chance.randint(1, 8))) + data[at:]
+    if action < 0.9:
+        return _damaged_word(data, form, chance)
+    lines = data.split(b"\n")
+    first, second = chance.randrange(len(lines)), chance.randrange(len(lines))
+    if action < 0.95:
+        lines[first], lines[second] = lines[second], lines[first]
+    else:
+        lines.insert(first, lines[second])
+    return b"\n".join(lines)
+
+
+def _damaged_word(data: bytes, form: str, chance: random.Random) -> bytes:
+    words = data.split(b" ")
+    at = chance.randrange(len(words))
+    new: Any = values(chance) if chance.random() < 0.6 else chance.choice(_PARTS[form])
+    word = new.text if isinstance(new, Raw) else new if isinstance(new, str) else json.dumps(new)
+    action = chance.random()
+    if action < 0.6:
+        words[at] = word.encode("utf-8", "surrogatepass")
+    elif action < 0.75:
+        words[at] += word.encode("utf-8", "surrogatepass")
+    elif action < 0.9:
+        words.insert(at, words[chance.randrange(len(words))])
+    else:
+        del words[at]
+    return b" ".join(words)
+
+
+def mutant(text: str, form: str, tree: Tree, donors: Sequence[Tree], chance: random.Random) -> bytes:
+    """A damaged file. `tree` is what the text holds, None where it holds none."""
+    if tree is None or chance.random() < 0.2:
+        return damaged_text(text, form, chance)
+    written = "yaml" if form == "yaml" and chance.random() < 0.7 else "json"
+    try:
+        found = dumped(damaged_tree(tree, donors, chance), written, chance.choice((None, 1, 2)))
+    except (RecursionError, ValueError, yaml.YAMLError):
+        return damaged_text(text, form, chance)
+    if chance.random() < 0.05:
+        return damaged_text(found, form, chance)
+    return found.encode("utf-8", "surrogatepass")
