@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.text import Document, Place, SourceText
-from parcompile.text.shell import Invocation, Value, invocations
+from parcompile.text import Document, Place, SourceError, SourceText
+from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
 from parcompile.text.shell.values import known, missing, shown, span
 
 from .arguments import Arguments, Unknown, Word, parsed
@@ -85,8 +85,15 @@ def from_shell(
         source: the script.
         variables: those of the environment that are known.
         read: gives the text of files that the script sources.
+
+    Raises:
+        SourceError: its values grow without end, or it takes too long.
     """
-    run = invocations(source.text, dict(variables or {}), read)
+    try:
+        run = invocations(source.text, dict(variables or {}), read)
+    except ShellLimitError as error:
+        at = "" if error.start is None else f":{source.position(error.start).line}"
+        raise SourceError(f"{source.file}{at}: this script is not followed to its end: {error}") from None
     calls = [call for one in run.invocations if (call := _call(source, one)) is not None]
     if not calls:
         calls = [call for state in run.states if (call := _fragment(source, state.variables, state.arrays)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
@@ -12,8 +13,8 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: lambda left, right: int(left / right),
-    ast.Mod: lambda left, right: left - right * int(left / right),
+    ast.FloorDiv: lambda left, right: _quotient(left, right),
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
     ast.Pow: operator.pow,
     ast.Lt: lambda left, right: int(left < right),
     ast.Gt: lambda left, right: int(left > right),
@@ -23,6 +24,14 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.NotEq: lambda left, right: int(left != right),
 }
 LARGEST = 2**63
+LONGEST = 2000
+"""Characters of an expression that is read."""
+
+
+def _quotient(left: int, right: int) -> int:
+    """Whole division that rounds to zero."""
+    found = abs(left) // abs(right)
+    return found if (left < 0) == (right < 0) else -found
 
 
 class UnknownError(Exception):
@@ -35,10 +44,14 @@ def evaluate(expression: str, lookup: Callable[[str], int | None]) -> int:
     Raises:
         UnknownError: a name in it has no known value, or it is not plain arithmetic.
     """
+    if len(expression) > LONGEST:
+        raise UnknownError("a long expression")
     text = _NAME.sub(r"\1", expression).strip()
     text = re.sub(r"(?<!/)/(?!/)", "//", text).replace("&&", " and ").replace("||", " or ")
     try:
-        tree = ast.parse(text.replace("\n", " "), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's compiler, about what stands in the script
+            tree = ast.parse(text.replace("\n", " "), mode="eval").body
         return _value(tree, lookup)
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise UnknownError(expression) from error

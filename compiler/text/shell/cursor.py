@@ -8,7 +8,11 @@ _BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
 
 
 class ShellSyntaxError(Exception):
-    """Here stands what this reader does not understand."""
+    """Here stands what this reader does not understand. `searched` characters were gone through for its end."""
+
+    def __init__(self, what: str, searched: int = 0) -> None:
+        super().__init__(what)
+        self.searched = searched
 
 
 class Cursor:
@@ -17,7 +21,13 @@ class Cursor:
     def __init__(self, text: str, at: int = 0) -> None:
         self.text = text
         self.at = at
+        self.began = at
+        """Where the statement begins that is read."""
         self.heredocs: list[tuple[str, bool]] = []
+
+    def unclosed(self, mark: str) -> ShellSyntaxError:
+        """The error for a bracket or quote without an end: all the rest of the text was searched."""
+        return ShellSyntaxError(mark, len(self.text) - min(self.began, len(self.text)))
 
     def peek(self, text: str) -> bool:
         """Whether this text comes next."""

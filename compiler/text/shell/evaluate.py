@@ -15,6 +15,7 @@ from .assignment import assign, declare, forget, let
 from .braces import MAX_ITERATIONS, braces
 from .conditions import UNKNOWN, assumed, judged, matches, test
 from .inner_commands import flattened, inner_script
+from .limits import ShellLimitError, Work
 from .parse import parse
 from .places import placeless, without_places
 from .state import State, distinct
@@ -58,8 +59,11 @@ def invocations(text: str, given: dict[str, str] | None = None, read: Read | Non
         text: the script.
         given: variables of the environment that are known.
         read: gives the text of files that the script sources.
+
+    Raises:
+        ShellLimitError: its values grow too long, or it takes too many steps.
     """
-    start = State()
+    start = State(work=Work())
     for name, value in slurm.variables(text):
         start.set(name, value)
     for name, plain in (given or {}).items():
@@ -84,9 +88,16 @@ class _Follower:
         """The states after statements."""
         for node in nodes:
             self.steps += len(states)
-            if not states or self.steps > MAX_STEPS:
+            if not states:
                 return states
-            states = distinct(self.node(node, states), MAX_STATES)
+            if self.steps > MAX_STEPS:
+                raise ShellLimitError(f"it runs more than {MAX_STEPS:,} statements: write the arguments out")
+            try:
+                states = distinct(self.node(node, states), MAX_STATES)
+            except ShellLimitError as error:
+                if error.start is None and not self.sourced and isinstance(node, Simple):
+                    raise ShellLimitError(str(error), node.start) from None
+                raise
         return states
 
     def node(self, node: Node, states: list[State]) -> list[State]:
@@ -257,6 +268,7 @@ class _Follower:
         else:
             inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
             inner.block(parse(text), [state.copy()])
+            self.steps = inner.steps
             self.found += inner.found
         self.calls -= 1
         return [state]
@@ -283,6 +295,7 @@ class _Follower:
             return [state]
         inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
         after = inner.block(parse(text), [state])
+        self.steps = inner.steps
         for one in after:
             without_places(one)
         self.found += [

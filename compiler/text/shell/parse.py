@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from .cursor import ShellSyntaxError
+from .limits import ShellLimitError
 from .syntax import (
     AndOr,
     Assignment,
@@ -36,10 +37,16 @@ _FUNCTION = re.compile(
 _KEYWORD = re.compile(r"(if|then|elif|else|fi|case|esac|for|while|until|do|done|in|select)(?![^\s;&|()<>])")
 _CLOSERS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac"})
 MAX_DEPTH = 60
+MAX_SEARCHED = 10_000_000
+"""Characters that are gone through for ends of quotes and brackets which are not there."""
 
 
 def parse(text: str, start: int = 0) -> Block:
-    """The statements of a script, or of its part from `start` on."""
+    """The statements of a script, or of its part from `start` on.
+
+    Raises:
+        ShellLimitError: it has too many quotes and brackets without an end.
+    """
     return _Parser(text, start).script()
 
 
@@ -48,14 +55,19 @@ class _Parser(WordReader):
 
     def script(self) -> Block:
         found: list[Node] = []
+        searched = 0
         while True:
             self.separators()
             if self.at >= len(self.text):
                 return tuple(found)
-            start = self.at
+            start = self.began = self.at
             try:
                 found.append(self._statement())
-            except (ShellSyntaxError, RecursionError):
+            except (ShellSyntaxError, RecursionError) as error:
+                searched += error.searched if isinstance(error, ShellSyntaxError) else 0
+                if searched > MAX_SEARCHED:
+                    message = "its quotes and brackets do not close, in this line and in many before"
+                    raise ShellLimitError(message, start) from None
                 self.depth, self.heredocs = 0, []
                 following = self.text.find("\n", max(start, self.at))
                 self.at = len(self.text) if following < 0 else following + 1

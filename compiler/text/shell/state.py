@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from . import arithmetic
+from .limits import MAX_MATCHED, Work, bounded
 from .syntax import Arithmetic, Expansion, Literal, Substitution, Word
 from .values import Array, Hole, Part, Piece, Value, fields, joined, known, missing
+
+_WORD = 160
+"""Characters that take as long as one word more of a command, which several modules look at."""
 
 
 @dataclass
@@ -26,18 +30,31 @@ class State:
     """The positional parameters; None for those of the script itself."""
     assumptions: tuple[tuple[str, int], ...] = ()
     ended: bool = False
+    work: Work = field(default_factory=Work)
+    """Shared by all ways through a script."""
 
     def copy(self) -> State:
         """One that can go another way."""
-        return State(dict(self.variables), set(self.arrays), self.arguments, self.assumptions, self.ended)
+        return State(dict(self.variables), set(self.arrays), self.arguments, self.assumptions, self.ended, self.work)
 
     def set(self, name: str, value: Value) -> None:
-        """Gives a variable a string."""
+        """Gives a variable a string.
+
+        Raises:
+            ShellLimitError: it is too long.
+        """
+        self.work.spend(bounded(sum(len(part.text) + 1 for part in value), f"variable {name}"))
         self.variables[name] = value
         self.arrays.discard(name)
 
     def set_array(self, name: str, values: Array) -> None:
-        """Gives a variable a list."""
+        """Gives a variable a list.
+
+        Raises:
+            ShellLimitError: it is too long.
+        """
+        length = sum(len(part.text) + 1 for value in values for part in value) + len(values)
+        self.work.spend(bounded(length, f"variable {name}"))
         self.variables[name] = values
         self.arrays.add(name)
 
@@ -64,18 +81,35 @@ class State:
         return int(text) if text is not None and re.fullmatch(r"\s*-?\d{1,18}\s*", text) else None
 
     def words(self, words: tuple[Word, ...]) -> tuple[Value, ...]:
-        """The words of a command after expansion."""
-        return tuple(found for word in words for found in self.expand(word))
+        """The words of a command after expansion.
+
+        Raises:
+            ShellLimitError: they are too long.
+        """
+        found = []
+        for word in words:
+            for one in self.expand(word):
+                self.work.spend(_WORD)
+                found.append(one)
+        return tuple(found)
 
     def expand(self, word: Word) -> Iterator[Value]:
         """The words that one word becomes."""
         yield from fields(self._parts(word, splits=True))
 
     def value(self, word: Word) -> Value:
-        """The string that a word becomes where it is not split, as after `=`."""
-        return tuple(part for part in self._parts(word, splits=False) if part is not None and part.text)
+        """The string that a word becomes where it is not split, as after `=`; elements of a list are spaced."""
+        parts = (Piece(" ", None) if part is None else part for part in self._parts(word, splits=False))
+        return tuple(part for part in parts if part.text)
 
     def _parts(self, word: Word, *, splits: bool) -> Iterator[Part | None]:
+        length = 0
+        for part in self._unbounded(word, splits=splits):
+            length = bounded(length + (1 if part is None else len(part.text) + 1), "a word")
+            self.work.spend(0 if part is None else len(part.text))
+            yield part
+
+    def _unbounded(self, word: Word, *, splits: bool) -> Iterator[Part | None]:
         for part in word:
             if isinstance(part, Literal):
                 yield Piece(part.text, part.start, is_quoted=part.quoted)
@@ -123,7 +157,10 @@ class State:
             yield Hole(_text(part), (part.name,), part.start, part.end, can_be_words=True)
             return
         if part.quoted and (part.index or part.name) == "*":
-            yield from joined(found)
+            if not found:
+                yield Piece("", part.start, is_quoted=True)
+            for one in joined(found):
+                yield one if isinstance(one, Hole) else Piece(one.text, one.start, is_quoted=True)
             return
         for number, value in enumerate(found):
             if number:
@@ -177,11 +214,12 @@ def _text(part: Expansion) -> str:
 def _changed(text: str, operator: str, pattern: str) -> str | None:
     """`${name%pattern}` and its kin."""
     if operator in ("%", "%%", "#", "##"):
-        return _trimmed(text, operator, pattern)
+        return _trimmed(text, operator, pattern) if len(text) <= MAX_MATCHED else None
     if operator in ("/", "//"):
         old, _, new = pattern.partition("/")
-        if any(one in old for one in "*?["):
+        if not old or any(one in old for one in "*?[\\"):
             return None
+        bounded(len(text) + text.count(old) * len(new), "a word")
         return text.replace(old, new) if operator == "//" else text.replace(old, new, 1)
     if operator in ("^^", ",,"):
         return text.upper() if operator == "^^" else text.lower()

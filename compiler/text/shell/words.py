@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .cursor import Cursor, ShellSyntaxError
+from .cursor import Cursor
 from .syntax import Arithmetic, Expansion, Literal, Substitution, Word, WordPart
 
 _PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
@@ -78,7 +78,7 @@ class WordReader(Cursor):
             elif here == "'":
                 end = text.find("'", self.at + 1)
                 if end < 0:
-                    raise ShellSyntaxError("'")
+                    raise self.unclosed("'")
                 parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
                 self.at = end + 1
             elif here == '"':
@@ -122,7 +122,7 @@ class WordReader(Cursor):
                 parts.append(self._dollar(quoted=True))
             else:
                 parts.append(self._backquotes(quoted=True))
-        raise ShellSyntaxError('"')
+        raise self.unclosed('"')
 
     def _dollar(self, *, quoted: bool) -> WordPart:
         start, text = self.at, self.text
@@ -140,7 +140,7 @@ class WordReader(Cursor):
         if text.startswith("$'", start) and not quoted:
             end = text.find("'", start + 2)
             if end < 0:
-                raise ShellSyntaxError("'")
+                raise self.unclosed("'")
             self.at = end + 1
             return Literal(text[start + 2 : end], start + 2, quoted=True)
         match = _NAME.match(text, start + 1)
@@ -164,7 +164,7 @@ class WordReader(Cursor):
                     return at
                 depth -= 1
             at += 1
-        raise ShellSyntaxError("))")
+        raise self.unclosed("))")
 
     def _braces(self, start: int, *, quoted: bool) -> WordPart:
         text = self.text
@@ -178,7 +178,7 @@ class WordReader(Cursor):
         if self.peek("["):
             end = text.find("]", self.at)
             if end < 0:
-                raise ShellSyntaxError("]")
+                raise self.unclosed("]")
             index = text[self.at + 1 : end]
             self.at = end + 1
         if prefix:
@@ -212,7 +212,7 @@ class WordReader(Cursor):
             elif here == "'" and not quoted:
                 end = text.find("'", self.at + 1)
                 if end < 0:
-                    raise ShellSyntaxError("'")
+                    raise self.unclosed("'")
                 parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
                 self.at = end + 1
             elif here == "`":
@@ -225,7 +225,7 @@ class WordReader(Cursor):
                 assert match is not None
                 parts.append(Literal(match[0], self.at, quoted))
                 self.at = match.end()
-        raise ShellSyntaxError("}")
+        raise self.unclosed("}")
 
     def _to_closing_brace(self) -> None:
         depth = 1
@@ -235,7 +235,7 @@ class WordReader(Cursor):
             depth += (here == "{") - (here == "}")
             if depth == 0:
                 return
-        raise ShellSyntaxError("}")
+        raise self.unclosed("}")
 
     def _backquotes(self, *, quoted: bool) -> WordPart:
         start = self.at
@@ -243,7 +243,7 @@ class WordReader(Cursor):
         while end > 0 and self.text[end - 1] == "\\":
             end = self.text.find("`", end + 1)
         if end < 0:
-            raise ShellSyntaxError("`")
+            raise self.unclosed("`")
         self.at = end + 1
         return Substitution(self.text[start : self.at], start, self.at, quoted)
 
@@ -265,4 +265,4 @@ class WordReader(Cursor):
             depth += (here == opening) - (here == closing)
             if depth == 0:
                 return
-        raise ShellSyntaxError(closing)
+        raise self.unclosed(closing)
