@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MAX_LENGTH = 2**20
 """Characters of one value. Linux starts no program with a word of more than 2**17."""
 MAX_WORK = 200_000
-"""Parts that are put together, and blocks of 16 characters in them: about a second. Real scripts take a few thousand."""
+"""Parts that are put together, and blocks of 16 characters in them: a second or so. Scripts take a few thousand."""
 MAX_MATCHED = 4096
 """Characters of a value that a pattern is taken off: trying every place takes the square of it."""
 _BLOCK = 16

@@ -37,7 +37,7 @@ _FUNCTION = re.compile(
 _KEYWORD = re.compile(r"(if|then|elif|else|fi|case|esac|for|while|until|do|done|in|select)(?![^\s;&|()<>])")
 _CLOSERS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac"})
 MAX_DEPTH = 60
-MAX_SEARCHED = 10_000_000
+MAX_SEARCHED = 3_000_000
 """Characters that are gone through for ends of quotes and brackets which are not there."""
 
 
