@@ -15,7 +15,7 @@ from .assignment import assign, declare, forget, let
 from .braces import MAX_ITERATIONS, braces
 from .conditions import UNKNOWN, assumed, judged, matches, test
 from .inner_commands import flattened, inner_script
-from .limits import ShellLimitError, Work
+from .limits import MAX_LENGTH, ShellLimitError, Work
 from .parse import parse
 from .places import placeless, without_places
 from .state import State, distinct
@@ -63,6 +63,8 @@ def invocations(text: str, given: dict[str, str] | None = None, read: Read | Non
     Raises:
         ShellLimitError: its values grow too long, or it takes too many steps.
     """
+    if len(text) > MAX_LENGTH:
+        raise ShellLimitError(f"it has more than {MAX_LENGTH:,} characters")
     start = State(work=Work())
     for name, value in slurm.variables(text):
         start.set(name, value)
