@@ -81,7 +81,9 @@ class Attack:
         file.parent.mkdir(parents=True, exist_ok=True)
         for words in kind.commands:
             file.write_text(base.text, encoding="utf-8")
-            _measured([word.replace("@", str(file)).replace("%", str(own)) for word in words])
+            # An import that is cut off would leave half a module behind.
+            line = [word.replace("@", str(file)).replace("%", str(own)) for word in words]
+            _measured(line, contextlib.nullcontext())
         _remove_outputs(own)
 
     def run(self, seed: int, keep: Path | None = None) -> tuple[Kind, End]:
@@ -117,7 +119,9 @@ def _remove_outputs(folder: Path) -> None:
         shutil.rmtree(folder / made, ignore_errors=True)
 
 
-def _measured(line: Sequence[str]) -> tuple[int, float, int, tuple[str, str, str] | None]:
+def _measured(
+    line: Sequence[str], limits: contextlib.AbstractContextManager[None] | None = None
+) -> tuple[int, float, int, tuple[str, str, str] | None]:
     """One call of the command line: exit code, seconds, growth, and what is wrong: what, where and its message."""
     from parcompile.cli.main import main
 
@@ -127,7 +131,7 @@ def _measured(line: Sequence[str]) -> tuple[int, float, int, tuple[str, str, str
     before = _reset_peak()
     began = time.process_time()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _limited():
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limits or _limited():
             main()
     except SystemExit as ended:
         code = int(ended.code or 0)

@@ -81,7 +81,8 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
         kept["attention"] += states * kept_bytes(work) * held
         for part in ("stream", "gathered"):
-            kept[part] *= work.split_tokens / tokens
+            # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
+            kept[part] *= work.split_tokens / max(1, tokens)
         of_own, of_whole = kept_of_use(work)
         used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
         kept["stream"] += used * of_own * work.split_tokens * held

@@ -265,7 +265,7 @@ def refusal(name: Any, config: Mapping[str, Any]) -> tuple[str, str]:
     told = known.reason is not REASONS["multimodal"]
     if isinstance(inner, Mapping) and not told:
         part = inner.get("model_type") or known.text
-        if part not in FAMILIES:
+        if not isinstance(part, str) or part not in FAMILIES:
             why = model_type(str(part)).reason
             sentence += f"; its text part is {part!r}, which is refused too: {why.why if why else ''}"
     elif known.text_works:

@@ -56,7 +56,7 @@ def mlp_width(given: int, multiple: int, *, gated: bool) -> int:
     Raises:
         InexpressibleError: rounding makes the two linears disagree, so that gpt-neox itself stops.
     """
-    first = int(given * 2 / 3) if gated else given
+    first = math.floor(given * 2 / 3) if gated else given
     second = first // 2 if gated else given
     first = -(-first // (2 * multiple)) * 2 * multiple
     second = -(-second // multiple) * multiple

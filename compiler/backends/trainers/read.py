@@ -155,7 +155,7 @@ def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
     answered = draft.answers.get(("training", "train_steps"))
     given = _number(source, tool.own("max_steps"))
     found = answered if isinstance(answered, int) else given
-    return int(found) if found is not None and found > 0 else None
+    return math.floor(found) if found is not None and found > 0 else None
 
 
 def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int | None:
@@ -170,10 +170,10 @@ def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int 
     if path in draft.answers:
         return None
     if count:
-        return int(count)
+        return math.floor(count)
     if not ratio and "warmup_ratio" in tool.defaults and count is None:
         if steps is not None:
-            return min(int(tool.defaults["warmup_ratio"] * steps), 100)
+            return min(math.floor(tool.defaults["warmup_ratio"] * steps), 100)
         ratio = tool.defaults["warmup_ratio"]
     if not ratio:
         return 0

@@ -131,9 +131,16 @@ def _note(word: str, text: str, style: Style, margin: int) -> list[str]:
     return [f"{lead}{style.strong(word + ':')} {line}" if not i else rest + line for i, line in enumerate(lines)]
 
 
+_REACH = 4
+"""Characters before and behind a place, in widths of the terminal, that may be shown: marks over letters take none."""
+
+
 def _window(line: str, column: int, width: int, dots: str) -> tuple[str, int, int]:
     """The part of a line that fits into `width` columns, and where in it the place starts and how long it is."""
     index = min(column - 1, len(line))
+    # A line may be a whole file: only what is near the place is measured.
+    skipped = max(0, index - _REACH * width)
+    line, index = line[skipped : index + _REACH * width], index - skipped
     match = _TOKEN.match(line, index)
     length = len(match[0]) if match else 1
     first = 0
@@ -144,7 +151,7 @@ def _window(line: str, column: int, width: int, dots: str) -> tuple[str, int, in
         while first > 0 and _columns(line[first - 1]) <= room:
             first -= 1
             room -= _columns(line[first])
-    before = dots if first else ""
+    before = dots if first or skipped else ""
     text = before + _visible(line[first:])
     start = _columns(before) + _columns(line[first:index])
     if _columns(text) > width:
