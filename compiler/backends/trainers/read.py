@@ -173,7 +173,8 @@ def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int 
         return math.floor(count)
     if not ratio and "warmup_ratio" in tool.defaults and count is None:
         if steps is not None:
-            return min(math.floor(tool.defaults["warmup_ratio"] * steps), 100)
+            share: float = tool.defaults["warmup_ratio"]
+            return min(math.floor(share * steps), 100)
         ratio = tool.defaults["warmup_ratio"]
     if not ratio:
         return 0
