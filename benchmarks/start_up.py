@@ -53,7 +53,7 @@ def every_group(plan: Plan) -> int:
 
 def own_groups(plan: Plan) -> int:
     mesh = create_groups(plan, dist.get_rank(), META)
-    return len(mesh.groups) + len(mesh.lanes)
+    return len(mesh.groups) + len(mesh.plan.spec.schedule.lanes())
 
 
 def seconds(plan: Plan, create: Callable[[Plan], int], rounds: int) -> tuple[list[float], int]:

@@ -6,9 +6,9 @@ chunk, and `group` micro-batches go through one chunk before the next is taken u
 this order; the plan lists them; estimates and pictures lay them out in seconds.
 
 A message travels between neighbours around the ring of ranks. Its receive is posted one pass before the pass that needs
-it, and a sender goes on to its next pass. Messages of one kind between two ranks in one direction are a lane: a
-communicator carries the messages of two ranks in the order in which both post them, so that one for all of them would
-wait for itself.
+it, and a sender goes on to its next pass. Messages of one kind from one rank to the next are a lane. Each lane has a
+communicator of its own, of its two ranks: a communicator carries messages in the order in which a rank posts them, so
+that one that several lanes share would wait for itself.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ class Pass(NamedTuple):
         """F3 is the forward pass of micro-batch 3; with virtual stages the chunk follows: B3.1."""
         name = f"{'F' if self.forward else 'B'}{self.micro_batch}"
         return name if virtual == 1 else f"{name}.{self.chunk}"
+
+
+class Lane(NamedTuple):
+    """The messages of one kind from one rank of a pipeline to its neighbour."""
+
+    sender: int
+    receiver: int
+    forward: bool
+    """Whether they are hidden states; else gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +122,21 @@ class Schedule:
         """
         return 2 + (max(0, self.group_size - self.pp) if self.virtual > 1 else 0)
 
-    @property
-    def lanes(self) -> int:
-        """Communicators of a pipeline: of hidden states and of gradients, and of each direction where both carry both.
+    def lanes(self) -> list[list[Lane]]:
+        """The lanes of a pipeline in rounds: within one each rank has a lane at most.
 
-        With two ranks and virtual stages the next rank is also the one before.
+        Neighbours are taken in turn, so that there are two or three rounds for hidden states and as many for
+        gradients, however long the pipeline is. With virtual stages the last rank is a neighbour of the first.
         """
-        return 4 if self.pp == 2 and self.virtual > 1 else 2 if self.pp > 1 else 0
-
-    def lane(self, sender: int, receiver: int, *, forward: bool) -> int:
-        """Which of them carries a message."""
-        return (0 if forward else 1) + (2 if self.lanes == 4 and sender > receiver else 0)
+        firsts = range(self.pp - 1 if self.virtual == 1 or self.pp == 1 else self.pp)
+        last_of_odd = self.pp - 1 if self.pp % 2 else None
+        rounds = [[first for first in firsts if first % 2 == turn and first != last_of_odd] for turn in (0, 1)]
+        rounds.append([first for first in firsts if first == last_of_odd])
+        return [
+            [Lane(*(pair if forward else pair[::-1]), forward) for pair in pairs]
+            for pairs in ([(first, (first + 1) % self.pp) for first in turn] for turn in rounds if turn)
+            for forward in (True, False)
+        ]
 
     def sends(self, rank: int) -> tuple[int, int]:
         """Messages that a rank sends in a step: hidden states, and gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.layout.grid import Axis
+from parcompile.layout.schedule import Lane, Schedule
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
 from parcompile.runtime.errors import RunError
@@ -105,20 +107,39 @@ def create_groups(plan: Plan, rank: int, device: torch.device) -> Mesh:
     The members of a group meet through the store; nobody else takes part, so that the time does not grow with the
     number of groups in the world. On GPUs the communicators are made here too, in the same order.
     """
-    groups = {name: _create_group(plan, name, rank) for name in plan.groups.names}
-    lanes = tuple(_create_group(plan, Axis.PP, rank) for _ in range(plan.spec.schedule.lanes))
-    mine = {name: group for name, group in groups.items() if plan.groups.of_rank(name, rank)}
-    for group in (*mine.values(), *lanes):
+    planned = {name: plan.groups.of_rank(name, rank) for name in plan.groups.names}
+    groups = {name: _create_group(ranks, rank) for name, ranks in planned.items()}
+    mine = {name: groups[name] for name, ranks in planned.items() if ranks}
+    lanes = create_lanes(plan.spec.schedule, planned[Axis.PP], rank)
+    for group in (*mine.values(), *lanes.values()):
         connect(group, device)
     return Mesh(plan, rank, device, mine, lanes)
 
 
-def _create_group(plan: Plan, name: str, rank: int) -> dist.ProcessGroup:
-    """This rank's group of that name; of this rank alone when it is in none.
+def create_lanes(schedule: Schedule, pipeline: Sequence[int], rank: int) -> dict[Lane, dist.ProcessGroup]:
+    """This rank's lanes, in the order in which both ranks of each make its communicator.
+
+    Args:
+        schedule: of the pipeline.
+        pipeline: its ranks.
+        rank: this one.
+    """
+    found = {}
+    for lanes in schedule.lanes():
+        of_ranks = {lane: (pipeline[lane.sender], pipeline[lane.receiver]) for lane in lanes}
+        mine = next((lane for lane, ranks in of_ranks.items() if rank in ranks), None)
+        group = _create_group(() if mine is None else sorted(of_ranks[mine]), rank)
+        if mine is not None:
+            found[mine] = group
+    return found
+
+
+def _create_group(members: Sequence[int], rank: int) -> dist.ProcessGroup:
+    """A group of these ranks; of this rank alone when there are none.
 
     torch names such a group by its ranks and by how many groups this process has, so every rank has to have as many.
     """
-    ranks = list(plan.groups.of_rank(name, rank)) or [rank]
+    ranks = list(members) or [rank]
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
     created: dist.ProcessGroup | None = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert created is not None

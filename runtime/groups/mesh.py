@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from parcompile.layout.groups import KV_REPLICA
+from parcompile.layout.schedule import Lane
 from parcompile.plan import Plan
 
 
@@ -20,8 +21,8 @@ class Mesh:
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup]
-    lanes: tuple[dist.ProcessGroup, ...] = ()
-    """Further groups of the same ranks as pp: one for each lane of the pipeline's schedule."""
+    lanes: dict[Lane, dist.ProcessGroup] = field(default_factory=dict)
+    """The lanes of the pipeline's schedule that end or begin at this rank, each with a group of its two ranks."""
 
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group of that name; a group of one is a real group too, since DeepSpeed wants one."""

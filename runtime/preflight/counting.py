@@ -74,7 +74,7 @@ class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         groups: process groups under the names of the plan; others count as "other", the default group as "world".
-        lanes: further groups of the pipeline, which count as "pp".
+        lanes: the groups of its lanes, which count as "pp".
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], lanes: Iterable[dist.ProcessGroup] = ()) -> None:

@@ -24,7 +24,7 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
     """Follows what a rank does without memory: its messages, its live bytes, and which slices are copied where."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh.groups, mesh.lanes)
+        super().__init__(mesh.groups, mesh.lanes.values())
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_before_reduction: int | None = None

@@ -89,33 +89,29 @@ class Chain:
     def shift(self, values: Sequence[Tensor], *, reverse: bool = False) -> list[Tensor]:
         """Each piece gets the value of the piece before it (`reverse`: behind it), zeros where there is none; by slot.
 
-        All messages are under way at once.
+        All messages are posted in one batch: NCCL would take others one after the other, each with its other end.
         """
         way = -1 if reverse else 1
         received: list[Tensor] = [torch.zeros_like(one) for one in values]
-        works: list[Any] = []
-        keeping = []
+        messages: list[dist.P2POp] = []
         for slot, piece in enumerate(self.mine):
             target, source = piece + way, piece - way
             if 0 <= target < len(self.owners):
                 if self.owners[target] == self.rank:
                     received[self.mine.index(target)] = values[slot]
                 else:
-                    keeping.append(values[slot].contiguous())
-                    peer = self.owners[target]
-                    works.append(dist.isend(keeping[-1], group=self.group, group_dst=peer, tag=_halo_tag(slot)))
+                    messages.append(self._message(dist.isend, values[slot].contiguous(), target, slot))
             if 0 <= source < len(self.owners) and self.owners[source] != self.rank:
                 received[slot] = torch.empty_like(values[slot], memory_format=torch.contiguous_format)
-                peer, tag = self.owners[source], _halo_tag(self._slot_of(source))
-                works.append(dist.irecv(received[slot], group=self.group, group_src=peer, tag=tag))
-        for work in works:
+                messages.append(self._message(dist.irecv, received[slot], source, self._slot_of(source)))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         return received
+
+    def _message(self, way: Any, value: Tensor, piece: int, slot: int) -> dist.P2POp:
+        """To or from the rank of a piece; `slot` is the sender's."""
+        return dist.P2POp(way, value, group=self.group, group_peer=self.owners[piece], tag=MessageKind.HALO + slot)
 
     def _slot_of(self, piece: int) -> int:
         """The slot that its owner has it in."""
         return self.owners[:piece].count(self.owners[piece])
-
-
-def _halo_tag(slot: int) -> int:
-    return MessageKind.HALO + slot

@@ -1,14 +1,16 @@
 """Messages between neighbours of a pipeline, under way while both compute.
 
-Each kind of message in each direction has a communicator of its own (`parcompile.layout.schedule`): a communicator
-carries the messages of two ranks in the order in which both post them. Sends and receives are posted from one thread in
-the order of the schedule; on CUDA the current stream waits for them, not the host.
+Each lane has a communicator of its two ranks (`parcompile.layout.schedule`), which both post their messages on in the
+same order. Once NCCL has connected a communicator, c10d puts all sends and receives of a rank on it into one stream,
+where each waits for its other end: what shares a communicator with another lane would wait for that lane. Sends and
+receives are posted from one thread in the order of the schedule; on CUDA the current stream waits for them, not the
+host.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.schedule import Schedule
+from parcompile.layout.schedule import Lane, Schedule
 
 from .pending import wait_for
 
@@ -42,27 +44,28 @@ class Lanes:
 
     Args:
         schedule: whose messages they carry.
-        groups: `schedule.lanes` process groups of all ranks of the pipeline, in the order of pp.
+        groups: of this rank's lanes, in an order that all ranks agree on.
         rank: this one's place in the pipeline.
         device: where messages lie.
     """
 
     def __init__(
-        self, schedule: Schedule, groups: Sequence[dist.ProcessGroup], rank: int, device: torch.device
+        self, schedule: Schedule, groups: Mapping[Lane, dist.ProcessGroup], rank: int, device: torch.device
     ) -> None:
         self._schedule, self._groups, self._rank, self._device = schedule, groups, rank, device
-        self._under_way: dict[int, deque[tuple[tuple[Tensor, ...], list[Any]]]] = {}
+        self._under_way: dict[Lane, deque[tuple[tuple[Tensor, ...], list[Any]]]] = {}
         self._warm_up()
 
     def receive(self, source: int, like: Sequence[Like], *, forward: bool) -> Arrival:
         """Asks for tensors of these shapes and types."""
-        group = self._groups[self._schedule.lane(source, self._rank, forward=forward)]
+        lane = Lane(source, self._rank, forward)
+        group = self._groups[lane]
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in like)
-        return Arrival(tensors, [dist.irecv(one, group=group, group_src=source) for one in tensors])
+        return Arrival(tensors, [dist.irecv(one, group=group, group_src=_other(group)) for one in tensors])
 
     def send(self, target: int, tensors: Sequence[Tensor], *, forward: bool) -> None:
         """Sends tensors, which stay as they are until they have arrived: nobody may write into them."""
-        lane = self._schedule.lane(self._rank, target, forward=forward)
+        lane = Lane(self._rank, target, forward)
         under_way = self._under_way.setdefault(lane, deque())
         while under_way and all(work.is_completed() for work in under_way[0][1]):
             under_way.popleft()
@@ -70,7 +73,7 @@ class Lanes:
             wait_for(under_way.popleft()[1])
         whole = tuple(one.contiguous() for one in tensors)
         group = self._groups[lane]
-        under_way.append((whole, [dist.isend(one, group=group, group_dst=target) for one in whole]))
+        under_way.append((whole, [dist.isend(one, group=group, group_dst=_other(group)) for one in whole]))
 
     def finish(self) -> None:
         """Waits until everything that was sent has arrived."""
@@ -79,13 +82,15 @@ class Lanes:
                 wait_for(under_way.popleft()[1])
 
     def _warm_up(self) -> None:
-        """First messages, neighbour by neighbour in one order: a communicator is made when both its ends use it."""
-        ranks = self._schedule.pp
-        for sender in range(ranks if self._schedule.virtual > 1 else ranks - 1):
-            receiver = (sender + 1) % ranks
-            for source, target, forward in ((sender, receiver, True), (receiver, sender, False)):
-                if self._rank == source:
-                    self.send(target, [torch.zeros(1, device=self._device)], forward=forward)
-                    self.finish()
-                elif self._rank == target:
-                    self.receive(source, [((1,), torch.float32)], forward=forward).wait()
+        """First messages, lane by lane in one order: a backend may make a communicator when both its ends use it."""
+        for lane in self._groups:
+            if lane.sender == self._rank:
+                self.send(lane.receiver, [torch.zeros(1, device=self._device)], forward=lane.forward)
+                self.finish()
+            else:
+                self.receive(lane.sender, [((1,), torch.float32)], forward=lane.forward).wait()
+
+
+def _other(group: dist.ProcessGroup) -> int:
+    """The other one of two ranks."""
+    return 1 - dist.get_rank(group)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from layout_cases import compile_tree, spec_tree
 
-from parcompile.layout.schedule import RECEIVES_AHEAD, Schedule
+from parcompile.layout.schedule import Lane, Schedule
 from parcompile.plan import plan_tree
 
 
@@ -75,80 +74,20 @@ def test_sends_are_counted() -> None:
 def test_what_is_sent_is_what_the_receiver_asks_for_in_that_order() -> None:
     for schedule in schedules():
         pp = schedule.pp
-        lanes: dict[Any, tuple[list[Any], list[Any]]] = {}
+        lanes: dict[Lane, tuple[list[Any], list[Any]]] = {}
         for rank in range(pp):
             for one in schedule.passes(rank):
                 stage = one.chunk * pp + rank
                 if (to := schedule.target(rank, one)) is not None:
-                    lane = schedule.lane(rank, to, forward=one.forward), rank, to
+                    lane = Lane(rank, to, one.forward)
                     goes_to = stage + 1 if one.forward else stage - 1
                     lanes.setdefault(lane, ([], []))[0].append((one.micro_batch, goes_to))
                 if (source := schedule.source(rank, one)) is not None:
-                    lane = schedule.lane(source, rank, forward=one.forward), source, rank
+                    lane = Lane(source, rank, one.forward)
                     lanes.setdefault(lane, ([], []))[1].append((one.micro_batch, stage))
         assert all(sent == asked for sent, asked in lanes.values())
-        assert len({lane for lane, *_ in lanes}) == schedule.lanes
-
-
-class _Rank:
-    """Executes as the runtime does: receives posted ahead, few sends under way; lanes carry in the order of posting."""
-
-    def __init__(self, schedule: Schedule, rank: int, one_communicator: bool) -> None:
-        self.orders: deque[tuple[str, Any]] = deque()
-        self.lanes: dict[Any, deque[Any]] = {}
-        self.done: set[Any] = set()
-        passes, posted, under_way = schedule.passes(rank), 0, {}
-        for place, one in enumerate(passes):
-            while posted <= min(place + RECEIVES_AHEAD, len(passes) - 1):
-                if (source := schedule.source(rank, passes[posted])) is not None:
-                    lane = schedule.lane(source, rank, forward=passes[posted].forward)
-                    self.post(lane, one_communicator, source, rank, ("receive", posted))
-                posted += 1
-            if schedule.source(rank, one) is not None:
-                self.orders.append(("wait", ("receive", place)))
-            if (to := schedule.target(rank, one)) is not None:
-                lane = schedule.lane(rank, to, forward=one.forward)
-                waiting = under_way.setdefault(lane, deque())
-                if len(waiting) == schedule.sends_under_way:
-                    self.orders.append(("wait", waiting.popleft()))
-                self.post(lane, one_communicator, rank, to, ("send", place))
-                waiting.append(("send", place))
-
-    def post(self, lane: int, one_communicator: bool, sender: int, receiver: int, name: Any) -> None:
-        pair = min(sender, receiver), max(sender, receiver)
-        self.orders.append(("post", (pair if one_communicator else (lane, pair), sender, receiver, lane, name)))
-
-
-def runs(schedule: Schedule, *, one_communicator: bool = False) -> bool:
-    """Whether all ranks come to the end when a send ends only with its receive."""
-    ranks = [_Rank(schedule, rank, one_communicator) for rank in range(schedule.pp)]
-    moved = True
-    while moved:
-        moved = False
-        for one in ranks:
-            while one.orders and (one.orders[0][0] == "post" or one.orders[0][1] in one.done):
-                kind, what = one.orders.popleft()
-                if kind == "post":
-                    one.lanes.setdefault(what[0], deque()).append(what[1:])
-                moved = True
-        for rank, one in enumerate(ranks):
-            for communicator, queue in one.lanes.items():
-                if not queue or queue[0][0] != rank:
-                    continue
-                other = ranks[queue[0][1]]
-                theirs = other.lanes.get(communicator)
-                if theirs and theirs[0][:3] == queue[0][:3]:
-                    one.done.add(queue.popleft()[3])
-                    other.done.add(theirs.popleft()[3])
-                    moved = True
-    return not any(one.orders or any(one.lanes.values()) for one in ranks)
-
-
-def test_no_schedule_waits_for_itself() -> None:
-    assert all(runs(schedule) for schedule in schedules())
-
-
-@pytest.mark.parametrize("schedule", [Schedule(2, 4), Schedule(4, 8), Schedule(2, 4, 2)], ids=str)
-def test_one_communicator_for_both_kinds_of_messages_would(schedule: Schedule) -> None:
-    """Why there are lanes."""
-    assert not runs(schedule, one_communicator=True)
+        planned = schedule.lanes()
+        assert set(lanes) == {lane for each in planned for lane in each}
+        for each in planned:
+            ends = [end for lane in each for end in (lane.sender, lane.receiver)]
+            assert len(ends) == len(set(ends)), "a rank has one lane of a round at most"

@@ -85,9 +85,9 @@ def test_a_rank_creates_its_own_groups_only_and_connects_them_in_order(
     monkeypatch.setattr(joining, "connect", lambda group, _: connected.append(dist.get_process_group_ranks(group)))
     mesh = create_groups(plan, 9, torch.device("meta"))
     wanted = [plan.groups.of_rank(name, 9) for name in plan.groups.names]
-    lanes = [plan.groups.of_rank("pp", 9)] * plan.spec.schedule.lanes
-    assert created == [ranks or (9,) for ranks in wanted] + lanes
-    assert connected == [list(ranks) for ranks in (*filter(None, wanted), *lanes)]
+    pairs = [plan.groups.of_rank("pp", 9)] * 2  # for hidden states and for gradients
+    assert created == [ranks or (9,) for ranks in wanted] + pairs
+    assert connected == [list(ranks) for ranks in (*filter(None, wanted), *pairs)]
     assert {name: plan.groups.of_rank(name, 9) for name in mesh.groups} == {
         name: ranks for name, ranks in zip(plan.groups.names, wanted, strict=True) if ranks
     }
@@ -95,7 +95,8 @@ def test_a_rank_creates_its_own_groups_only_and_connects_them_in_order(
 
 def test_names_of_groups_are_equal_on_all_their_ranks() -> None:
     """torch counts a process's groups in their names: ranks without one of some name would never meet the others."""
-    plan = make_plan(8, {"tp": 2, "pp": 4}, model={"num_hidden_layers": 4, "tie_word_embeddings": True})
+    parallelism = {"tp": 2, "pp": 4, "num_virtual_stages_per_pipeline_rank": 2}
+    plan = make_plan(8, parallelism, model={"num_hidden_layers": 8, "tie_word_embeddings": True})
     assert any(not plan.groups.of_rank(name, rank) for name in plan.groups.names for rank in range(8))
     names: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for rank in range(8):
@@ -104,6 +105,9 @@ def test_names_of_groups_are_equal_on_all_their_ranks() -> None:
             mesh = create_groups(plan, rank, torch.device("meta"))
             for name, group in mesh.groups.items():
                 names.setdefault((name, plan.groups.of_rank(name, rank)), set()).add(group.group_name)
+            for lane, group in mesh.lanes.items():
+                ranks = tuple(dist.get_process_group_ranks(group))
+                names.setdefault((str(lane), ranks), set()).add(group.group_name)
         finally:
             dist.destroy_process_group()
     assert all(len(found) == 1 for found in names.values())

@@ -112,7 +112,7 @@ def live_counts(rank: int, plan: Plan, built: Callable[[Plan], nn.Module] = init
     engine, _, loader, _ = initialize(plan=plan, model=built(plan), training_data=samples(plan))
     batches = iter(loader)
     # The loss over all ranks is what `train_batch` returns; preflight counts the step without it.
-    with MessageCounter(engine.mesh.groups, engine.mesh.lanes) as counting, engine.loop.together():
+    with MessageCounter(engine.mesh.groups, engine.mesh.lanes.values()) as counting, engine.loop.together():
         engine.loop.train(batches)
     return {key: one for key, one in counting.counts().items() if key[1] != "control" and one.wire_bytes}
 
