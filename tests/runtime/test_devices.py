@@ -96,7 +96,8 @@ def test_a_rank_creates_its_own_groups_only_and_connects_them_in_order(
 def test_names_of_groups_are_equal_on_all_their_ranks() -> None:
     """torch counts a process's groups in their names: ranks without one of some name would never meet the others."""
     parallelism = {"tp": 2, "pp": 4, "num_virtual_stages_per_pipeline_rank": 2}
-    plan = make_plan(8, parallelism, model={"num_hidden_layers": 8, "tie_word_embeddings": True})
+    model = {"num_hidden_layers": 8, "tie_word_embeddings": True}
+    plan = make_plan(8, parallelism, model=model, training={"micro_batch_size": 1})
     assert any(not plan.groups.of_rank(name, rank) for name in plan.groups.names for rank in range(8))
     names: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for rank in range(8):
