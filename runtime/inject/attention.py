@@ -23,7 +23,7 @@ from parcompile.runtime.ring_attention import UspGroups, attention, packed_atten
 
 from .chosen import Chosen, ChosenKeys, Unmasked, hiding
 from .chunks import chunk_of, chunked, take_temperatures, tempered
-from .rotary import see_last_position
+from .rotary import rotate_by_document
 
 NAME = "parcompile"
 """The name under which the attention is registered."""
@@ -163,7 +163,7 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
         model.set_attn_implementation(name)  # type: ignore[operator]
     else:  # a model whose attention `put_on_interface` has replaced
         config._attn_implementation_internal = name
-    see_last_position(model, place.group)
+    rotate_by_document(model, place)
     take_temperatures(model)
     follow_calls(model)
 
@@ -220,7 +220,7 @@ def _attention(
             "AutoModelForCausalLM.from_pretrained(OUT)",
             everywhere=True,
         )
-    query = tempered(module, query, place.layout, place.group)
+    query = tempered(module, query, place)
     if isinstance(attention_mask, Chosen):
         indices = attention_mask.indices
     chosen = {} if indices is None else {"bias": place.hiding(indices, key, query.dtype)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch import Tensor
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import TokenOrder, order_of_last, order_of_packing, order_of_sequence
 
-from .attention import RingPlace
+if TYPE_CHECKING:
+    from .attention import RingPlace
 
 
 def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:

@@ -47,6 +47,8 @@ class TokenOrder:
     """int64 [S]: which of the T tokens each token of this rank is; −1 for padding."""
     starts: Tensor
     """int64 [1 or B, S]: the place at which the document of each token of this rank begins."""
+    lengths: Tensor
+    """int64 [1 or B, S]: tokens of that document."""
     gathered: Tensor
     """int64 [T]: where each of the T tokens is among the tokens of all ranks, one rank after the other."""
     runs: Callable[[], tuple[Run, ...]]
@@ -116,7 +118,15 @@ def _starts(documents: Borders | None, total: int) -> Tensor:
 
 def _ordered(places: Tensor, gathered: Tensor, starts: Tensor, device: torch.device) -> TokenOrder:
     runs = functools.cache(functools.partial(_runs, places, starts))
-    return TokenOrder(places.to(device), starts[:, places.clamp(min=0)].to(device), gathered.to(device), runs)
+    own = places.clamp(min=0)
+    lengths = _lengths(starts)[:, own]
+    return TokenOrder(places.to(device), starts[:, own].to(device), lengths.to(device), gathered.to(device), runs)
+
+
+def _lengths(starts: Tensor) -> Tensor:
+    """From where the document of each place begins to how long it is [1 or rows, T]."""
+    counts = (torch.unique_consecutive(row, return_counts=True)[1] for row in starts)
+    return torch.stack([count.repeat_interleave(count) for count in counts])
 
 
 def _runs(places: Tensor, starts: Tensor) -> tuple[Run, ...]:

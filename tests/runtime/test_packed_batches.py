@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from family_runs import drawn_model, family_plan
 from ranks import run_ranks
 from torch import Tensor
 from training_runs import initial_model, make_plan, plain_optimizer, whole_parameters
@@ -23,6 +25,13 @@ def packed(plan: Plan) -> dict[str, Tensor]:
     ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(3))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def texts_of_rows(plan: Plan) -> list[Tensor]:
+    """The documents of `packed`."""
+    return [
+        text for row, lengths in zip(packed(plan)["input_ids"], LENGTHS, strict=True) for text in row.split(lengths)
+    ]
 
 
 def padded(plan: Plan) -> dict[str, Tensor]:
@@ -143,6 +152,82 @@ def test_the_engine_trains_on_packs_as_one_process_on_each_text(
     whole = whole_parameters(plan, ranks)
     for name, value in model.named_parameters():
         assert float((whole[name] - value.detach()).norm() / value.detach().norm()) < 1e-5, name
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 5.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 50.0, "original_max_position_embeddings": 6, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 4.0}
+SHORT = {"max_position_embeddings": 6}
+PLAIN = {"rope_type": "default", "rope_theta": 50.0}
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {**SHORT, "rope_parameters": DYNAMIC}),
+    "dynamic, complex": ("deepseek_v2", {**SHORT, "rope_parameters": DYNAMIC}),
+    "dynamic, of one kind of layers": (
+        "gemma3_text",
+        {**SHORT, "rope_parameters": {"sliding_attention": PLAIN, "full_attention": DYNAMIC}},
+    ),
+    "longrope": ("phi3", {"max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "a scale": ("phimoe", {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.7, "factor": 4.0}}),
+    "temperatures": ("llama4_text", {"floor_scale": 3, "attn_scale": 0.5, "no_rope_layers": [0, 0]}),
+    "temperatures of positions": (
+        "ministral3",
+        {"rope_parameters": {**PLAIN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 3}},
+    ),
+}
+"""Configurations whose numbers depend on how long a document is, or on the place of a token in it."""
+
+
+def texts_by_themselves(plan: Plan, texts: list[Tensor]) -> tuple[float, Tensor]:
+    """As `texts_alone`, none of which knows how long the one before it was."""
+    model, before = drawn_model(plan), drawn_model(plan)
+    losses = []
+    for text in texts:
+        for name, module in before.named_modules():
+            if hasattr(module, "original_max_seq_len"):
+                model.set_submodule(name, copy.deepcopy(module))
+        logits = model(input_ids=text[None]).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, text[1:], reduction="sum"))
+    loss = torch.stack(losses).sum() / sum(len(text) - 1 for text in texts)
+    loss.backward()
+    return float(loss.detach()), model.get_input_embeddings().weight.grad.clone()
+
+
+def by_length(rank: int, plans: list[Plan]) -> list[list[tuple[float, Tensor]]]:
+    """Of each plan the losses and the gradients of its embedding: in a row, then packed."""
+    from parcompile.runtime import PackedPlanLoader, join, leave, reduce_loss, split_batch
+    from parcompile.runtime.inject import inject
+
+    found = []
+    for plan in plans:
+        mesh = join(plan)
+        model = inject(drawn_model(plan), mesh)
+        packs = next(iter(PackedPlanLoader(texts_of_rows(plan), mesh)))
+        each = []
+        for batch in (split_batch(packed(plan), mesh), packs):
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            gradient = model.get_input_embeddings().weight.grad
+            torch.distributed.all_reduce(gradient, group=mesh.group("cp"))
+            each.append((reduce_loss(loss, mesh), gradient.clone()))
+        found.append(each)
+        leave()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_document_has_the_numbers_of_its_own_length_and_places(ranks: int) -> None:
+    plans = [family_plan(family, ranks, {"cp": ranks}, **changes) for family, changes in BY_LENGTH.values()]
+    found = run_ranks(ranks, by_length, plans)[0]
+    far = {}
+    for name, plan, each in zip(BY_LENGTH, plans, found, strict=True):
+        loss, gradient = texts_by_themselves(plan, texts_of_rows(plan))
+        for way, (own, of_embedding) in zip(("rows", "packs"), each, strict=True):
+            distance = float((of_embedding[: len(gradient)] - gradient).norm() / gradient.norm())
+            far[name, way] = max(abs(own / loss - 1), distance)
+    # Rounding alone gives up to 2e-7; the frequencies of another length 1e-2.
+    assert max(far.values()) < 1e-5, far
 
 
 def test_documents_that_have_no_place_are_named() -> None:
