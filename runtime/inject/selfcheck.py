@@ -33,13 +33,16 @@ from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
 
 from .agreement import EXPERTS, entries
+from .chunks import scaled_by_place
 from .expert_adapters import by_stack
 from .expert_norm import EXPERT_NORM
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
 from .recomputation import recompute_as_planned
+from .rotary import embeddings_by_length
 from .shared_blocks import share_blocks
+from .unchanged import unchanged
 
 SMALL_NUMEL = 20_000_000
 """Models up to this many parameters are themselves checked when nothing else is said."""
@@ -83,6 +86,8 @@ class SelfCheck:
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
         # It passes a state from one to the next, or compresses keys of both; the masks of stacks are not looked at.
         plain = shape.recurrent is None and shape.low_rank is None and shape.runs is None
+        # Documents of one row would have other rotary embeddings, or temperatures, than each has on its own.
+        plain = plain and not any(embeddings_by_length(model)) and not scaled_by_place(model)
         same = shape.user_module is None and plain
         if same and border > 1 and separates_documents(without_peft(model), path):
             self._positions[1, border:] -= border
@@ -144,22 +149,19 @@ class SelfCheck:
 
     def _run(self, model: nn.Module, ids: Tensor, positions: Tensor, further: dict[str, Tensor]) -> _Record:
         outputs: dict[str, Tensor] = {}
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
         batch = {"input_ids": ids, "position_ids": positions, "use_cache": False, **further}
-        with progress("comparing the injected model with the original"), _recording(model, outputs):
-            if "shift_labels" in further and self._mesh.size("pp") > 1:
-                forward_and_backward(model, self._mesh, batch)
-            else:
-                model(**batch).loss.backward()
-        raw = {
-            name: parameter.grad.detach().clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        model.zero_grad(set_to_none=True)
-        for module, mode in modes.items():
-            module.training = mode
+        with progress("comparing the injected model with the original"), unchanged(model, ids.device):
+            model.eval()
+            with _recording(model, outputs):
+                if "shift_labels" in further and self._mesh.size("pp") > 1:
+                    forward_and_backward(model, self._mesh, batch)
+                else:
+                    model(**batch).loss.backward()
+            raw = {
+                name: parameter.grad.detach().clone()
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
         return _Record(outputs, by_stack(model, raw))
 
     def _first_difference(self, model: nn.Module, found: _Record) -> tuple[int, str] | None:
