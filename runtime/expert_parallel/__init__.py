@@ -1,6 +1,7 @@
 """Expert parallelism: the routed experts of a layer are dealt over the ep ranks, and tokens travel to them and back."""
 
 from .experts import deal_experts
+from .grouped import loop_where_narrow
 from .hashed import draw_tables, hand_tokens, warn_of_empty_tables
 from .identities import pass_on
 from .marking import for_deepspeed, is_dealt, mark_dealt, take_over_norm
@@ -12,6 +13,7 @@ __all__ = [
     "for_deepspeed",
     "hand_tokens",
     "is_dealt",
+    "loop_where_narrow",
     "mark_dealt",
     "pass_on",
     "take_over_norm",

@@ -5,19 +5,41 @@ Shapes: A tokens, k experts of a token, H hidden size, F width of an expert.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 _ALIGNMENT = 16
 """Bytes that the rows of torch's grouped product are a multiple of."""
 
 
-def can_be_grouped(module: Any) -> bool:
-    """Whether the weights of a module of experts are wide enough for torch's grouped product."""
-    weights = module.gate_up_proj, module.down_proj
-    return not any(size * one.element_size() % _ALIGNMENT for one in weights for size in one.shape[1:])
+def can_be_grouped(module: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Whether torch's grouped product takes the weights of a module of experts, as they are or in another type.
+
+    It wants rows of a multiple of 16 bytes, in the weights and in what they give.
+    """
+    stacks = [one for one in module.parameters(recurse=False) if one.dim() == 3]
+    return not any(size * (dtype or one.dtype).itemsize % _ALIGNMENT for one in stacks for size in one.shape[1:])
+
+
+def loop_where_narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Lets experts multiply one after the other where their slices are too narrow for torch's grouped product.
+
+    Args:
+        model: of Hugging Face, with this rank's slices of the experts.
+        dtype: in which they train.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is None:
+            continue
+        if not all(can_be_grouped(module, one) for one in (None, dtype)):
+            own: Any = copy.copy(config)
+            own._experts_implementation = "eager"
+            module.config = own
 
 
 def grouped(

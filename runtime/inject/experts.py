@@ -7,7 +7,6 @@ part of its gradient on each rank.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch.distributed as dist
@@ -99,7 +98,6 @@ def _cut(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
             setattr(module, kind, local)
             if isinstance(module, nn.Linear) and kind == "weight":
                 module.out_features, module.in_features = local.shape
-        _see_to_alignment(module)
 
 
 def _norm_of_sum(name: str, block: nn.Module, slices: Slices) -> nn.Module | None:
@@ -118,18 +116,3 @@ def is_bias_of_row(name: str, slices: Slices) -> bool:
         if name.endswith(ending) and slices.has(weight):
             return slices.of(weight).ranges is not None
     return False
-
-
-def _see_to_alignment(module: nn.Module) -> None:
-    """Lets experts multiply one after the other where their slices are too narrow for torch's grouped matmul.
-
-    It wants rows of a multiple of 16 bytes, in the weights and in what they give.
-    """
-    stacks = [one for one in module.parameters(recurse=False) if one.dim() == 3]
-    if all(size * one.element_size() % 16 == 0 for one in stacks for size in one.shape[1:]):
-        return
-    config = getattr(module, "config", None)
-    if getattr(config, "_experts_implementation", None) is not None:
-        own: Any = copy.copy(config)
-        own._experts_implementation = "eager"
-        module.config = own

@@ -15,11 +15,12 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, pass_on, visit_chosen
+from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
 from parcompile.runtime.model.configuration import check_model
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.pipeline import ChunkForward, hold_stage
@@ -119,6 +120,7 @@ class _Injection:
             share_cutoffs(self.model, group)
             for table in filter(None, (self.family.positions, self.family.fixed_positions)):
                 share_positions(self.model, self.family.base, table, region)
+        loop_where_narrow(self.model, TORCH_DTYPES[self.spec.training.precision])
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, region)
         cut_layer_inputs(self.model, self.mesh, region)

@@ -139,3 +139,45 @@ def test_lora_on_attention_trains_beside_dealt_experts() -> None:
     assert (found["loss"], found["norm"]) == pytest.approx((expected["loss"], expected["norm"]), rel=TOLERANCE)
     for name, value in expected["adapters"].items():
         assert float((found["adapters"][name] - value).norm() / value.norm()) < TOLERANCE, name
+
+
+NARROW = {
+    "a slice of 12 features, bf16": Case("mixtral", {"tp": 2}, {"precision": "bf16"}, {"intermediate_size": 24}),
+    "the same, fp16": Case("mixtral", {"tp": 2}, {"precision": "fp16"}, {"intermediate_size": 24}),
+    "a hidden size of 36, bf16": Case("mixtral", {"dp": 2, "ep": 2}, {"precision": "bf16"}, {"hidden_size": 36}),
+    "scores that scale what experts take": Case(
+        "llama4_text", {"tp": 2}, {"precision": "bf16"}, {"intermediate_size": 24}
+    ),
+}
+"""Sizes that are no multiple of 16 bytes in the type of training, and are in fp32."""
+
+
+def in_half_precision(rank: int, plans: list[Plan]) -> list[float]:
+    from parcompile.runtime import join, leave
+    from parcompile.runtime.inject import inject
+    from parcompile.runtime.model.dtypes import TORCH_DTYPES
+
+    found = []
+    for plan in plans:
+        model = inject(initial_model(plan), join(plan)).to(TORCH_DTYPES[plan.spec.training.precision])
+        loss = model(**tokens(plan)).loss
+        loss.backward()
+        assert all(bool(one.grad.isfinite().all()) for one in model.parameters() if one.grad is not None)
+        found.append(float(loss.detach()))
+        leave()
+    return found
+
+
+def tokens(plan: Plan) -> dict[str, Any]:
+    sample = samples(plan)[0]
+    ids = sample["input_ids"][None]
+    return {"input_ids": ids, "labels": ids, "shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)}
+
+
+def test_experts_that_are_too_narrow_for_a_grouped_product_train_in_half_precision() -> None:
+    plans = [case.plan() for case in NARROW.values()]
+    found = run_ranks(2, in_half_precision, plans)[0]
+    for name, plan, loss in zip(NARROW, plans, found, strict=True):
+        ids = tokens(plan)["input_ids"]
+        # bf16 keeps eight bits: 1 part in 256, of a loss of 4.
+        assert loss == pytest.approx(float(initial_model(plan)(input_ids=ids, labels=ids).loss), rel=2e-2), name
