@@ -27,8 +27,8 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention import TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import RingPlace
 from .chosen import Visible
+from .ring_place import RingPlace
 from .token_places import token_order
 
 

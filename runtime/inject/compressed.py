@@ -32,7 +32,8 @@ from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import attention_beside, local_positions
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import BESIDE, RingPlace
+from .attention import BESIDE
+from .ring_place import RingPlace
 from .window_keys import keys_and_mask
 
 _TILE = 512

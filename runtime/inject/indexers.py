@@ -26,9 +26,9 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import RingPlace
 from .chosen import Unmasked
 from .pools import use_pools, without_masks
+from .ring_place import RingPlace
 from .token_places import of_all_ranks, token_order
 
 

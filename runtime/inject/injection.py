@@ -29,7 +29,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
 from .adapters import Adapters
 from .agreement import check_agreement
-from .attention import RingPlace, use_ring_attention
+from .attention import use_ring_attention
 from .block_choice import use_block_choice
 from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_experts, cut_experts_alone
@@ -44,6 +44,7 @@ from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
+from .ring_place import RingPlace
 from .selective import is_inside
 from .shared_blocks import parts_with_adapters, share_blocks
 from .shared_rows import mark, sum_repeated_gradient

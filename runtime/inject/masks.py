@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from parcompile.model.shape import ModelShape
 from parcompile.runtime.errors import RunError
 
-from .chunks import chunk_of
 from .layer_inputs import without_tables
+from .ring_place import chunk_of
 
 _NAME = "parcompile_masks"
 _KEYS = ("use_bidirectional_attention", "sliding_window", "attention_chunk_size", "layer_types")

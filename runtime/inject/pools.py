@@ -24,8 +24,8 @@ from parcompile.cost.indexer import SCORES_AT_ONCE
 from parcompile.runtime.ring_attention import Run, TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import RingPlace
 from .chosen import Chosen
+from .ring_place import RingPlace
 from .token_places import of_all_ranks, token_order
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from parcompile.runtime.micro_batch import current
 
+from .ring_place import RingPlace
 from .token_places import token_order
-
-if TYPE_CHECKING:
-    from .attention import RingPlace
 
 _Angles = Tensor | tuple[Tensor, ...]
 """Cosines and sines [B, S, D], or both in one."""

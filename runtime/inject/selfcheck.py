@@ -33,7 +33,6 @@ from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
 
 from .agreement import EXPERTS, entries
-from .chunks import scaled_by_place
 from .expert_adapters import by_stack
 from .expert_norm import EXPERT_NORM
 from .heads import KEY_COUNTS, QUERY_COUNTS
@@ -42,6 +41,7 @@ from .masks import separates_documents
 from .recomputation import recompute_as_planned
 from .rotary import embeddings_by_length
 from .shared_blocks import share_blocks
+from .temperatures import scaled_by_place
 from .unchanged import unchanged
 
 SMALL_NUMEL = 20_000_000

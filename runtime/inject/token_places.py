@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,7 @@ from torch import Tensor
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import TokenOrder, order_of_last, order_of_packing, order_of_sequence
 
-if TYPE_CHECKING:
-    from .attention import RingPlace
+from .ring_place import RingPlace
 
 
 def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear
 
-from .attention import RingPlace
+from .ring_place import RingPlace
 
 __all__ = ["run_around_ring"]
 

@@ -26,9 +26,10 @@ from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from .attention import RING, RingPlace
+from .attention import RING
 from .heads import localise_heads
 from .regions import Region
+from .ring_place import RingPlace
 from .shared_rows import mark
 from .user_attention import run_around_ring
 

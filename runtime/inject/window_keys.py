@@ -25,8 +25,8 @@ from parcompile.runtime.expert_parallel.exchange import exchange
 from parcompile.runtime.ring_attention import TokenOrder, Windows, windows_of
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import RingPlace
 from .interface import function_of
+from .ring_place import RingPlace
 from .token_places import borders_of_rows, token_order
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parcompile.runtime.inject.alibi import biased
-from parcompile.runtime.inject.chunks import chunked
+from parcompile.runtime.inject.ring_place import chunked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

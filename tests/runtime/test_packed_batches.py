@@ -13,8 +13,12 @@ from family_runs import drawn_model, family_plan
 from ranks import run_ranks
 from torch import Tensor
 from training_runs import initial_model, make_plan, plain_optimizer, whole_parameters
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from parcompile.plan import Plan
+from parcompile.runtime.inject.rotary import embeddings_by_length
 from parcompile.runtime.labels import shift_labels
 
 LENGTHS = ((5, 8, 3), (16,))
@@ -228,6 +232,19 @@ def test_a_document_has_the_numbers_of_its_own_length_and_places(ranks: int) -> 
             far[name, way] = max(abs(own / loss - 1), distance)
     # Rounding alone gives up to 2e-7; the frequencies of another length 1e-2.
     assert max(far.values()) < 1e-5, far
+
+
+@pytest.mark.parametrize("kind", ["default", *ROPE_INIT_FUNCTIONS])
+def test_every_kind_of_rotary_embedding_that_depends_on_length_is_known(kind: str) -> None:
+    """A kind that a release of transformers adds is looked at here."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=6)
+    further = {"factor": 4.0, "original_max_position_embeddings": 6, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 50.0, **further, **FACTORS}
+    embedding = LlamaRotaryEmbedding(config)
+    short, long = torch.arange(5)[None], torch.arange(16)[None]
+    alone = embedding(torch.zeros(1), short)[0]
+    beside = embedding(torch.zeros(1), long)[0][:, :5]
+    assert (embedding in list(embeddings_by_length(embedding))) is not torch.equal(alone, beside)
 
 
 def test_documents_that_have_no_place_are_named() -> None:

@@ -1,37 +1,24 @@
-"""Chunked attention (Llama 4): a query sees the keys of its chunk of the sequence, as if chunks were documents.
+"""Layers without rotary positions that scale their queries by their place in the sequence instead (Llama 4).
 
-Layers without rotary positions scale their queries by their place in the sequence instead, which transformers counts
-on its own in each call; here it is counted in each document, over all context-parallel ranks.
+transformers counts the places of a row on its own in each call; here they are counted in each document, over all
+context-parallel ranks.
 
-Source: `create_chunked_causal_mask` and `Llama4TextAttention` of transformers 5.23.
+Source: `Llama4TextAttention` of transformers 5.23.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.micro_batch import current
 
+from .ring_place import RingPlace
 from .token_places import token_order
 
-if TYPE_CHECKING:
-    from .attention import RingPlace
-
 _TUNED = "parcompile_temperature"
-
-
-def chunk_of(module: nn.Module) -> int | None:
-    """The tokens of a chunk, for an attention that sees no further."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or layer is None or kinds[layer] != "chunked_attention":
-        return None
-    size: int | None = config.attention_chunk_size  # type: ignore[union-attr]
-    return size
 
 
 def take_temperatures(model: nn.Module) -> None:
@@ -64,11 +51,3 @@ def tempered(module: nn.Module, query: Tensor, place: RingPlace) -> Tensor:
     factors = torch.log1p(torch.floor((positions.to(query.device).float() + 1.0) / floor)) * scale + 1.0
     scaled: Tensor = (query * factors[:, None, :, None]).to(query.dtype)
     return scaled
-
-
-def chunked(documents: list[list[int]] | None, rows: int, length: int, chunk: int) -> list[list[int]]:
-    """Borders of the documents of each row and of their chunks: each document begins with a chunk of its own."""
-    return [
-        sorted({edge for start, end in pairwise(borders) for edge in (*range(start, end, chunk), end)})
-        for borders in documents or [[0, length]] * rows
-    ]
