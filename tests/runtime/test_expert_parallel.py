@@ -144,7 +144,9 @@ def test_lora_on_attention_trains_beside_dealt_experts() -> None:
 NARROW = {
     "a slice of 12 features, bf16": Case("mixtral", {"tp": 2}, {"precision": "bf16"}, {"intermediate_size": 24}),
     "the same, fp16": Case("mixtral", {"tp": 2}, {"precision": "fp16"}, {"intermediate_size": 24}),
-    "a hidden size of 36, bf16": Case("mixtral", {"dp": 2, "ep": 2}, {"precision": "bf16"}, {"hidden_size": 36}),
+    "a hidden size of 36, bf16": Case(
+        "mixtral", {"dp": 2, "ep": 2}, {"precision": "bf16"}, {"hidden_size": 36, "head_dim": 8}
+    ),
     "scores that scale what experts take": Case(
         "llama4_text", {"tp": 2}, {"precision": "bf16"}, {"intermediate_size": 24}
     ),
