@@ -41,7 +41,9 @@ class Variable:
 
 
 HANDSHAKE_TIMEOUT = Variable(
-    "PARCOMPILE_HANDSHAKE_TIMEOUT", 120, "How long the first rank waits for the others to start and to report."
+    "PARCOMPILE_HANDSHAKE_TIMEOUT",
+    120,
+    "How long the first rank waits for the others to start and to report, and for a call that writes the whole model.",
 )
 COLLECTIVE_TIMEOUT = Variable(
     "PARCOMPILE_COLLECTIVE_TIMEOUT", 1800, "How long one collective may take. It holds for every process group."

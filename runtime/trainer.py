@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,13 +175,16 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def save_model(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: Trainer would write one tensor-parallel rank's weights as the model."""
-        raise RunError(
-            "PlanTrainer has no save_model: export a checkpoint, parcompile checkpoint export "
-            f"{self._folder} --hf FOLDER",
-            everywhere=True,
-        )
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model, or its adapters, for `from_pretrained`, and the tokenizer. Every rank calls it.
+
+        Raises:
+            RunError: as `save_pretrained` of an injected model.
+        """
+        folder = output_dir or self.args.output_dir
+        self.model.save_pretrained(folder)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
         save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)

@@ -43,7 +43,7 @@ def adapt(engine: Any, saved: SavedRun) -> None:
                 if parameter in placed:
                     flat, state = placed[parameter]
                     _place(parameter, local, flat if kind == MASTER else _moment(state, kind, flat))
-        buffers = dict(engine.module.named_buffers())
+        buffers = {plain_name(name): buffer for name, buffer in engine.module.named_buffers()}
         for name, buffer in saved.buffers.items():
             if name in buffers:
                 buffers[name].copy_(buffer)

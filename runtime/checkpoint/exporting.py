@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,13 +23,14 @@ from parcompile.runtime.model.pretrained import PretrainedFolder
 
 from .reading import SavedRun
 from .verifying import whole_note
+from .whole_tensors import WholeTensors
 
-_SHARD_BYTES = 2 * 10**9
-_INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 * 10**9
+INDEX = "model.safetensors.index.json"
 
 
 def export(
-    folder: str | Path, output: str | Path, *, shard_bytes: int = _SHARD_BYTES, into: str | Path | None = None
+    folder: str | Path, output: str | Path, *, shard_bytes: int = SHARD_BYTES, into: str | Path | None = None
 ) -> list[Path]:
     """Writes config.json (not for a user module) and one or several safetensors files, and returns them.
 
@@ -48,15 +50,11 @@ def export(
     """
     note, output = whole_note(folder), _empty(Path(output))
     saved = SavedRun(note)
-    dtype = TORCH_DTYPES[note.plan.spec.training.precision]
     writer, whole_model = (
-        _Writer(output, shard_bytes),
+        ModelWriter(output, shard_bytes),
         None if into is None else _whole_model(into, note.plan, saved.buffers),
     )
-    for name in tracked(saved.parameters, "exporting weights"):
-        whole = saved.whole(name)
-        assert whole is not None
-        weight = _merged(saved, name, whole).to(dtype)
+    for name, weight in whole_weights(saved):
         stored = {name: weight} if whole_model is None else whole_model.as_stored(name, weight)
         if stored is None:
             raise RunError(f"{into} stores {name} under no name of its own: export without it")
@@ -71,11 +69,26 @@ def export(
     if whole_model is not None:
         shutil.copyfile(whole_model.folder / "config.json", output / "config.json")
         return [output / "config.json", *files]
-    if note.plan.spec.model.shape.user_module is not None:
-        return files  # no configuration of transformers describes it
+    return [*write_config(note.plan, output), *files]
+
+
+def whole_weights(tensors: WholeTensors) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model by name, in the precision of its run, with its adapters merged into them."""
+    dtype = TORCH_DTYPES[tensors.plan.spec.training.precision]
+    for name in tracked(tensors.parameters, "writing the model"):
+        whole = tensors.whole(name)
+        assert whole is not None
+        yield name, _merged(tensors, name, whole).to(dtype)
+
+
+def write_config(plan: Plan, output: Path) -> list[Path]:
+    """Writes config.json, and returns it; nothing for a user module, which no configuration describes."""
+    if plan.spec.model.shape.user_module is not None:
+        return []
     config = output / "config.json"
-    config.write_text(json.dumps(saved_config(note.plan, dtype), indent=2) + "\n", encoding="utf-8")
-    return [config, *files]
+    values = saved_config(plan, TORCH_DTYPES[plan.spec.training.precision])
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return [config]
 
 
 def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
@@ -84,22 +97,33 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     Raises:
         RunError: as `export`, or the checkpoint has no adapters.
     """
-    from safetensors.torch import save_file
-
     note = whole_note(folder)
     if not note.adapters:
         raise RunError(f"{note.folder} has no adapters: export the model")
-    output, saved = _empty(Path(output)), SavedRun(note)
-    dtype = TORCH_DTYPES[note.plan.spec.training.precision]
+    output = _empty(Path(output))
+    return write_adapter(output, note.adapters, whole_adapters(SavedRun(note)))
+
+
+def whole_adapters(tensors: WholeTensors) -> dict[str, Tensor]:
+    """LoRA matrices by peft's names, in the precision of the run."""
+    dtype, adapters = TORCH_DTYPES[tensors.plan.spec.training.precision], tensors.described_adapters
+    assert adapters is not None
     state = {}
-    for name in saved.adapters:
-        whole = saved.whole(name)
+    for name in tensors.adapters:
+        whole = tensors.whole(name)
         assert whole is not None
-        stored, matrix = as_saved(name, whole, note.adapters)
+        stored, matrix = as_saved(name, whole, adapters)
         state[stored] = matrix.to(dtype).contiguous()
+    return state
+
+
+def write_adapter(output: Path, adapters: Mapping[str, Any], state: dict[str, Tensor]) -> list[Path]:
+    """Writes peft's two files, and returns them."""
+    from safetensors.torch import save_file
+
     config, weights = output / "adapter_config.json", output / "adapter_model.safetensors"
     save_file(state, str(weights), metadata={"format": "pt"})
-    values = {**note.adapters["config"], "inference_mode": True}
+    values = {**adapters["config"], "inference_mode": True}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return [config, weights]
 
@@ -121,19 +145,19 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
-def _merged(saved: SavedRun, name: str, weight: Tensor) -> Tensor:
+def _merged(tensors: WholeTensors, name: str, weight: Tensor) -> Tensor:
     linear = name.removesuffix(".weight") if name.endswith(".weight") else name + OF_EXPERTS
-    adapter = (saved.note.adapters or {"linears": {}})["linears"].get(linear)
+    adapter = (tensors.described_adapters or {"linears": {}})["linears"].get(linear)
     if adapter is None:
         return weight
-    down, up = (saved.whole(one) for kind in "AB" for one in saved.adapters if matrix_of(one) == (linear, kind))
+    down, up = (tensors.whole(one) for kind in "AB" for one in tensors.adapters if matrix_of(one) == (linear, kind))
     assert down is not None
     assert up is not None
-    return merged(weight, down, up, adapter["scaling"])
+    return merged(weight.float(), down, up, adapter["scaling"])
 
 
-class _Writer:
-    """Collects tensors until a file is full."""
+class ModelWriter:
+    """Collects tensors until a file is full; safetensors as Hugging Face names them."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._limit = folder, shard_bytes
@@ -143,10 +167,12 @@ class _Writer:
         self._total = 0
 
     def add_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `add`, for several."""
         for name, tensor in tensors.items():
             self.add(name, tensor.contiguous())
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor in; a file that is full is written first."""
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._bytes + size > self._limit:
             self._flush()
@@ -173,7 +199,7 @@ class _Writer:
             file = part.rename(self._folder / f"model-{number:05d}-of-{count:05d}.safetensors")
             places.update(dict.fromkeys(names, file.name))
             files.append(file)
-        index = self._folder / _INDEX
+        index = self._folder / INDEX
         tree = {"metadata": {"total_size": self._total}, "weight_map": places}
         index.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
         return [*files, index]

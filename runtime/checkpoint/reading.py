@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parcompile.layout.experts import Ranges
 from parcompile.layout.tensor import TensorLayout
-from parcompile.model.table import Parameter
-from parcompile.plan.holding import Holding, expert_places, model_parallel_places
+from parcompile.plan.holding import model_parallel_places
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.lora import matrix_layout, matrix_of, plain_name
-from parcompile.runtime.tensor_parallel import merge_ranges
+from parcompile.runtime.model.lora import matrix_of, plain_name
 
 from .deepspeed_files import MASTER, SHARD_FILE, OptimizerShard, experts_file, weights_file, without_keys
 from .manifest import Note
 from .trusted import load_trusted
+from .whole_tensors import WholeTensors
 
 
 class SavedGroup(NamedTuple):
@@ -36,23 +35,16 @@ class SavedGroup(NamedTuple):
     scalars: dict[str, Any]
 
 
-class SavedRun:
-    """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read.
-
-    Parameters go by the names of the plan's model, adapters by peft's behind that of their linear.
-    """
+class SavedRun(WholeTensors):
+    """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read."""
 
     def __init__(self, note: Note) -> None:
+        super().__init__(note.plan, str(note.folder))
         self.note = note
-        plan = note.plan
-        self._rows: dict[Parameter, tuple[Parameter, TensorLayout]] = plan.tensors()
-        self.parameters = dict(plan.parameters.expanded())
-        self._stages = [Holding(plan, pp_rank) for pp_rank in range(plan.spec.parallelism.pp)]
-        self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(plan))}
+        self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(note.plan))}
         self._weights: dict[tuple[int, int], dict[str, Any]] = {}
         self._shards: dict[tuple[int, int], list[OptimizerShard]] = {}
         self._experts: dict[tuple[int, int, int], dict[str, Any]] = {}
-        self._expert_places = [expert_places(plan, tp_rank) for tp_rank in range(plan.spec.parallelism.tp)]
         self._names: dict[int, dict[str, str]] = {}
 
     def weights(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
@@ -116,6 +108,14 @@ class SavedRun:
         return [name for pp_rank in stages for name in self._stored(pp_rank) if matrix_of(name) is not None]
 
     @property
+    def described_adapters(self) -> Mapping[str, Any] | None:
+        """As the note has it."""
+        return self.note.adapters
+
+    def _adapter_shape(self, name: str, pp_rank: int) -> tuple[int, ...]:
+        return tuple(self.weights(pp_rank, 0)["module"][self._stored(pp_rank)[name]].shape)
+
+    @property
     def counters(self) -> dict[str, Any]:
         """What DeepSpeed keeps beside tensors: steps and the scheduler."""
         return self.weights(0, 0)
@@ -124,7 +124,11 @@ class SavedRun:
     def buffers(self) -> dict[str, Tensor]:
         """What the model keeps beside parameters, of all stages."""
         contents = [self.weights(pp_rank, 0) for pp_rank in range(len(self._stages))]
-        return {name: content["module"][name] for content in contents for name in content.get("buffer_names") or ()}
+        return {
+            plain_name(name): content["module"][name]
+            for content in contents
+            for name in content.get("buffer_names") or ()
+        }
 
     @cached_property
     def groups(self) -> list[SavedGroup]:
@@ -158,87 +162,6 @@ class SavedRun:
     def kinds(self) -> list[str]:
         """The weights in full precision and the tensors that the optimizer keeps for each of them."""
         return [MASTER, *self.shards(0, 0)[0].moments]
-
-    def whole(self, name: str, kind: str = MASTER, experts: Ranges | None = None) -> Tensor | None:
-        """A parameter, or what the optimizer keeps for it, whole and without padding.
-
-        Of a parameter that holds experts, `experts` are the first and the last but one that are wanted; None: all.
-
-        None when the optimizer has none: the parameter was frozen, and only its weights were saved.
-
-        Raises:
-            RunError: a file is missing or does not fit the plan.
-        """
-        pp_rank = self._holder(name)
-        layout, real_shape = self._layout(name, pp_rank)
-        # Experts that are not cut are put together over ep alone, whichever tp rank holds them.
-        whole = layout.ep > 1 and layout.ranges is None
-        tp = 1 if whole else self.note.plan.spec.parallelism.tp
-        locals_ = [self._held(name, kind, (pp_rank, tp_rank), layout, experts) for tp_rank in range(tp)]
-        found = [local for local in locals_ if local is not None]
-        if len(found) != len(locals_):
-            return None
-        if layout.ranges is None or layout.dim is None:
-            return found[0]
-        try:
-            return merge_ranges(found, layout.dim, layout.ranges, real_shape[layout.dim])
-        except ValueError as error:
-            raise RunError(f"{name} in {self.note.folder}: {error}") from None
-
-    def _held(
-        self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, experts: Ranges | None
-    ) -> Tensor | None:
-        """What the ranks of one place on tp and pp hold of a parameter: the wanted experts of all of them.
-
-        Experts that are not cut may be with another tp rank.
-        """
-        if layout.ep == 1 and experts is None:
-            return self._local(name, kind, place, layout, 0)
-        dim = layout.expert_dim
-        everything = ((0, layout.full_shape[dim]),)
-        wanted, found = experts or everything, dict[int, Tensor]()
-        for ep_rank in range(layout.ep):
-            held = layout.experts(ep_rank) or everything
-            if not any(_common(one, other) for one in held for other in wanted):
-                continue
-            holder = place if layout.ep == 1 else (place[0], self._tp_rank(place[1], ep_rank))
-            local = self._local(name, kind, holder, layout, ep_rank)
-            if local is None:
-                return None
-            if held == wanted:
-                return local
-            stretches = torch.split(local, [stop - start for start, stop in held], dim)
-            found.update(zip((start for start, _ in held), stretches, strict=True))
-        parts = [
-            part.narrow(dim, common.start - first, len(common))
-            for asked in wanted
-            for first, part in sorted(found.items(), key=lambda one: one[0])
-            if (common := _common((first, first + part.shape[dim]), asked))
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def _tp_rank(self, tp_rank: int, ep_rank: int) -> int:
-        """The tp rank itself where it has these experts; else the one that has."""
-        if any(place.ep == ep_rank for place in self._expert_places[tp_rank]):
-            return tp_rank
-        return next(one for one, places in enumerate(self._expert_places) if any(at.ep == ep_rank for at in places))
-
-    def _holder(self, name: str) -> int:
-        """The first stage that holds a parameter."""
-        matrix = matrix_of(name)
-        weight = name if matrix is None else matrix.weight
-        return next(pp_rank for pp_rank, stage in enumerate(self._stages) if weight in stage)
-
-    def _layout(self, name: str, pp_rank: int) -> tuple[TensorLayout, tuple[int, ...]]:
-        """How a parameter is cut, and its shape without padding."""
-        matrix = matrix_of(name)
-        if matrix is None:
-            parameter = self.parameters[name]
-            return self._rows[parameter][1], parameter.shape
-        weight = self._rows[self.parameters[matrix.weight]][1]
-        stored: Tensor = self.weights(pp_rank, 0)["module"][self._stored(pp_rank)[name]]
-        layout = matrix_layout(matrix, weight, tuple(stored.shape))
-        return layout, layout.full_shape
 
     def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> Tensor | None:
         pieces = self._pieces(name, kind, place, layout, ep_rank)
@@ -286,11 +209,6 @@ class SavedRun:
         places = zip(self._expert_places[tp_rank], shards, strict=True)
         held = [(place.expert_dp, number) for number, (place, _) in enumerate(places) if place.ep == ep_rank]
         return [shards[number] for _, number in sorted(held)]
-
-
-def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
-    """What two stretches `[start, stop)` have in common."""
-    return range(max(one[0], other[0]), min(one[1], other[1]))
 
 
 def _place(place: tuple[int, int]) -> str:

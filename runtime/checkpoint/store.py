@@ -5,6 +5,7 @@ A checkpoint is complete or not there: it is written under another name, hashed,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -127,6 +128,8 @@ def load(engine: Any, folder: str | Path) -> int:
     stages = _stages(engine)
     _compare_adapters(note, _adapters(stages))
     _agree_that_it_is_whole(note)
+    if dist.get_rank() == 0:
+        _tell_of_scheduler(engine, note)
     if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, _opened(note))
         return note.step
@@ -178,6 +181,17 @@ def _opened(note: Note) -> SavedRun:
     saved = SavedRun(note)
     on_all_ranks(lambda: refuse_damaged(note, unreadable(saved)))
     return saved
+
+
+def _tell_of_scheduler(engine: Any, note: Note) -> None:
+    """Warns where a scheduler's place is lost, or a scheduler begins anew: learning rates are others then."""
+    was, now = SavedRun(note).counters.get("lr_scheduler") is not None, engine.lr_scheduler is not None
+    if was == now:
+        return
+    lost = "has the state of an LR scheduler, and this run has none: learning rates stay as they are from here on"
+    begun = "has no state of an LR scheduler: that of this run begins at its first step"
+    text = f"parcompile: warning: {note.folder} {lost if was else begun}"
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
 
 
 def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:

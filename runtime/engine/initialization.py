@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
+from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import take_over_norm, warn_of_empty_tables
@@ -169,6 +170,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _leave_loss_on_its_way(engine)
     follow(engine)
     attach_loop(engine, mesh)
+    let_engine_save(engine)
 
 
 def _leave_loss_on_its_way(engine: Any) -> None:

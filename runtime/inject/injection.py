@@ -13,6 +13,7 @@ from torch import nn
 
 from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import RecurrentKind
+from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
@@ -78,6 +79,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         check_model(without_peft(model), mesh)
         _Injection(without_peft(model), mesh).run()
     model.parcompile_mesh = mesh  # type: ignore[assignment]
+    let_save(model, mesh)
     return model
 
 
@@ -90,6 +92,8 @@ class _Injection:
     def run(self) -> None:
         adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
+        # Training keeps no keys and values: it would hold memory, and a stage's cache has no place for later layers.
+        self.model.config.use_cache = False  # type: ignore[union-attr]
         parallelism = self.spec.parallelism
         path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
         share_blocks(self.model, path, self.spec.model.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,10 @@ def stored(plan: Plan, folder: Path) -> None:
 
 
 def export_trained(rank: int, plans: list[Plan], folder: str) -> list[str]:
-    """Each plan's folder after one step in `FOLDER/trained/NAME`; what went wrong, in words."""
+    """Each plan's folder after one step in `FOLDER/trained/NAME`; what went wrong, in words.
+
+    What the model's own `save_pretrained` writes at that time is in `FOLDER/saved/NAME`.
+    """
     from parcompile.runtime import initialize, join, load_pretrained
     from parcompile.runtime.checkpoint import export, save
     from parcompile.runtime.engine import initialization
@@ -71,6 +75,7 @@ def export_trained(rank: int, plans: list[Plan], folder: str) -> list[str]:
                 engine.module.eval()  # in training it draws its experts at random
             engine.train_batch(iter(loader))
             save(engine, Path(folder) / "run" / name, 1)
+            engine.module.save_pretrained(Path(folder) / "saved" / name)
             if rank == 0:
                 export(Path(folder) / "run" / name, Path(folder) / "trained" / name)
             said.append("")
@@ -97,6 +102,30 @@ def trained_plainly(plan: Plan, folder: Path) -> nn.Module:
     return model
 
 
+def different_files(one: Path, other: Path) -> list[str]:
+    """What of two Hugging Face folders is not the same to the bit; generation_config.json does not count."""
+    first, second = (stored_tensors(folder) for folder in (one, other))
+    found = [f"tensors: {sorted(first.keys() ^ second.keys())[:3]}"] if first.keys() != second.keys() else []
+    for name in first.keys() & second.keys():
+        if first[name].dtype is not second[name].dtype or not torch.equal(first[name], second[name]):
+            found.append(f"{name} differs")
+    if (one / "config.json").read_text() != (other / "config.json").read_text():
+        found.append("config.json differs")
+    return found
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files of a folder; an index has to name those, and no others."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    index = folder / "model.safetensors.index.json"
+    assert not index.exists() or json.loads(index.read_text())["weight_map"].keys() == found.keys()
+    return found
+
+
 def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
     """What differs between the exported models and those of one process; empty: nothing."""
     plans, found = [plan_of(family, layout) for family in families], []
@@ -109,7 +138,8 @@ def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
             found.append(f"{name}: {said}")
             continue
         expected = trained_plainly(plan, folder / "given" / name).eval()
-        back = read(folder / "trained" / name).eval()
+        found += [f"{name}: {one}" for one in different_files(folder / "trained" / name, folder / "saved" / name)]
+        back = read(folder / "saved" / name).eval()
         values = [{key: one for key, one in m.config.to_dict().items() if key not in _NOTES} for m in (expected, back)]
         for key in sorted(values[0].keys() | values[1].keys()):
             if values[0].get(key) != values[1].get(key):

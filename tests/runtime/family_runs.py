@@ -138,7 +138,9 @@ def train_on(
     from parcompile.runtime.loss import loss_of_step
     from parcompile.runtime.pipeline import forward_and_backward
 
-    model = inject(drawn_model(plan, dtype), mesh)
+    drawn: Any = drawn_model(plan, dtype)
+    drawn.config.use_cache = True  # as from_pretrained gives it
+    model = inject(drawn, mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
     batch = split_batch(_of_dp_rank(whole or batch_of(plan), mesh), mesh)
     for _ in range(steps):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -151,6 +153,33 @@ def save_thrice(rank: int, plan: Plan, folder: str) -> None:
     engine, _, _, _ = initialize(plan=plan)
     for step in (1, 2, 3):
         save(engine, folder, step, keep=2)
+
+
+def resume_with_and_without_scheduler(rank: int, plan: Plan, folder: str) -> dict[tuple[bool, bool], str]:
+    """What is said where the run that saved had a scheduler and the one that resumes has one, in all four cases."""
+    from parcompile.runtime import initialize
+    from parcompile.runtime.checkpoint import load
+
+    def engine_of(schedules: bool) -> Any:
+        schedule = (lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)) if schedules else None
+        return initialize(plan=plan, model=initial_model(plan), lr_scheduler=schedule)[0]
+
+    found = {}
+    for was in (True, False):
+        save(engine_of(was), f"{folder}/{was}", 1)
+        for now in (True, False):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                load(engine_of(now), f"{folder}/{was}")
+            lines = said.getvalue().splitlines()
+            found[was, now] = "".join(line for line in lines if line.startswith("parcompile: warning"))
+    return found
+
+
+def test_a_scheduler_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, resume_with_and_without_scheduler, layout("one rank"), str(tmp_path))
+    assert found[True, True] == found[False, False] == ""
+    assert "has the state of an LR scheduler, and this run has none" in found[True, False]
+    assert "has no state of an LR scheduler: that of this run begins at its first step" in found[False, True]
 
 
 def die_while_saving(rank: int, plan: Plan, folder: str) -> None:

@@ -1,0 +1,196 @@
+"""The whole tensors of a model in training, which ranks send to the first one, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parcompile.layout.grid import Axis
+from parcompile.layout.tensor import TensorLayout
+from parcompile.plan import Plan
+from parcompile.plan.holding import ModelParallelPlace, model_parallel_places
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.groups.rendezvous import store_of_world
+from parcompile.runtime.model.lora import describe_adapters, matrix_of, plain_name
+from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
+
+from .deepspeed_files import MASTER
+from .whole_tensors import WholeTensors
+
+_waits = 0
+"""How often this process has waited for the others here: a part of the keys in the store."""
+
+
+class _Described(NamedTuple):
+    """What a rank says of its part of the model."""
+
+    parameters: dict[str, tuple[torch.dtype, tuple[int, ...], bool]]
+    """Type, shape, and whether it is trained."""
+    buffers: dict[str, Tensor]
+    adapters: dict[str, Any] | None
+
+
+def is_whole(plan: Plan) -> bool:
+    """Whether every rank holds the whole model."""
+    parallelism = plan.spec.parallelism
+    return parallelism.tp == parallelism.pp == parallelism.ep == 1
+
+
+def wait_for_all(mesh: Mesh, call: str) -> None:
+    """Waits until every rank makes a call, as long as at the start of a job.
+
+    Raises:
+        RunError: some have not come in time; the message names them.
+    """
+    global _waits
+    _waits += 1
+    store, seconds, pause = store_of_world(), HANDSHAKE_TIMEOUT.seconds(), 0.01
+    assert store is not None
+    keys = [f"parcompile/whole-{_waits}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[mesh.rank], call)
+    deadline = time.monotonic() + seconds
+    # Not `wait`, which would keep heartbeats from the store meanwhile.
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise RunError(
+                f"{call} gathers slices of all ranks, and rank {', '.join(missing)} has not called it within "
+                f"{seconds:.0f} s: call it on every rank, not under `if rank == 0` "
+                f"({HANDSHAKE_TIMEOUT.name} sets the time)"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    calls = {store.get(key).decode() for key in keys}
+    if len(calls) > 1:
+        raise RunError(f"ranks make different calls at a time: {', '.join(sorted(calls))}", everywhere=True)
+
+
+class LiveTensors(WholeTensors):
+    """The weights of an injected model, whole on rank 0; elsewhere tensors of the same shapes without memory.
+
+    Every rank asks for the same ones in the same order.
+
+    Args:
+        model: as `inject` left it, with or without peft.
+        mesh: the live ranks.
+        call: what the user called, for messages.
+
+    Raises:
+        RunError: not all ranks make this call.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, call: str) -> None:
+        super().__init__(mesh.plan, "the live model")
+        self._rank = mesh.rank
+        self.error: RunError | None = None
+        """What went wrong here while tensors were on their way, which all ranks send to the end."""
+        self._own = {plain_name(name): one.detach() for name, one in model.named_parameters()}
+        self._group: Any = None
+        mine = _Described(
+            {
+                plain_name(name): (one.dtype, tuple(one.shape), one.requires_grad)
+                for name, one in model.named_parameters()
+            },
+            _persistent_buffers(model),
+            describe_adapters(model),
+        )
+        places = enumerate(model_parallel_places(mesh.plan))
+        self._ranks = {place: mesh.plan.groups.of_rank("tp-pp", 0)[number] for number, place in places}
+        self._described = [mine] * (mesh.rank + 1)
+        if not is_whole(mesh.plan):
+            wait_for_all(mesh, call)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT.seconds()))
+            self._described = [mine] * dist.get_world_size()
+            dist.all_gather_object(self._described, mine, group=self._group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the tensors are put together here."""
+        return self._rank == 0
+
+    @property
+    def group(self) -> Any:
+        """Of all ranks on the host; None where rank 0 needs no other."""
+        return self._group
+
+    def close(self) -> None:
+        """Ends the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def _stage(self, pp_rank: int) -> _Described:
+        """What the first rank of a stage says."""
+        return self._described[self._ranks[ModelParallelPlace(pp_rank, 0)]]
+
+    @cached_property
+    def adapters(self) -> list[str]:
+        """As in `WholeTensors`."""
+        stages = range(len(self._stages))
+        return [name for stage in stages for name in self._stage(stage).parameters if matrix_of(name) is not None]
+
+    @cached_property
+    def described_adapters(self) -> Mapping[str, Any] | None:
+        """As in `WholeTensors`."""
+        found = [one for stage in range(len(self._stages)) if (one := self._stage(stage).adapters) is not None]
+        linears = {name: entry for one in found for name, entry in one["linears"].items()}
+        return {**found[0], "linears": linears} if found else None
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """As in `WholeTensors`."""
+        stages = range(len(self._stages))
+        return {name: buffer for stage in stages for name, buffer in self._stage(stage).buffers.items()}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter is not frozen."""
+        return self._stage(self._holder(name)).parameters[name][2]
+
+    def _adapter_shape(self, name: str, pp_rank: int) -> tuple[int, ...]:
+        return self._stage(pp_rank).parameters[name][1]
+
+    def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> Tensor:
+        assert kind == MASTER
+        source = self._ranks[ModelParallelPlace(*place)]
+        if layout.ep > 1:
+            shards = self.plan.groups.of_rank("dp-cp", source)
+            source = next(one for one in shards if self.plan.groups.of_rank(Axis.EP, one).index(one) == ep_rank)
+        dtype, shape, _ = self._described[source].parameters[name]
+        if source == self._rank:
+            mine = self._own[name].cpu().contiguous()
+            if not self._rank:
+                return mine
+            dist.send(_as_bytes(mine), 0, group=self._group)
+        elif not self._rank:
+            found = torch.empty(shape, dtype=dtype)
+            dist.recv(_as_bytes(found), source, group=self._group)
+            return found
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _merged(self, name: str, slices: list[Tensor], layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
+        if self.is_first:
+            try:
+                return super()._merged(name, slices, layout, shape)
+            except RunError as error:
+                self.error = self.error or error
+        return torch.empty(shape, dtype=slices[0].dtype, device="meta")
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[plain_name(f"{path}.{name}" if path else name)] = buffer.detach().cpu()
+    return found
