@@ -128,12 +128,11 @@ def load(engine: Any, folder: str | Path) -> int:
     stages = _stages(engine)
     _compare_adapters(note, _adapters(stages))
     _agree_that_it_is_whole(note)
-    if dist.get_rank() == 0:
-        _tell_of_scheduler(engine, note)
+    schedules = _compare_schedulers(engine, note)
     if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, _opened(note))
         return note.step
-    _load_as_it_is(engine, note)
+    _load_as_it_is(engine, note, schedules=schedules)
     return note.step
 
 
@@ -154,7 +153,7 @@ def _note_on_all_ranks(folder: Path) -> Note:
     return found[0]
 
 
-def _load_as_it_is(engine: Any, note: Note) -> None:
+def _load_as_it_is(engine: Any, note: Note, *, schedules: bool) -> None:
     """A checkpoint of the same layout. DeepSpeed knows no files of optimizer states for ZeRO stage 0."""
     from .deepspeed_engine import Reader
 
@@ -166,7 +165,9 @@ def _load_as_it_is(engine: Any, note: Note) -> None:
             place = mesh.index("tp-pp")
             experts[weights_file(place)] = experts_file(ep_rank, place)
         with use_checkpoint_engine(engine, Reader(note, experts)):
-            path, state = engine.load_checkpoint(str(note.folder.parent), tag=note.folder.name)
+            path, state = engine.load_checkpoint(
+                str(note.folder.parent), tag=note.folder.name, load_lr_scheduler_states=schedules
+            )
         if path is None or state.get("step") != note.step:
             raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
     else:
@@ -183,15 +184,15 @@ def _opened(note: Note) -> SavedRun:
     return saved
 
 
-def _tell_of_scheduler(engine: Any, note: Note) -> None:
-    """Warns where a scheduler's place is lost, or a scheduler begins anew: learning rates are others then."""
+def _compare_schedulers(engine: Any, note: Note) -> bool:
+    """Whether the checkpoint has the state of an LR scheduler. Where the run differs in that, rank 0 warns."""
     was, now = SavedRun(note).counters.get("lr_scheduler") is not None, engine.lr_scheduler is not None
-    if was == now:
-        return
-    lost = "has the state of an LR scheduler, and this run has none: learning rates stay as they are from here on"
-    begun = "has no state of an LR scheduler: that of this run begins at its first step"
-    text = f"parcompile: warning: {note.folder} {lost if was else begun}"
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+    if was != now and dist.get_rank() == 0:
+        lost = "has the state of an LR scheduler, and this run has none: no scheduler changes the learning rates"
+        begun = "has no state of an LR scheduler: that of this run begins at its first step"
+        text = f"parcompile: warning: {note.folder} {lost if was else begun}"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+    return was
 
 
 def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
