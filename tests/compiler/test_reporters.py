@@ -149,7 +149,7 @@ def test_json_holds_exactly_the_documented_fields():
     tree = json.loads(written("json"))
     assert list(tree) == ["valid", "error_count", "warning_count", "files", "diagnostics"]
     assert (tree["valid"], tree["error_count"], tree["warning_count"]) == (False, 1, 1)
-    assert tree["diagnostics"][1] == {
+    assert tree["diagnostics"][0] == {
         "code": "K003",
         "severity": "error",
         "message": 'tp: found text "8"',
@@ -180,14 +180,14 @@ def test_sarif_has_what_code_scanning_needs():
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == ["B01", "K003", "X001"]
     assert rules[1]["shortDescription"]["text"] == "wrong type"
-    assert [result["level"] for result in run["results"]] == ["note", "error", "warning"]
+    assert [result["level"] for result in run["results"]] == ["error", "warning", "note"]
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
         assert result["message"]["text"]
         (location,) = result["locations"]
         assert location["physicalLocation"]["artifactLocation"]["uri"] == "specs/a%20b.json"
         assert location["physicalLocation"]["region"]["startLine"] >= 1
-    assert run["results"][2]["relatedLocations"][0]["message"]["text"] == "the factor"
+    assert run["results"][1]["relatedLocations"][0]["message"]["text"] == "the factor"
     assert run["columnKind"] == "unicodeCodePoints"
 
 
@@ -212,8 +212,8 @@ def test_absolute_files_are_uris(tmp_path: Path):
 def test_github_commands_are_escaped():
     lines = written("github").splitlines()
     assert len(lines) == 3
-    assert lines[0] == "::notice file=specs/a b.json,title=parcompile X001::no place, 100%25 sure:%0Areally"
-    assert lines[1] == '::error file=specs/a b.json,line=2,col=8,title=parcompile K003::tp: found text "8"%0Awrite 8'
+    assert lines[2] == "::notice file=specs/a b.json,title=parcompile X001::no place, 100%25 sure:%0Areally"
+    assert lines[0] == '::error file=specs/a b.json,line=2,col=8,title=parcompile K003::tp: found text "8"%0Awrite 8'
     tricky = Diagnostic("K001", Severity.ERROR, "x", (), "a,b:c.json", Position(1, 1))
     assert written("github", [tricky]).startswith("::error file=a%2Cb%3Ac.json,line=1,")
 
@@ -260,3 +260,26 @@ def test_no_line_is_wider_than_the_terminal_and_the_place_is_in_it(letter: str, 
     width = sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) == "W" else 1 for c in quote)
     assert width <= 80
     assert len(carets) <= 80
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_errors_come_before_warnings_before_remarks_in_every_format(format_: str) -> None:
+    """Each kind in file order, whatever order they were found in."""
+    codes = {Severity.INFO: "W005", Severity.WARNING: "Z003", Severity.ERROR: "B001"}
+    found = [
+        Diagnostic(code=code, severity=severity, message=f"{code} speaks", file="a.json", position=Position(line, 1))
+        for line, (severity, code) in enumerate(codes.items(), 1)
+    ]
+    stream = io.StringIO()
+    report(found, [], format_, stream, style=Style())
+    said = stream.getvalue()
+    places = [said.index(f"{code} speaks") for code in ("B001", "Z003", "W005")]
+    assert places == sorted(places)
+
+
+def test_sarif_carries_the_page_of_each_rule() -> None:
+    found = Diagnostic(code="B001", severity=Severity.ERROR, message="no", file="a.json", position=Position(1, 1))
+    stream = io.StringIO()
+    report([found], [], "sarif", stream)
+    (rule,) = json.loads(stream.getvalue())["runs"][0]["tool"]["driver"]["rules"]
+    assert rule["helpUri"] == "https://parcompile.readthedocs.io/en/stable/rules.html#b001"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
-from parcompile.diagnostics import Diagnostic, in_file_order
+from parcompile.diagnostics import Diagnostic, Severity, in_file_order
 
 from .style import Style
 
@@ -41,7 +41,7 @@ def report(
     kinds: Mapping[str, str] | None = None,
     folded: bool = False,
 ) -> None:
-    """Write `diagnostics` to `stream` in one of `FORMATS`.
+    """Write `diagnostics` to `stream` in one of `FORMATS`: errors before warnings before remarks, each in file order.
 
     Args:
         diagnostics: What was found, in any order.
@@ -61,7 +61,8 @@ def report(
     if format not in FORMATS:
         raise ValueError(f"there is no format {format!r}; there are: {', '.join(FORMATS)}")
     known = {source.file: source for source in sources}
-    found = in_file_order(diagnostics)
+    order = list(Severity)
+    found = sorted(in_file_order(diagnostics), key=lambda one: order.index(one.severity))
     checked = list(dict.fromkeys([*(known if files is None else files), *(d.file for d in found if d.file)]))
     writer = importlib.import_module(f"{__package__}.{format}")
     shown = style or Style.of(stream)

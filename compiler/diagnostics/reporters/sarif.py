@@ -15,6 +15,8 @@ from parcompile.version import __version__
 from .dispatch import Context
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+PAGES = "https://parcompile.readthedocs.io/en/stable/rules.html"
+"""The page that has every code, with its name in small letters as its anchor."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
@@ -47,7 +49,12 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
 
 def _rule(code: str, title: str | None) -> dict[str, Any]:
     text = title or code
-    return {"id": code, "shortDescription": {"text": text}, "help": {"text": f"parcompile explain {code}"}}
+    return {
+        "id": code,
+        "shortDescription": {"text": text},
+        "helpUri": f"{PAGES}#{code.lower()}",
+        "help": {"text": f"parcompile explain {code}"},
+    }
 
 
 def _results(diagnostics: Sequence[Diagnostic], codes: list[str]) -> list[dict[str, Any]]:

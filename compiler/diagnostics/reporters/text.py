@@ -25,12 +25,10 @@ _TAB = "    "
 
 
 def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
-    """One block for each diagnostic, errors first, and a last line with the count. Folded remarks take a line each."""
-    order = list(Severity)
-    ordered = sorted(diagnostics, key=lambda one: order.index(one.severity))
+    """One block for each diagnostic, and a last line with the count. Folded remarks take a line each."""
     remarks = [one for one in diagnostics if one.severity is Severity.INFO]
     style = context.style
-    for diagnostic in (one for one in ordered if not (context.folded and one.severity is Severity.INFO)):
+    for diagnostic in (one for one in diagnostics if not (context.folded and one.severity is Severity.INFO)):
         stream.write(writable(stream, "\n".join(_block(diagnostic, context, style))) + "\n\n")
     if context.folded and remarks:
         stream.write("".join(writable(stream, _folded(one, style)) + "\n" for one in remarks) + "\n")
