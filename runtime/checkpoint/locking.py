@@ -68,6 +68,15 @@ def hold(folder: Path) -> None:
         threading.Thread(target=_beat, args=(path, me), name="heartbeat of a folder", daemon=True).start()
 
 
+def holds(folder: Path) -> bool:
+    """Whether this process is the one that saves into a folder: it took it, and nobody has taken it since."""
+    path, me = Path(os.path.realpath(folder)) / LOCK, Owner.me()
+    try:
+        return _held.get(path) == me and _parsed(path.read_text(encoding="utf-8")) == me
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def release(folder: Path) -> None:
     """Lets other jobs save into a folder that this process held."""
     _release(Path(os.path.realpath(folder)) / LOCK)

@@ -27,7 +27,7 @@ from parcompile.runtime.errors import RunError
 from . import expert_weights
 from .agreement import await_seen, on_all_ranks, on_rank_0
 from .contents import check_listed
-from .locking import hold
+from .locking import hold, holds
 from .manifest import Note, damages, locate
 from .placing import begin, forget, is_noted_there, put_in_place, unfinished
 from .random_state import random_file, random_state
@@ -139,8 +139,9 @@ class Saver:
             self._error = RunError(f"{type(error).__name__}: {error}")
 
     def _give_up(self) -> str:
-        """Frees the disk of what was written; says what remains."""
-        shutil.rmtree(unfinished(self._place), ignore_errors=True)
+        """Frees the disk of what was written, unless it is another job's; says what remains."""
+        if holds(self._place.parent):
+            shutil.rmtree(unfinished(self._place), ignore_errors=True)
         try:
             return f"the last checkpoint is {locate(self._place.parent).name}"
         except RunError:
@@ -203,6 +204,8 @@ def _is_there_already(note: Note, mine: list[str], group: Any) -> bool:
 
 
 def _commit(note: Note, keep: int | None, *, same: bool) -> None:
+    if not holds(note.folder.parent):
+        raise RunError(f"another job has taken {note.folder.parent} while this one stood still")
     check_listed(note.plan, note.files)
     await_seen(unfinished(note.folder), {name: size for name, (size, _) in note.files.items()})
     put_in_place(note, same=same)

@@ -25,11 +25,13 @@ from training_runs import initial_model, make_plan, samples
 from parcompile.backends.writing import to_text
 from parcompile.cli.main import cli
 from parcompile.plan import Plan, plan_tree
+from parcompile.plan.resume import file_layout
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export, load, locking, placing, read_note, save, verify, writing
 from parcompile.runtime.checkpoint.contents import tensor_files
 from parcompile.runtime.checkpoint.converting import convert
-from parcompile.runtime.checkpoint.manifest import digest_of
+from parcompile.runtime.checkpoint.manifest import Note, digest_of
+from parcompile.runtime.checkpoint.saving import Saver, _commit
 
 pytestmark = pytest.mark.ranks
 
@@ -406,6 +408,32 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path) -> None
     other.wait()
     locking.release(tmp_path)
     assert (tmp_path / locking.LOCK).read_text() == ""
+
+
+def test_a_refused_second_job_leaves_the_first_job_s_save_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        written = tmp_path / "unfinished-step-3" / WEIGHTS
+        written.parent.mkdir()
+        written.write_bytes(b"half of it")
+        plan = a_plan()
+        note = Note(tmp_path / "step-3", 3, plan, file_layout(plan), {})
+        with pytest.raises(RunError, match=rf"was not saved: .*process {other.pid} on \S+ saves into"):
+            Saver().save(None, note, keep=None, wait=True, on_error="raise")
+        assert written.read_bytes() == b"half of it"
+    finally:
+        torch.distributed.destroy_process_group()
+        other.kill()
+        other.wait()
+    locking.hold(tmp_path)
+    (tmp_path / locking.LOCK).write_text('{"host": "elsewhere", "pid": 1, "machine": "", "started": ""}')
+    assert not locking.holds(tmp_path)  # taken while this process stood still
+    with pytest.raises(RunError, match="another job has taken"):
+        _commit(note, None, same=False)
+    locking.release(tmp_path)
 
 
 def test_a_job_on_another_machine_keeps_the_folder_as_long_as_its_heart_beats(
