@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .backends.kinds import UNKNOWN
-from .backends.on_disk import stale_files
 from .backends.registry import render
 from .backends.target_names import chosen
 from .backends.writing import write
@@ -191,7 +190,7 @@ def compile(  # noqa: A001 -- the word of the command line
         plan = compile_plan(checked.resolution.spec(), checked.document.tree, list(checked.diagnostics))
     if output is not None:
         contents = render(plan, chosen(targets))
-        write(contents, Path(output), stale_files(contents, Path(output)))
+        write(contents, Path(output))
     return plan
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from parcompile.atomic import locate
+from parcompile.atomic import is_inside, read_set
+from parcompile.user_files import read_bytes
 
 from .registry import LOCK
 
@@ -23,18 +25,18 @@ def locked_targets(folder: Path) -> tuple[str, ...]:
     return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
-def stale_files(contents: Mapping[str, str], folder: Path) -> list[Path]:
-    """Files that an earlier compilation wrote and that are no longer among the artefacts.
+def stale_files(contents: Mapping[str, str], folder: Path) -> list[str]:
+    """Names of files that an earlier compilation wrote and that are no longer among the artefacts.
 
     A file that was edited since is nobody's to remove, and is not among them.
     """
     found = []
     for name, digest in sorted(_lock(folder).get("files", {}).items()):
-        if name in contents or not _inside(name):
+        if name in contents or not is_inside(folder, name):
             continue
-        file = folder / name
-        if file.is_file() and "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest() == digest:
-            found.append(file)
+        with contextlib.suppress(OSError):
+            if "sha256:" + hashlib.sha256(read_bytes(folder / name, follow=False)).hexdigest() == digest:
+                found.append(name)
     return found
 
 
@@ -45,18 +47,17 @@ def differences(contents: Mapping[str, str], folder: Path) -> str:
         OSError: a file is there but cannot be read.
     """
     lines: list[str] = []
-    for name, text in contents.items():
-        lines += _difference(name, locate(folder, name), text)
-    lines += [f"Only in {folder}: {file.relative_to(folder)}" for file in stale_files(contents, folder)]
+    for name, old in read_set(folder, contents).items():
+        lines += _difference(name, folder / name, old, contents[name])
+    lines += [f"Only in {folder}: {name}" for name in stale_files(contents, folder)]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _difference(name: str, file: Path, text: str) -> Iterator[str]:
-    try:
-        old = file.read_bytes().decode("utf-8", errors="replace")
-    except FileNotFoundError:
+def _difference(name: str, file: Path, content: bytes | None, text: str) -> Iterator[str]:
+    if content is None:
         yield f"Missing: {file}"
         return
+    old = content.decode("utf-8", errors="replace")
     if old == text:
         return
     diff = list(
@@ -67,15 +68,10 @@ def _difference(name: str, file: Path, text: str) -> Iterator[str]:
         yield f"… and {len(diff) - DIFF_LINES} more lines of {name}"
 
 
-def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
 def _lock(folder: Path) -> dict[str, Any]:
     """The lock file of a folder; empty when there is none that can be understood."""
     try:
-        tree = json.loads(locate(folder, LOCK).read_text(encoding="utf-8"))
+        tree = json.loads(read_set(folder, [LOCK])[LOCK] or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(tree, dict) or not isinstance(tree.get("files", {}), dict):

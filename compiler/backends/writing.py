@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,16 @@ def artefacts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write(contents: Mapping[str, str], folder: Path, stale: Collection[Path] = ()) -> list[Path]:
-    """Writes all files into `folder` and removes the `stale` ones of an earlier compilation, or changes nothing.
+def write(contents: Mapping[str, str], folder: Path) -> list[Path]:
+    """Writes all files into `folder` and removes those of an earlier compilation that are none now, or changes nothing.
 
     Raises:
         OSError: the folder cannot be made or written.
     """
+    from .on_disk import stale_files  # it needs every target; who only prints a tree does without them
+
     # Bytes: line ends are the same on every machine.
     files = {name: text.encode("utf-8") for name, text in contents.items()}
     scripts = [name for name in files if name.endswith(EXECUTABLE)]
-    write_set(files, folder, executable=scripts, gone=[file.relative_to(folder).as_posix() for file in stale])
+    write_set(files, folder, executable=scripts, gone=lambda: stale_files(contents, folder))
     return [folder / name for name in contents]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from parcompile.backends.on_disk import differences, locked_targets, stale_files
+from parcompile.backends.on_disk import differences, locked_targets
 from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import write
 from parcompile.diagnostics.reporters import report
@@ -111,6 +111,6 @@ def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool)
 def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:
     contents = render(plan, targets)
     try:
-        return write(contents, output, stale_files(contents, output))
+        return write(contents, output)
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be written: {error.strerror}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from parcompile.atomic import locate
+from parcompile.atomic import locate, read_set
+from parcompile.user_files import read_text
 
 from .plan import Plan, PlanError
 from .tree import plan_from_tree
@@ -22,6 +23,8 @@ def plan_file(path: str | Path) -> Path:
         file = locate(file, "plan.json")
         if not file.exists():
             raise PlanError(f"{path} is a folder without a plan.json: name a file, or the folder of a compiled plan")
+    elif file.name == "plan.json":
+        file = locate(file.parent, file.name)
     return file
 
 
@@ -33,7 +36,7 @@ def load_plan(path: str | Path) -> Plan:
     """
     file = plan_file(path)
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(_content(Path(path), file))
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -44,3 +47,11 @@ def load_plan(path: str | Path) -> Plan:
         return plan_from_tree(tree)
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
+
+
+def _content(path: Path, file: Path) -> str:
+    """The text of a plan; one that a compilation is moving at this moment is found where it is."""
+    if file.name != "plan.json":
+        return read_text(file)
+    content = read_set(path if path.is_dir() else path.parent, ["plan.json"])["plan.json"]
+    return read_text(file) if content is None else content.decode("utf-8")

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 
 from parcompile import atomic
-from parcompile.atomic import locate, write_file
+from parcompile.atomic import locate, write_file, write_set
 from parcompile.backends.writing import write
 
 OLD = {"a.json": "old a", "launch/b.sh": "old b", "plan.json": "old plan"}
@@ -29,6 +30,10 @@ print("ready", flush=True)
 for turn in range(100000):
     write(sets[turn % 2], folder)
 """
+
+
+def put(files: Mapping[str, str], folder: Path, gone: Collection[str] = ()) -> None:
+    write_set({name: text.encode() for name, text in files.items()}, folder, gone=lambda: gone)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -53,7 +58,7 @@ def test_a_set_takes_the_place_of_another(tmp_path: Path, foreign: bool) -> None
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "latest").write_text("step10")
         kept = {"checkpoints/latest": "step10"}
-    write(NEW, folder, stale=[folder / "launch" / "b.sh"])
+    put(NEW, folder, gone=["launch/b.sh"])
     assert contents(folder) == {**NEW, **kept}
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
@@ -97,8 +102,8 @@ def test_a_move_that_was_interrupted_is_read_as_the_new_set_and_finished(
 ) -> None:
     write(OLD, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}")
-    monkeypatch.setattr(atomic, "recover", lambda _folder: None)  # the writer dies before it moves anything
-    write(NEW, tmp_path, stale=[tmp_path / "launch" / "b.sh"])
+    monkeypatch.setattr(atomic, "recover", lambda _folder, **_options: None)  # the writer dies before it moves anything
+    put(NEW, tmp_path, gone=["launch/b.sh"])
     monkeypatch.undo()
     assert {name: locate(tmp_path, name).read_text() for name in NEW} == NEW
     write({**NEW, "a.json": "newer"}, tmp_path)
@@ -122,7 +127,7 @@ def test_a_killed_writer_leaves_one_whole_set(tmp_path: Path, foreign: bool) -> 
         writer.stdout.close()
         if locate(folder, names[0]).exists():
             assert len({locate(folder, name).read_text() for name in names}) == 1
-    write(OLD, folder, stale=[folder / name for name in names])
+    put(OLD, folder, gone=names)
     assert contents(folder) == ({**OLD, "metrics.jsonl": "{}"} if foreign else OLD)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
