@@ -61,13 +61,15 @@ _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 def write_file(path: Path, content: str | bytes) -> None:
     """Writes one file: beside its destination first, then renamed over it. Links are followed, permissions kept.
 
+    A byte of a file's name that is not UTF-8 is written as its escape.
+
     Raises:
         OSError: it cannot be written, or the file that is there may not be; what was there before is still there.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, "the file is read-only", str(path))
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     temporary = Path(name)
     try:

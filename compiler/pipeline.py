@@ -22,6 +22,7 @@ from .rules import DEFAULT_TARGETS, MEMORY_RULES, check
 from .spec import Origin
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, parse, read_file
+from .user_files import read_start
 
 _FURTHER = "deepspeed"
 """The section of a spec that holds further DeepSpeed keys."""
@@ -67,7 +68,7 @@ def is_plan(path: str | Path) -> bool:
     if file.is_dir() or file.name == "plan.json":
         return True
     try:
-        return file.is_file() and '"plan_version"' in file.read_bytes()[:64].decode("utf-8", "replace")
+        return file.is_file() and '"plan_version"' in read_start(file, 64)[0].decode("utf-8", "replace")
     except (OSError, ValueError):
         return False
 

@@ -17,6 +17,7 @@ from parcompile.cost.measurements import Measurement, MeasurementError, read_pla
 from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
 from parcompile.diagnostics.reporters.style import writable
+from parcompile.user_files import read_text
 
 FEWEST = 5
 """Runs below which a part is not fitted."""
@@ -123,7 +124,7 @@ def read_set(path: Path) -> CoefficientSet:
         ClickException: the file is none of its.
     """
     try:
-        sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        sets = json.loads(read_text(path))["sets"]
         (name, tree), *more = sets.items()
         found = CoefficientSet.from_json(name, tree)
     except OSError as error:

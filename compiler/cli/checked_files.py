@@ -112,7 +112,7 @@ def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, asked: 
     """The file after its fixes, one at a time, each tried on what the one before has left."""
     from parcompile.text.fixes import apply_fixes, chosen_fix, save
 
-    count, unsafe = 0, mending.unsafe
+    count, unsafe, before = 0, mending.unsafe, checked.document
     for _ in range(_ROUNDS):
         document = checked.document
         if document is None:
@@ -130,6 +130,6 @@ def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, asked: 
         again = done.document
         read = parse(again.text, again.file, again.format, bom=again.source.bom)
         checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind, asked=asked)
-    if count and checked.document:
-        save(checked.document)
+    if count and checked.document and before:
+        save(checked.document, before)
     return checked, count

@@ -15,6 +15,7 @@ from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, presets
 from parcompile.searching.first import first_spec, sequence_length_of
+from parcompile.user_files import read_text
 
 from .targets import no_estimate_option
 
@@ -120,7 +121,7 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
         return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
     file = hf_config / "config.json" if hf_config.is_dir() else hf_config
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
     except OSError as error:
         raise click.ClickException(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

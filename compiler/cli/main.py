@@ -97,6 +97,8 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """The console script. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
         # Commands return nothing; what comes back is the code of a command that asked to exit.
         code = int(cli.main(standalone_mode=False, prog_name="parcompile") or OK)

@@ -18,6 +18,7 @@ from parcompile.model.describing import axes_of, kinds_of, near_types, presets_o
 from parcompile.model.reasons import REASONS
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
+from parcompile.user_files import read_text
 
 _NEAR = 0.8
 """How alike a name is to the type that was meant: others are as alike to `glm` as `chatglm` is."""
@@ -95,7 +96,7 @@ def _config(file: Path, name: str | None) -> Mapping[str, Any]:
         click.ClickException: the file holds no configuration, or one of another type than the one named.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise click.ClickException(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):

@@ -10,6 +10,7 @@ import click
 
 from parcompile.project.files import EXECUTABLE, project_files
 from parcompile.searching.first import sequence_length_of
+from parcompile.user_files import read_text
 
 from .init import chosen_model, made_spec
 
@@ -75,7 +76,7 @@ def command(
         cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
         spec, reason = made_spec(chosen, cluster, length, Path())
         if (file := chosen.section.get("hf_config")) is not None:
-            extra["config.json"] = Path(file).read_text(encoding="utf-8")
+            extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')
     files = project_files(directory.resolve().name, spec) | extra
     try:

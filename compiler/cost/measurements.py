@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from parcompile.machines.preset import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
+from parcompile.user_files import MAX_TABLE_BYTES, read_text
 
 from .workload import Workload
 
@@ -127,8 +129,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         MeasurementError: it cannot be read.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
+        return list(csv.DictReader(io.StringIO(read_text(path, MAX_TABLE_BYTES), newline="")))
     except OSError as error:
         raise MeasurementError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:

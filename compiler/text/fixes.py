@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from parcompile.atomic import write_file
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Safety
+from parcompile.user_files import read_bytes
 
 from . import Document
 from .edits import EditError, apply_edit
@@ -79,10 +81,20 @@ def _overlap(left: Path, right: Path) -> bool:
     return left[:length] == right[:length]
 
 
-def save(document: Document) -> None:
+def save(document: Document, before: Document) -> None:
     """Write a document back to its file, whole or not at all, with its byte order mark and permissions.
 
+    Args:
+        document: after its fixes.
+        before: as it was read. A file that is another one now stays as it is.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or was changed since it was read.
     """
-    write_file(FilePath(document.file), ("\ufeff" if document.source.bom else "") + document.text)
+    if read_bytes(before.file) != _content(before):
+        raise OSError(errno.EBUSY, "it was changed while it was checked; check it again", before.file)
+    write_file(FilePath(document.file), _content(document))
+
+
+def _content(document: Document) -> bytes:
+    return (("\ufeff" if document.source.bom else "") + document.text).encode("utf-8")

@@ -13,6 +13,7 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import digest, spec_from_tree
 from parcompile.runtime.errors import RunError
 from parcompile.text.typed import Reader, integer, list_of
+from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 NOTE = "parcompile.json"
 """The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""
@@ -60,7 +61,7 @@ def locate(folder: Path) -> Path:
     if (folder / NOTE).is_file():
         return folder
     try:
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        tag = read_text(folder / LATEST).strip()
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise RunError(f"{folder / LATEST} is no text", everywhere=True) from None
@@ -84,7 +85,7 @@ def read_note(folder: Path) -> Note:
     """
     place = locate(folder)
     try:
-        tree = json.loads((place / NOTE).read_text(encoding="utf-8"))
+        tree = json.loads(read_text(place / NOTE, MAX_INDEX_BYTES))
         return _note(place, Reader(tree))
     except OSError as error:
         raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None

@@ -24,6 +24,7 @@ from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.user_files import read_text
 
 from .model_class import model_class
 from .text_head import TEXT_MODELS
@@ -92,7 +93,7 @@ def folder_config(folder: str | Path) -> Any:
     """
     path = Path(folder) / FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except OSError as error:
         raise RunError(
             f"{path} cannot be read: {error.strerror}; weights need their configuration, which says which numbers "

@@ -19,6 +19,7 @@ from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.text.typed import Reader, WrongValueError
+from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .configuration import unused_tensors
 from .slices import Slice
@@ -68,7 +69,7 @@ class PretrainedFolder:
         self._files: dict[str, Any] = {}
         if (self.folder / INDEX).is_file():
             try:
-                tree = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+                tree = json.loads(read_text(self.folder / INDEX, MAX_INDEX_BYTES))
                 places = Reader(tree).mapping("weight_map").words()
             except WrongValueError as error:
                 raise RunError(f"{self.folder / INDEX}: {error}", everywhere=True) from None
@@ -241,7 +242,7 @@ def text_name(stored: str, kind: str = "") -> str | None:
 def _multimodal_type(folder: Path) -> str | None:
     """The type of a folder of a multimodal model whose text part is taken; None: the folder is no such model's."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = json.loads(read_text(folder / "config.json"))
     except (OSError, ValueError):
         return None
     if not isinstance(values, dict) or values.get("model_type") not in TEXT_PARTS or text_part(values) is values:

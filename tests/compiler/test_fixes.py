@@ -218,7 +218,24 @@ def test_a_file_is_saved_whole_with_its_mark_and_permissions(tmp_path: Path):
     file.chmod(0o640)
     found = read_file(file).document
     assert found is not None
-    save(apply_edit(found, Edit(("a",), 8)))
+    save(apply_edit(found, Edit(("a",), 8)), found)
     assert file.read_bytes() == b'\xef\xbb\xbf{"a": 8}\r\n'
     assert file.stat().st_mode & 0o777 == 0o640
     assert [entry.name for entry in tmp_path.iterdir()] == ["spec.json"]
+
+
+def test_what_an_editor_wrote_meanwhile_is_not_lost_and_a_read_only_file_stays(tmp_path: Path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("a: '8'\n")
+    found = read_file(file).document
+    assert found is not None
+    changed = apply_edit(found, Edit(("a",), 8))
+    file.write_text("a: '8'\n# appended\n")
+    with pytest.raises(OSError, match="changed while it was checked"):
+        save(changed, found)
+    assert file.read_text() == "a: '8'\n# appended\n"
+    file.write_text("a: '8'\n")
+    file.chmod(0o444)
+    with pytest.raises(OSError, match="read-only"):
+        save(changed, found)
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("a: '8'\n", 0o444)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from parcompile.user_files import read_start
+
 from . import fillers
 from .versions import UnknownVersionError, known, nearest, newest, order
 
@@ -121,7 +123,7 @@ def _upwards(folder: Path) -> Iterator[Path]:
 @functools.lru_cache(maxsize=256)
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")[:_LARGEST] if file.is_file() else ""
+        return read_start(file, _LARGEST)[0].decode("utf-8", errors="replace") if file.is_file() else ""
     except OSError:
         return ""
 

@@ -16,6 +16,7 @@ from typing import Any
 from parcompile.text import Document, Place, SourceError, SourceText
 from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
 from parcompile.text.shell.values import known, missing, shown, span
+from parcompile.user_files import read_bytes
 
 from .arguments import Arguments, Unknown, Word, parsed
 from .options import line, spelling
@@ -111,8 +112,8 @@ def sourced_text(script: Path, name: str) -> str | None:
     for folder in (script.parent, Path()):
         file = folder / name
         try:
-            if file.is_file() and file.stat().st_size <= LARGEST_SOURCED_BYTES:
-                return file.read_text(encoding="utf-8", errors="replace")
+            if file.is_file():
+                return read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
         except (OSError, ValueError):
             return None
     return None

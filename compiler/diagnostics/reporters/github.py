@@ -9,7 +9,7 @@ from typing import TextIO
 from parcompile.diagnostics import Diagnostic, Severity
 
 from .dispatch import Context
-from .style import writable
+from .style import printable, writable
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
@@ -30,7 +30,7 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
 
 
 def _property(text: str) -> str:

@@ -13,6 +13,7 @@ from parcompile.show.pictures.front import draw
 from parcompile.show.pictures.shapes import NARROW, WIDE
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
+from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .html import Html, folded, joined, table, tag
 
@@ -32,7 +33,7 @@ def read_search(file: Path) -> dict[str, Any]:
         SearchError: it cannot be read, or holds something else.
     """
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_text(file, MAX_INDEX_BYTES))
     except OSError as error:
         raise SearchError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

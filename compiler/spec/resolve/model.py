@@ -21,6 +21,7 @@ from parcompile.model.shape import ModelShape
 from parcompile.model.table import ParameterTable
 from parcompile.model.text_part import left_out, text_part
 from parcompile.spec import Model, Origin
+from parcompile.user_files import read_text
 
 from .parallelism import ParallelismValues
 from .reader import Unavailable
@@ -55,7 +56,7 @@ class ModelValues(ParallelismValues):
     def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
         path = self.folder / relative
         try:
-            config = portable(json.loads(path.read_text(encoding="utf-8")))
+            config = portable(json.loads(read_text(path)))
         except OSError as error:
             raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
         except (ValueError, RecursionError) as error:

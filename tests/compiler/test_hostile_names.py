@@ -1,0 +1,63 @@
+"""Names and values that would speak to a terminal, or are no text, in every format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parcompile.diagnostics.reporters import FORMATS
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3-8b-16-gpus" / "plan.json"
+
+
+def run(*words: str | bytes, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(
+        [sys.executable, "-m", "parcompile", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_no_control_character_reaches_the_terminal(tmp_path: Path, format_: str) -> None:
+    key = "\x1b]0;owned\x07\x9b\u202e\r::error::"
+    (tmp_path / "a\x1b[31m.json").write_text(json.dumps({"version": 1, key: key, "model": {"preset": key}}))
+    done = run("check", "--kind", "spec", "--format", format_, "a\x1b[31m.json", cwd=tmp_path)
+    assert done.returncode == 1
+    shown = (done.stdout + done.stderr).decode()
+    assert not {one for one in shown if not one.isprintable()} - {"\n"}
+
+
+@pytest.mark.parametrize("command", [["view"], ["check"], ["compile"], ["estimate"], ["view", "-o", "page.html"]])
+def test_a_name_that_is_not_utf_8_ends_no_command_with_a_traceback(tmp_path: Path, command: list[str]) -> None:
+    name = b"plan-\xff.json"
+    (tmp_path / os.fsdecode(name)).write_bytes(GOLDEN.read_bytes())
+    first, *rest = command
+    assert run(first, name, *rest, cwd=tmp_path).returncode in (0, 1)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe", "large.json"])
+def test_a_configuration_that_never_ends_is_refused(tmp_path: Path, path: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large.json").open("wb") as stream:
+        stream.truncate(1 << 40)
+    spec = {
+        "version": 1,
+        "model": {"hf_config": path},
+        "cluster": {"gpus_per_node": 8, "accelerator": "h200"},
+        "training": {"sequence_length": 4096, "global_batch_size": 8},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    done = run("check", "spec.json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert b"cannot be read: " in done.stdout

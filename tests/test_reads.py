@@ -1,0 +1,78 @@
+"""No file that a user names is read without a bound: who reads another way is listed here with what it reads."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from parcompile.user_files import read_bytes, read_start
+
+ROOT = Path(__file__).parents[1]
+OWN = {
+    "compiler/advisories/advisory.py": 1,
+    "compiler/atomic.py": 3,
+    "compiler/backends/deepspeed/fillers.py": 1,
+    "compiler/backends/deepspeed/versions.py": 1,
+    "compiler/backends/gpt_neox/fields.py": 1,
+    "compiler/backends/megatron/options.py": 1,
+    "compiler/cli/init.py": 1,
+    "compiler/cli/main.py": 1,
+    "compiler/cost/coefficients.py": 1,
+    "compiler/machines/accelerator.py": 1,
+    "compiler/model/catalogue.py": 1,
+    "compiler/model/key_types.py": 1,
+    "compiler/model/presets.py": 1,
+    "compiler/model/tables/reading.py": 1,
+    "compiler/project/files.py": 1,
+    "compiler/schema/validation.py": 1,
+    "compiler/show/page/render.py": 1,
+    "compiler/text/reading.py": 1,
+    "compiler/user_files.py": 1,
+    "runtime/checkpoint/locking.py": 6,
+    "runtime/checkpoint/manifest.py": 1,
+    "runtime/checkpoint/state_file.py": 1,
+    "runtime/checkpoint/universal.py": 1,
+    "runtime/liveness/monitor.py": 1,
+    "runtime/liveness/processes.py": 1,
+    "runtime/preflight/live/facts.py": 5,
+    "runtime/profiling/machine.py": 1,
+    "runtime/profiling/recorder.py": 2,
+}
+"""How many such calls a file has. They read what is installed with the package, /proc, or pieces of a checkpoint, or
+they write; text/reading.py asks what a file is before it opens it, and reads so many bytes of it.
+"""
+
+
+def reads(file: Path) -> int:
+    """Calls of open, read_text and read_bytes as methods, and of the built-in open."""
+    calls = [node.func for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    methods = [one.attr for one in calls if isinstance(one, ast.Attribute)]
+    names = [one.id for one in calls if isinstance(one, ast.Name)]
+    return sum(one in ("open", "read_text", "read_bytes") for one in methods) + names.count("open")
+
+
+def test_every_file_of_a_user_is_read_by_the_one_reader() -> None:
+    found = Counter[str]()
+    for room in ("compiler", "runtime"):
+        for file in (ROOT / room).rglob("*.py"):
+            found[file.relative_to(ROOT).as_posix()] += reads(file)
+    assert {name: count for name, count in sorted(found.items()) if count} == OWN
+
+
+def test_what_is_no_regular_file_or_too_large_is_refused(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as stream:
+        stream.truncate(1 << 40)
+    for name, why in ((pipe, "no regular file"), ("/dev/zero", "no regular file"), (tmp_path, "a directory")):
+        with pytest.raises(OSError, match=why):
+            read_bytes(name)
+    with pytest.raises(OSError, match="1,099,511,627,776 bytes; at most 10 are read"):
+        read_bytes(large, 10)
+    with pytest.raises(OSError, match="no file can have this name"):
+        read_bytes("a\0b")
+    assert read_start(large, 3) == (bytes(3), 1 << 40)
