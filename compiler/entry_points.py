@@ -6,12 +6,19 @@ is one message that names the distribution.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -25,6 +32,8 @@ RULES, TARGETS, IMPORTERS, FAMILIES = (
 """The groups of entry points."""
 VARIABLE = "PARCOMPILE_PLUGINS"
 """The environment variable that leaves all plug-ins out when it is 0."""
+SECONDS = 10.0
+"""How long one rule of a plug-in may take."""
 _NOUNS = {RULES: "rules", TARGETS: "target", IMPORTERS: "importer", FAMILIES: "family"}
 
 Loaded = TypeVar("Loaded")
@@ -83,8 +92,11 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
     if offer.rivals:
         raise PluginError(f"{offer.title} is offered by {' and '.join(offer.rivals)} too: uninstall one of them")
     try:
-        found = offer.point.load()
-    except (Exception, SystemExit) as error:  # the code of others may fail in any way
+        with contextlib.redirect_stdout(sys.stderr):  # standard output may be one JSON document
+            found = offer.point.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the code of others may fail in any way
         raise PluginError(f"{offer.title} cannot be loaded: {said(error)}") from error
     try:
         return judge(found)
@@ -94,4 +106,97 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
 
 def said(error: BaseException) -> str:
     """An exception of a plug-in on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        text = str(error)
+    except Exception:  # its own __str__ may fail too
+        text = "an exception that cannot be shown"
+    return " ".join(f"{type(error).__name__}: {text}".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why work of a plug-in gave nothing."""
+
+    why: str
+
+
+def apart(works: Sequence[Callable[[], Loaded]], seconds: float = SECONDS) -> list[Loaded | Failure]:
+    """What each work returns, done in a process of its own, so that none can end, block or print into this one.
+
+    Where a process cannot be forked, or has threads, they are done here.
+
+    Args:
+        works: return what can be pickled.
+        seconds: how long one may take.
+    """
+    if not hasattr(os, "fork") or threading.active_count() > 1:
+        with contextlib.redirect_stdout(sys.stderr):
+            return [_outcome(work) for work in works]
+    found: list[Loaded | Failure] = []
+    while len(found) < len(works):
+        found += _in_child(works[len(found) :], seconds)
+    return found
+
+
+def _outcome(work: Callable[[], Loaded]) -> Loaded | Failure:
+    try:
+        return work()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the code of others may fail in any way
+        return Failure(said(error))
+
+
+def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
+    """The outcomes up to the first work that ends its process or takes too long."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _serve(works, writing)
+    os.close(writing)
+    found: list[Loaded | Failure] = []
+    try:
+        while len(found) < len(works):
+            try:
+                size = int.from_bytes(_received(reading, 8, time.monotonic() + seconds), "big")
+                found.append(pickle.loads(_received(reading, size, time.monotonic() + seconds)))  # noqa: S301 -- ours
+            except TimeoutError:  # noqa: PERF203 -- each work has its own
+                found.append(Failure(f"it took longer than {seconds:g} s"))
+                break
+            except EOFError:
+                found.append(Failure("it ended its process"))
+                break
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return found
+
+
+def _serve(works: Sequence[Callable[[], object]], writing: int) -> NoReturn:
+    try:
+        os.dup2(2, 1)
+        for work in works:
+            outcome = _outcome(work)
+            try:
+                content = pickle.dumps(outcome)
+            except Exception as error:
+                content = pickle.dumps(Failure(said(error)))
+            with os.fdopen(os.dup(writing), "wb") as stream:
+                stream.write(len(content).to_bytes(8, "big") + content)
+    finally:
+        os._exit(0)
+
+
+def _received(handle: int, size: int, end: float) -> bytes:
+    content = b""
+    while len(content) < size:
+        if not select.select([handle], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(handle, size - len(content))
+        if not part:
+            raise EOFError
+        content += part
+    return content

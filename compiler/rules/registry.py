@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -63,7 +64,8 @@ class Rule:
 
     `targets` names what the rule concerns: "all" for what is true of any run, else the backends that demand it.
     `wrong` and `right` are parts of a spec: laid over `examples.BASE`, the one breaks the rule and the other does not.
-    `origin` is the distribution that a plug-in's rule comes from. `run_by` are the targets that run what a rule of the
+    `origin` is the distribution that a plug-in's rule comes from, and
+    `title_of_origin` names it in messages. `run_by` are the targets that run what a rule of the
     runtime refuses: where files of none of them are wanted, its findings are errors.
     """
 
@@ -78,6 +80,7 @@ class Rule:
     check: Check
     origin: str = ""
     run_by: tuple[str, ...] = ()
+    title_of_origin: str = ""
 
     def concerns(self, targets: Collection[str]) -> bool:
         """Whether the rule fires for a plan that is meant for `targets`."""
@@ -156,7 +159,7 @@ def _added() -> _Added:
             problems.append(str(error))
             continue
         for one in rules:
-            found[one.code] = replace(one, check=_guarded(one, offer), origin=offer.distribution)
+            found[one.code] = replace(one, origin=offer.distribution, title_of_origin=offer.title)
     return _Added(tuple(found[code] for code in sorted(found)), tuple(problems))
 
 
@@ -173,34 +176,67 @@ def _as_rules(given: object, known: frozenset[str]) -> tuple[Rule, ...]:
     return tuple(given)
 
 
-def _guarded(entry: Rule, offer: entry_points.Offer) -> Check:
-    """The check of a plug-in; that it fails is a finding under its code, and an error."""
+def _of_plug_ins(entries: Sequence[Rule], resolution: Resolution, targets: Collection[str]) -> Iterator[Diagnostic]:
+    """What rules of plug-ins find; that one fails is a finding under its code, and an error."""
+    works = [functools.partial(_judged, entry, resolution) for entry in entries]
+    for entry, outcome in zip(entries, entry_points.apart(works), strict=True):
+        if isinstance(outcome, entry_points.Failure):
+            outcome = [
+                Finding(
+                    f"the {entry.title_of_origin} failed: {outcome.why}",
+                    (),
+                    help=f"report it to its authors, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
+                    severity=Severity.ERROR,
+                )
+            ]
+        yield from (_diagnostic(entry, finding, targets) for finding in outcome)
 
-    def check(resolution: Resolution) -> Iterator[Finding]:
-        try:
-            yield from entry.check(resolution)
-        except Unavailable:
-            raise
-        except Exception as error:
-            yield Finding(
-                f"the {offer.title} failed: {entry_points.said(error)}",
-                (),
-                help=f"report it to its authors, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
-                severity=Severity.ERROR,
+
+MOST_FINDINGS = 1000
+"""How many findings one rule of a plug-in may have."""
+
+
+def _judged(entry: Rule, resolution: Resolution) -> list[Finding]:
+    """The findings of a plug-in's rule.
+
+    Raises:
+        TypeError, ValueError: it yields something else, or too many.
+    """
+    found: list[Finding] = []
+    with contextlib.suppress(Unavailable):
+        for one in entry.check(resolution):
+            fine = (
+                type(one) is Finding
+                and type(one.message) is str
+                and type(one.path) is tuple
+                and all(type(step) in (str, int) for step in one.path)
+                and type(one.help) in (str, type(None))
+                and type(one.severity) in (Severity, type(None))
+                and type(one.fixes) is tuple
+                and all(type(fix) is Fix for fix in one.fixes)
+                and type(one.related) is tuple
+                and all(type(place) is Related for place in one.related)
             )
-
-    return check
+            if not fine:
+                raise TypeError(f"it yielded {type(one).__name__}, not a Finding with a message and a path of its type")
+            json.dumps([edit.value for fix in one.fixes for edit in fix.edits], allow_nan=False)
+            found.append(one)
+            if len(found) > MOST_FINDINGS:
+                raise ValueError(f"it has more than {MOST_FINDINGS:,} findings")
+    return found
 
 
 def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) -> list[Diagnostic]:
     """Runs every rule that concerns `targets` once. A rule that needs a value which is itself wrong stays quiet."""
     found: list[Diagnostic] = []
-    for entry in all_rules():
-        if not entry.concerns(targets):
+    concerned = [entry for entry in all_rules() if entry.concerns(targets)]
+    for entry in concerned:
+        if entry.origin:
             continue
         with contextlib.suppress(Unavailable):
             # What a rule has found before it asks for such a value still counts.
             found.extend(_diagnostic(entry, finding, targets) for finding in entry.check(resolution))
+    found.extend(_of_plug_ins([entry for entry in concerned if entry.origin], resolution, targets))
     problems = [*_added().problems, *(one for one in (family_problem(_model_type(resolution)),) if one)]
     found.extend(
         Diagnostic(

@@ -216,3 +216,83 @@ def test_rules_that_cannot_be_used_fail_the_check(tmp_path: Path, run: Any, code
     assert said.count("[E001]") == 1
     assert f"error[E001]: the rules 'others' of other 1.2 (other:RULES) {'cannot' if 'cannot' in why else ''}" in said
     assert why in said
+
+
+BAD = """
+import os, sys, time
+from parcompile.plugins import Finding, rule
+
+print("printed at import")
+
+
+class Rude(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def exits(spec):
+    print("printed by a rule", flush=True)
+    os.write(1, b"written by a rule")
+    os._exit(0)
+    yield
+
+
+def raises(spec):
+    raise Rude
+    yield
+
+
+def leaves(spec):
+    sys.exit(3)
+    yield
+
+
+def endless(spec):
+    while True:
+        yield Finding("again", ())
+
+
+def junk(spec):
+    yield "no finding"
+
+
+def bad_path(spec):
+    yield Finding("message", ("training", object()))
+
+
+def late(spec):
+    while True:
+        time.sleep(1)
+    yield
+
+
+def sound(spec):
+    yield Finding("a nul \\0 and a place that is not there", ("nowhere", 7, "\\0"))
+
+
+CHECKS = (exits, raises, leaves, endless, junk, bad_path, late, sound)
+RULES = [
+    rule(f"BAD00{number}", "bad", "bad", wrong={}, right={})(check) for number, check in enumerate(CHECKS)
+]
+"""
+
+
+def test_nothing_that_a_rule_does_ends_a_check_or_reaches_its_output(tmp_path: Path) -> None:
+    site = install(tmp_path / "site", "bad", "[parcompile.rules]\nbad = bad:RULES\n", BAD)
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    done = subprocess.run(
+        [sys.executable, "-m", "parcompile", "check", "--format", "json", "spec.json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    found = {one["code"]: one["message"] for one in json.loads(done.stdout)["diagnostics"] if one["code"][:3] == "BAD"}
+    ends = ("it ended its process", "cannot be shown", "SystemExit: 3", "than 1,000 findings", "yielded str", "yielded")
+    assert all(why in found[f"BAD00{number}"] for number, why in enumerate(ends))
+    assert all("the rules 'bad' of bad 1.2 (bad:RULES) failed: " in found[f"BAD00{number}"] for number in range(7))
+    assert "longer than 10 s" in found["BAD006"]
+    assert "a place that is not there" in found["BAD007"]
