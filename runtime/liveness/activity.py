@@ -17,6 +17,11 @@ def now_doing() -> str:
     return f"{step}{_phase}{_place}"
 
 
+def is_training() -> bool:
+    """Whether an engine makes steps."""
+    return _engine is not None
+
+
 @contextlib.contextmanager
 def doing(phase: str) -> Iterator[None]:
     """Within it, this rank is in that phase."""

@@ -10,10 +10,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+from .watchdog import Requests, TimedStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,14 +48,13 @@ class StoreChannel:
         rank: of this process.
         world_size: number of ranks that the launcher has announced.
         name: prefix of the keys; the same on all ranks, and another one for each check of a process.
-        timeout: of one request, where the process that keeps the store does not answer.
+        requests: where those of this channel are entered; a watchdog over them notices a store that does not answer.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: timedelta | None = None) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, name: str, requests: Requests | None = None) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._name = store.clone(), name  # type: ignore[attr-defined]
-        if timeout is not None:
-            self._store.set_timeout(timeout)
+        self.requests = Requests() if requests is None else requests
+        self._store, self._name = TimedStore(TimedStore(store, self.requests).clone(), self.requests), name
 
     def send(self, stage: str, value: Any) -> None:
         """Send this rank's message of a stage to rank 0."""

@@ -2,8 +2,9 @@
 
 A rank that waits in a collective for one that has died cannot be called back from there. So every rank sends heartbeats
 through the launcher's store with what it is doing. Rank 0 looks for ranks that have fallen silent, the others look at
-rank 0, and each looks at the processes of its own machine, whose end is seen at once. Whoever is first to see that a
-rank is lost says so in one line; then every rank ends with exit code 1.
+rank 0, and each looks at the processes of its own machine, whose end is seen at once. A watchdog sees that the store
+itself answers nothing, whose keeper is stopped or cut off. Whoever is first to see that a rank is lost says so in one
+line; then every rank ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parcompile.runtime.liveness.activity import is_training
 from parcompile.runtime.liveness.channel import LOST, StoreChannel
 from parcompile.runtime.liveness.processes import is_running
+from parcompile.runtime.liveness.watchdog import Requests, Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -35,6 +37,8 @@ BEATS_EACH_SECOND = 2000
 """What one store takes from all ranks together, beside its other work."""
 PARTING_SECONDS = 3.0
 """How long the rank that may keep the store waits until the others know why the job ends."""
+MARK_SECONDS = 60.0
+"""For how long the ranks of a machine leave it to the first of them to say that the store is lost."""
 NAMED = 4
 """Ranks that a message lists; of more it says how many."""
 FAILED, TERMINATED = 1, 128 + signal.SIGTERM
@@ -56,15 +60,19 @@ class Monitor:
         self.activity: Callable[[], str] = lambda: "starting"
         self.stops_itself = False
         """Whether the training loop acts on SIGTERM; otherwise the signal ends the process."""
-        self._channel = StoreChannel(store, rank, world_size, name, timedelta(seconds=silent_seconds))
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._last: dict[int, tuple[int, str, float]] = {}
+        self._unsaid: tuple[str, str] | None = None
+        requests = Requests()
+        self._watchdog = Watchdog(requests, silent_seconds, self._store_is_silent)
+        self._watchdog.start()
+        self._channel = StoreChannel(store, rank, world_size, name, requests)
         self._mark = Path(tempfile.gettempdir()) / f"parcompile-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}"
         self._silent = silent_seconds
         self._agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._period = max(BEAT_SECONDS, world_size / BEATS_EACH_SECOND)
-        self._processes: dict[int, tuple[str, int]] = {}
-        self._last: dict[int, tuple[int, str, float]] = {}
         self._beats = 0
-        self._is_over, self._may_lose_store, self._was_stopped = threading.Event(), False, False
+        self._is_over, self._may_lose_store = threading.Event(), False
         self.has_failed = False
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
@@ -95,6 +103,7 @@ class Monitor:
                 self._channel.count("ended", 1)
             if self.rank == 0:
                 self._wait_for_others("ended")
+        self._watchdog.stop()
 
     def fail(self, why: str, error: BaseException | None = None) -> None:
         """Ends the job because of a failure of this rank, and says so, with the traceback of `error` if there is one.
@@ -104,19 +113,27 @@ class Monitor:
         self._is_over.set()
         self.has_failed = True
         where = f"rank {self.rank} on host {socket.gethostname()}, {self.activity()}"
+        trace = "" if error is None else "".join(traceback.format_exception(error))
+        self._unsaid = f"error ({where}): {why}", trace
         try:
             is_first = self._channel.call_off_first(f"{where}: {why}")
         except LOST:
             is_first = True
         if is_first:
-            if error is not None:
-                traceback.print_exception(error)
-            say(f"error ({where}): {why}")
+            self._say_failure()
+        self._unsaid = None
         with contextlib.suppress(*LOST):
             if not is_first:
                 self._channel.count("heard", 1)
             if is_first or self.rank == 0:
                 self._wait_for_others("heard")
+
+    def _say_failure(self) -> None:
+        """What this rank has failed of, and the traceback, unless it was said."""
+        if self._unsaid is not None:
+            (text, trace), self._unsaid = self._unsaid, None
+            sys.stderr.write(trace)
+            say(text)
 
     def wait_for_end(self) -> None:
         """For the main thread, whose collective has failed: waits until the thread ends the process.
@@ -134,14 +151,17 @@ class Monitor:
             self._thread.join(PARTING_SECONDS)
 
     def _run(self) -> None:
-        before = time.monotonic()
+        known_pause = None
         try:
             while True:
                 ready, _, _ = select.select([self._hears], [], [], self._period)
                 signals = os.read(self._hears, 64) if ready else b""
                 if self._is_over.is_set():
                     return
-                self._was_stopped, before = time.monotonic() - before > self._silent, time.monotonic()
+                pause = self._watchdog.last_pause()
+                if pause is not None and pause != known_pause:
+                    # While this rank was stopped it heard nobody: the others have their full time again.
+                    known_pause, self._last = pause, {}
                 if self._keeper_has_ended():
                     # A request to its store would fail with a page of frames of C++.
                     self._store_is_gone()
@@ -153,6 +173,8 @@ class Monitor:
                         self._wait_for_others("heard")
                     _end(FAILED)
                 lost = self._lost()
+                if lost and self._was_stopped():
+                    _end(FAILED)
                 if lost:
                     self._name(lost)
                 if signal.SIGTERM in signals and not self.stops_itself:
@@ -187,12 +209,13 @@ class Monitor:
             if host == here and not is_running(pid):
                 what = "ended without a message (killed by the system, or out of memory?)"
             elif now - last[2] > self._silent:
-                what = f"has given no sign of life for {now - last[2]:.0f} s"
+                what = f"has given no sign of life for {self._silent:.0f} s"
             else:
                 continue
             # What a rank says last stands in the store before its process ends.
             if not self._has_ended(rank):
-                found[rank] = f"rank {rank} on host {host or 'unknown'} (process {pid}) {what}; it was {last[1]}"
+                who = f"rank {rank} on host {host} (process {pid})" if host else f"rank {rank} of {self.world_size}"
+                found[rank] = f"{who} {what}; {now - last[2]:.1f} s before, it was {last[1]}"
         return found
 
     def _watched(self) -> Iterator[int]:
@@ -232,6 +255,9 @@ class Monitor:
         """Ends the job with one line, unless another rank says it."""
         lines = [lost[rank] for rank in sorted(lost)]
         more = [f"and {len(lines) - NAMED} more"] if len(lines) > NAMED else []
+        pause = self._watchdog.last_pause()
+        if pause is not None and time.monotonic() - pause[0] < 2 * self._silent:
+            more.append(f"rank {self.rank} itself was stopped for {pause[1]:.0f} s before")
         text = "; ".join([*lines[:NAMED], *more])
         if self._channel.call_off_first(text):
             say(f"error: {text}")
@@ -240,22 +266,70 @@ class Monitor:
             self._channel.count("heard", 1)
         _end(FAILED)
 
+    def _was_stopped(self) -> bool:
+        """Whether this process was stopped until a moment ago, for so long that the others have named it and ended."""
+        pause = self._watchdog.last_pause()
+        return pause is not None and time.monotonic() - pause[0] < PARTING_SECONDS + 4 * self._period
+
     def _store_is_gone(self) -> None:
-        """Rank 0, or the launcher's agent, has ended or hangs. Each machine says so once."""
+        """Rank 0, or the launcher's agent, has ended. Each machine says so once."""
         if self._is_over.wait(self._period):
             return  # the main thread ends by itself
-        if self._was_stopped:
-            _end(FAILED)  # the others have named this rank, and ended
-        host, pid = self._processes.get(0, ("unknown", 0))
-        activity = self._last.get(0, (0, "starting", 0.0))[1]
+        if self._was_stopped():
+            _end(FAILED)
+        host, pid = self._processes.get(0, ("", 0))
+        if self._agent_keeps_store:
+            what = "has ended"
+        elif host != socket.gethostname():
+            what = "has ended without a message, or cannot be reached"
+        elif is_running(pid):
+            what = "has closed its store"
+        else:
+            what = "has ended without a message (killed by the system, or out of memory?)"
+        self._say_once(f"error: {self._keeper()} {what}{self._last_activity()}")
+        _end(FAILED)
+
+    def _store_is_silent(self, seconds: float) -> None:
+        """The watchdog calls this: whatever else this process does waits for the store, or will."""
+        self._say_failure()
+        what = f"has answered nothing for {seconds:.0f} s: it is stopped, hangs, or cannot be reached"
+        self._say_once(f"error: {self._keeper()} {what}{self._last_activity()}")
+        _end(FAILED)
+
+    def _keeper(self) -> str:
+        """Who keeps the store."""
+        place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+        if self._agent_keeps_store:
+            return f"the launcher's process that keeps the store at {place}"
+        if 0 not in self._processes:
+            return f"rank 0, which keeps the store at {place},"
+        host, pid = self._processes[0]
+        return f"rank 0 on host {host} (process {pid})"
+
+    def _last_activity(self) -> str:
+        """What rank 0 said last, and how long ago: heartbeats are behind what it did at its end."""
+        if 0 not in self._last or self._agent_keeps_store:
+            return ""
+        _, activity, heard = self._last[0]
+        return f"; {time.monotonic() - heard:.1f} s before, it was {activity}"
+
+    def _say_once(self, text: str) -> None:
+        """On this machine: the others find the mark of the first."""
         with contextlib.suppress(OSError):
+            if time.time() - self._mark.stat().st_mtime > MARK_SECONDS:
+                self._mark.unlink()  # of a process that was killed before it could
+        try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
-            what = "has ended without a message" if host != socket.gethostname() or not is_running(pid) else "hangs"
-            say(f"error: rank 0 on host {host} (process {pid}) {what}; it was {activity}")
-        time.sleep(self._period)
+        except FileExistsError:
+            return
+        except OSError:
+            say(text)
+            return
+        say(text)
+        # The others notice it within that time.
+        time.sleep(2 * self._period + 1)
         with contextlib.suppress(OSError):
             self._mark.unlink()
-        _end(FAILED)
 
     def _wait_for_others(self, name: str, *, without: int = 0) -> None:
         """Until all other ranks have counted up `name`, or some seconds have passed."""
@@ -272,8 +346,9 @@ class Monitor:
 
 
 def say(text: str) -> None:
-    """Prints one line for the user."""
-    print(f"parcompile: {text}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+    """Prints one line for the user. While steps are made, a progress bar of any rank may stand where it would begin."""
+    start = "\n" if is_training() else ""
+    print(f"{start}parcompile: {text}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
 
 
 def _end(code: int) -> None:

@@ -180,7 +180,7 @@ class Session:
     def _lost(self, stage: str) -> None:
         # The first that is left speaks for all.
         if self.channel.rank == 1:
-            text = f"parcompile: rank 0 ended during {stage}, before its report: look at what it wrote last"
+            text = f"parcompile: rank 0 ended or stopped during {stage}, before its report: see what it wrote last"
             print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
 
     def _report(self) -> LiveReport:

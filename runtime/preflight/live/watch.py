@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from parcompile.runtime.liveness.channel import LOST, Heartbeat, StoreChannel
+from parcompile.runtime.liveness.watchdog import Watchdog
 
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 5000
@@ -53,10 +54,12 @@ class Watch:
         self._over, self._main_ends = threading.Event(), threading.Event()
         self._hears, self._tells = os.pipe()
         self._thread = threading.Thread(target=self._run, name="parcompile watch", daemon=True)
+        self._watchdog = Watchdog(channel.requests, SILENT_SECONDS, self._store_is_silent)
 
     def start(self) -> None:
         """From here on the limit counts."""
         self._end = time.monotonic() + self._limit
+        self._watchdog.start()
         self._thread.start()
 
     def enter(self, stage: str) -> None:
@@ -73,6 +76,7 @@ class Watch:
         self._over.set()
         os.write(self._tells, b"\0")
         self._thread.join()
+        self._watchdog.stop()
         os.close(self._hears)
         os.close(self._tells)
 
@@ -134,6 +138,11 @@ class Watch:
             if self._over.wait(GRACE_SECONDS) or self._main_ends.is_set():
                 return
             self._lost(self.stage)
+        os._exit(1)
+
+    def _store_is_silent(self, _: float) -> None:
+        """The process that keeps the store is stopped: nothing else of this one would come back."""
+        self._lost(self.stage)
         os._exit(1)
 
     def _look(self) -> None:
