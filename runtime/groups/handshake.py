@@ -6,16 +6,19 @@ what it runs, rank 0 compares, and all ranks read its verdict. Nothing here wait
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
+
+from .registration import await_keys
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -43,36 +46,59 @@ def agree(store: Store, rank: int, world_size: int, mine: Mapping[str, str], tim
     """Returns when every rank has made the same statement.
 
     Raises:
-        RunError: on every rank alike, when statements differ (who differs, and in what) or a rank is missing (which).
+        RunError: on every rank alike, when statements differ (who differs, and in what) or a rank is missing (which);
+            or rank 0 answers nothing.
     """
-    store.set(f"{_PREFIX}/{rank}", json.dumps(dict(mine)))
-    if rank == 0:
-        store.set(f"{_PREFIX}/verdict", _verdict(store, world_size, mine, timeout))
+    requests = Requests()
     try:
-        # Rank 0 itself waits for the others that long; its verdict comes after.
-        store.wait([f"{_PREFIX}/verdict"], timeout * 2)
-        verdict = store.get(f"{_PREFIX}/verdict").decode()
+        verdict = within(
+            timeout.total_seconds(),
+            requests,
+            lambda: _exchange(TimedStore(store, requests), rank, world_size, mine, timeout),
+        )
+    except Unanswered:
+        raise RunError(
+            f"rank {rank} got no answer from the store, which rank 0 or the launcher keeps at {store_place()}, for "
+            f"{timeout.total_seconds():.0f} s: its process is stopped, hangs, or cannot be reached"
+        ) from None
     except (RuntimeError, dist.DistError) as error:
-        raise RunError(f"rank {rank} heard nothing from rank 0 within {(timeout * 2).total_seconds():.0f} s") from error
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"rank {rank} lost its connection to the store at {store_place()}: rank 0 has ended") from error
     if verdict:
-        _let_all_read(store, rank, world_size)
         raise RunError(verdict, everywhere=True)
 
 
-def _let_all_read(store: Store, rank: int, world_size: int) -> None:
+def store_place() -> str:
+    """Host and port of the launcher's store, for messages."""
+    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+
+
+def _exchange(store: Any, rank: int, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
+    """The verdict, after every rank has read it if it is not empty."""
+    store.set(f"{_PREFIX}/{rank}", json.dumps(dict(mine)))
+    if rank == 0:
+        store.set(f"{_PREFIX}/verdict", _verdict(store, world_size, mine, timeout))
+    # Rank 0 itself waits for the others that long; its verdict comes after.
+    if not await_keys(store, [f"{_PREFIX}/verdict"], timeout * 2):
+        raise RunError(f"rank {rank} heard nothing from rank 0 within {(timeout * 2).total_seconds():.0f} s")
+    verdict: str = store.get(f"{_PREFIX}/verdict").decode()
+    if verdict:
+        _let_all_read(store, rank, world_size)
+    return verdict
+
+
+def _let_all_read(store: Any, rank: int, world_size: int) -> None:
     """Keeps rank 0, in whose process the store may live, until the others have read why the run ends."""
     store.set(f"{_PREFIX}/read/{rank}", "")
     if rank == 0:
-        with contextlib.suppress(RuntimeError, dist.DistError):
-            store.wait([f"{_PREFIX}/read/{other}" for other in range(world_size)], timedelta(seconds=10))
+        await_keys(store, [f"{_PREFIX}/read/{other}" for other in range(world_size)], timedelta(seconds=10))
 
 
-def _verdict(store: Store, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
+def _verdict(store: Any, world_size: int, mine: Mapping[str, str], timeout: timedelta) -> str:
     """Empty when all agree."""
     keys = [f"{_PREFIX}/{rank}" for rank in range(world_size)]
-    try:
-        store.wait(keys, timeout)
-    except (RuntimeError, dist.DistError):
+    if not await_keys(store, keys, timeout):
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         return f"rank {', '.join(missing)} of {world_size} did not report within {timeout.total_seconds():.0f} s"
     differing: dict[tuple[str, str], list[int]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,11 @@ import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import has_failed
+from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
 
 from .environment import Environment, backend_of
+from .registration import register
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -80,17 +81,18 @@ def launcher_store(environment: Environment, seconds: float | None = None) -> St
     """The launcher's rendezvous. It does not wait for all ranks: the handshake does, and can name who is missing.
 
     Raises:
-        RunError: rank 0, which keeps it, cannot be reached within the time-out, or another program answers.
+        RunError: rank 0, which keeps it, cannot be reached within the time-out, another program answers, or another
+            job: this rank, which came later, is refused there and leaves nothing.
     """
     if not environment.launched:
         # DeepSpeed insists on this variable, which a launcher would have set.
         os.environ.setdefault("LOCAL_RANK", "0")
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _port()
-    store = _stores.get((host, port)) or _connect(environment, host, port, seconds or HANDSHAKE_TIMEOUT.seconds())
-    _stores[host, port] = store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt-{attempt}/{_left}", store)  # type: ignore[attr-defined]
+    if (host, port) not in _stores:
+        _stores[host, port] = _meet(environment, host, port, attempt, seconds or HANDSHAKE_TIMEOUT.seconds())
+    return dist.PrefixStore(f"attempt-{attempt}/{_left}", _stores[host, port])  # type: ignore[attr-defined]
 
 
 def _port() -> int:
@@ -100,36 +102,44 @@ def _port() -> int:
     return int(text)
 
 
+def _meet(environment: Environment, host: str, port: int, attempt: str, seconds: float) -> Store:
+    """Connects, and registers this rank before anything else is said. In a thread: the port may never answer."""
+    requests = Requests()
+
+    def meet() -> Store:
+        with requests.one():
+            store = _connect(environment, host, port, seconds)
+        register(TimedStore(store, requests), environment, f"{host}:{port}", f"registered-{attempt}", seconds)
+        return store
+
+    who = f"rank {environment.rank} cannot reach the other ranks through {host}:{port}"
+    try:
+        return within(seconds + _GRACE_SECONDS, requests, meet)
+    except Unanswered:
+        raise RunError(
+            f"{who}: something listens there and has not answered as a rendezvous store within {seconds:.0f} s. Either "
+            "rank 0 or the launcher, which keeps the store, is stopped or hangs; or the port is another program's: "
+            "choose one with --master_port"
+        ) from None
+    except RunError:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            text = f"port {port} of this host is taken, by another job or program: choose one with --master_port"
+        raise RunError(f"{who}: {text}") from error
+
+
 def _connect(environment: Environment, host: str, port: int, seconds: float) -> Store:
-    """In a thread of its own: a program of another kind that listens on the port may never answer."""
     # torchrun's agent keeps the store itself; otherwise it lives in rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found: list[Store | Exception] = []
-
-    def connect() -> None:
-        try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                environment.world_size,
-                is_master=environment.rank == 0 and not agent,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-            )
-            store.check(["parcompile"])
-            found.append(store)
-        except (RuntimeError, dist.DistError) as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connect, name="parcompile rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds + _GRACE_SECONDS)
-    who = f"rank {environment.rank} cannot reach the other ranks through {host}:{port}"
-    if not found:
-        raise RunError(
-            f"{who}: something listens there and has not answered as a rendezvous store within {seconds:.0f} s. Is the "
-            "port another program's? Choose one with --master_port"
-        )
-    if isinstance(found[0], Exception):
-        raise RunError(f"{who}: {str(found[0]).splitlines()[0]}") from found[0]
-    return found[0]
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        environment.world_size,
+        is_master=environment.rank == 0 and not agent,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    store.check(["parcompile"])
+    return store

@@ -12,7 +12,7 @@ from parcompile.runtime.local import LocalWorld, RankError
 
 __all__ = ["RankError", "free_port", "run_ranks"]
 
-_PRELOAD = (
+PRELOAD = (
     *("torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"),
     *("transformers.models.auto", "transformers.models.llama.modeling_llama", "accelerate"),
     *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "parcompile.runtime"),
@@ -35,5 +35,5 @@ def free_port() -> int:
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
     """`function(rank, *args)` on every rank, each in its own process, with a launcher's environment."""
-    with LocalWorld(world_size, process_group=False, start_method="forkserver", preload=_PRELOAD) as world:
+    with LocalWorld(world_size, process_group=False, start_method="forkserver", preload=PRELOAD) as world:
         return world.run(function, *args, timeout=timeout)

@@ -1,0 +1,149 @@
+"""Contract: whichever rank is stopped, and whenever, every other one ends in time and it is named once.
+
+Ranks are started without a launcher, which would end the others as soon as one has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Ranks, leave
+from ranks import free_port
+from training_runs import make_plan, samples
+
+from parcompile.plan import Plan
+
+pytestmark = pytest.mark.ranks
+
+SILENT = 8
+"""Seconds of PARCOMPILE_SILENT_TIMEOUT and PARCOMPILE_HANDSHAKE_TIMEOUT: many heartbeats also on a slow machine."""
+BOUND = SILENT + 10
+
+
+def train(folder: Path, plan: Plan, saves: bool) -> None:
+    """Trains without end."""
+    from parcompile.runtime import initialize
+    from parcompile.runtime.checkpoint import save
+
+    engine, _, loader, _ = initialize(plan=plan, training_data=samples(plan) * 1000, measurements=False)
+    batches = iter(loader)
+    for step in itertools.count(1):
+        engine.train_batch(batches)
+        if saves:
+            leave(folder, "saving")
+            save(engine, folder / "checkpoints", step, keep=2)
+        else:
+            leave(folder, f"step-{step}")
+
+
+def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
+    """Rank 0 stops where joining has come to a function of it."""
+    from parcompile.runtime import join
+    from parcompile.runtime.groups import joining
+
+    if os.environ["RANK"] == "0":
+
+        def stop(*_: Any) -> None:
+            leave(folder, "stopped")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        setattr(joining, where, stop)
+    join(plan)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    jobs: list[Ranks] = []
+
+    def make(*args: Any, **more: Any) -> Ranks:
+        seconds = dict.fromkeys(("PARCOMPILE_SILENT_TIMEOUT", "PARCOMPILE_HANDSHAKE_TIMEOUT"), str(SILENT))
+        jobs.append(Ranks(tmp_path / str(len(jobs)), *args, **{**seconds, **more}))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
+
+
+def others_end(job: Ranks, rank: int) -> str:
+    """The one line that the others say when a rank is stopped; then it is continued, ends too, and adds nothing."""
+    others = [one for one in range(job.size) if one != rank]
+    assert job.end(*others, within=BOUND) == [1] * len(others)
+    (line,) = job.said
+    job.signal(rank, signal.SIGCONT)
+    assert job.end(rank, within=BOUND) == [1]
+    assert job.said == [line]
+    return line
+
+
+@pytest.mark.parametrize(("rank", "saves"), [(0, False), (1, False), (0, True)])
+def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, rank: int, saves: bool) -> None:
+    plan = make_plan(3, {}, training={"global_batch_size": 3})
+    job = start(3, train, plan, saves)
+    job.wait_for("saving" if saves else "step-3")
+    job.signal(rank, signal.SIGSTOP)
+    line = others_end(job, rank)
+    assert f"rank {rank} on host {socket.gethostname()} (process {job.processes[rank].pid})" in line
+    assert ("has answered nothing for" if rank == 0 else "has given no sign of life for") in line
+
+
+@pytest.mark.parametrize("where", ["agree", "watch", "start_world"])
+def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(start, where: str) -> None:
+    job = start(2, join_and_stop, make_plan(2, {"tp": 2}), where)
+    assert job.end(1, within=BOUND + 60) == [1]
+    with contextlib.suppress(ProcessLookupError):
+        job.signal(0, signal.SIGKILL)
+    (line,) = job.said
+    assert "rank 0" in line
+    assert f"127.0.0.1:{job.port}" in line or f"(process {job.processes[0].pid})" in line
+    assert "Traceback" not in job.text(1)
+
+
+def last_step(job: Ranks) -> int:
+    """Of the slowest rank."""
+    steps = [[int(one.name.split("-")[1]) for one in job.folder.glob(f"step-*-{rank}")] for rank in range(job.size)]
+    return min(max(one, default=0) for one in steps)
+
+
+def join_only(_: Path, plan: Plan) -> None:
+    """What every job does first."""
+    from parcompile.runtime import join
+
+    join(plan)
+
+
+def test_ranks_of_another_job_on_the_port_are_refused_and_the_first_job_goes_on(start) -> None:
+    plan = make_plan(2, {"tp": 2})
+    first = start(2, train, plan, False)
+    first.wait_for("step-3")
+    for other, ranks in ((make_plan(2, {"cp": 2}), 2), (plan, 2), (make_plan(4, {"tp": 2}), 4)):
+        second = start(ranks, join_only, other, port=first.port)
+        assert second.end(within=BOUND + 60) == [1] * ranks
+        assert f"port {first.port} of this host is taken" in second.text(0)
+        assert len(second.said) == ranks
+        before = f"rank 1 has come to the store at 127.0.0.1:{first.port} before, as process {first.processes[1].pid} "
+        other_size = f"of a job of 4 ranks (WORLD_SIZE), the store at 127.0.0.1:{first.port} belongs to one of 2"
+        for rank in range(1, ranks):
+            assert (before if ranks == 2 else other_size) in second.text(rank)
+    first.wait_for(f"step-{last_step(first) + 5}")
+    assert not first.said
+
+
+def test_a_rank_with_another_id_of_its_job_is_refused_before_the_right_one_comes(start) -> None:
+    plan, port = make_plan(2, {"tp": 2}), free_port()
+    both = {"port": port, "WORLD_SIZE": "2", "PARCOMPILE_HANDSHAKE_TIMEOUT": "120"}
+    alone = start(1, join_only, plan, SLURM_JOB_ID="7", **both)
+    stranger = start(1, join_only, plan, SLURM_JOB_ID="8", RANK="1", **both)
+    assert stranger.end(within=BOUND + 60) == [1]
+    assert "SLURM_JOB_ID is 8 here and 7 there" in stranger.text(1)
+    right = start(1, join_only, plan, SLURM_JOB_ID="7", RANK="1", **both)
+    assert right.end(within=60) == [0]
+    assert alone.end(within=60) == [0]
