@@ -114,10 +114,26 @@ RUN: tuple[Trouble, ...] = (
         "Look at that host; go on from the last checkpoint on others.",
     ),
     Trouble(
+        "has answered nothing for",
+        "The process that keeps the launcher's store, rank 0 or torchrun's agent, is stopped, or cannot be reached. "
+        "PARCOMPILE_SILENT_TIMEOUT says how long that may last (120 s).",
+        "Look at the host that the line names; go on from the last checkpoint.",
+    ),
+    Trouble(
+        "Is the port of",
+        "The store at MASTER_ADDR and MASTER_PORT is another job's, which goes on; this rank has left nothing there.",
+        "Start with another `--master_port`.",
+    ),
+    Trouble(
         "the gradient norm is not a finite number",
         "A loss or a gradient overflowed, or a sample is broken. The line says on which ranks losses are not finite.",
-        "With fp16 some such steps are usual at the start. Otherwise go on from a checkpoint before that step with a "
-        "smaller learning rate, or without the samples of that step.",
+        "Go on from the checkpoint that the line names with a smaller learning rate, or without the samples of that "
+        "step; `initialize(stop_on_nonfinite=N)` allows N - 1 such steps in a row.",
+    ),
+    Trouble(
+        "are not finite numbers",
+        "A weight is infinite or no number: a checkpoint of it is not written, and `latest` stays.",
+        "Go on from the last checkpoint, as above.",
     ),
     Trouble(
         "has not answered as a rendezvous store",

@@ -69,6 +69,7 @@ class Saver:
         self.finish()
         self._place, self._warns = note.folder, on_error == "warn"
         try:
+            on_all_ranks(lambda: _refuse_lost_weights(engine.module))
             writer = self._take(engine, note, in_memory=not wait)
             if wait:
                 _complete(writer, note, keep, None)
@@ -178,6 +179,22 @@ def _after_each_step(engine: Any, saver: Saver) -> None:
         return result
 
     engine.step = step_and_look
+
+
+def _refuse_lost_weights(model: torch.nn.Module) -> None:
+    """The checkpoint before stays the last one. One wait for the device, for all weights of this rank together.
+
+    Raises:
+        RunError: a weight is infinite or no number.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.is_floating_point() and one.numel()]
+    if not named:
+        return
+    finite = torch.stack([torch.isfinite(one.detach()).all() for _, one in named])
+    if not finite.all():
+        lost = [name for (name, _), good in zip(named, finite.tolist(), strict=True) if not good]
+        more = f" and {len(lost) - 1} more parameters" if len(lost) > 1 else ""
+        raise RunError(f"{lost[0]}{more} are not finite numbers")
 
 
 def _open(place: Path) -> None:

@@ -61,16 +61,19 @@ def save(
         Where the checkpoint is, or will be; None when it was not written, and `on_error` is `warn`.
 
     Raises:
-        RunError: it cannot be written, or another job saves into the folder. Every rank raises.
+        RunError: it cannot be written, another job saves into the folder, or a weight is not a finite number. Every
+            rank raises.
     """
     mesh, place = engine.mesh, Path(folder) / f"step-{step}"
+    finite = getattr(engine, "finite_watch", None)
+    if finite is not None:
+        finite.settle()
     stages = _stages(engine)
     sizes = [stage.group_sizes for stage in stages]
     note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, _adapters(stages), sizes)
     with doing("saving a checkpoint"):
         if not saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error):
             return None
-    finite = getattr(engine, "finite_watch", None)
     if finite is not None:
         finite.saved(place, step)
     return place

@@ -73,8 +73,9 @@ def initialize(
             model itself in any case. False: nothing.
         measurements: the file to which peak memory and step time are written, for `parcompile calibrate`. True:
             measurements.csv beside a plan that is given as a path; False: none.
-        stop_on_nonfinite: after how many optimizer steps in a row without a finite gradient norm `engine.step` raises
-            `RunError`, which names the last checkpoint before them; None: never. The first such step is a warning.
+        stop_on_nonfinite: after how many optimizer steps in a row without a finite loss and gradient norm `engine.step`
+            raises `RunError`, which names the last checkpoint before them; None: never. A dynamic loss scale of
+            fp16 may skip steps until it is at its minimum.
 
     Returns:
         engine, optimizer, loader (None without `training_data`), lr_scheduler.
@@ -101,8 +102,7 @@ def initialize(
         engine, optimizer, _, lr_scheduler = deepspeed.initialize(
             **options, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
         )
-    take_over(engine, mesh)
-    FiniteWatch(engine, mesh, stop_on_nonfinite)
+    take_over(engine, mesh, stop_on_nonfinite)
     if file is not None:
         Recorder(engine, mesh, file)
     loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
@@ -155,8 +155,8 @@ def seed_ranks(mesh: Mesh) -> None:
         torch.manual_seed(mesh.plan.spec.training.seed + place)
 
 
-def take_over(engine: Any, mesh: Mesh) -> None:
-    """Checks that an engine is the plan's, and gives it its mesh.
+def take_over(engine: Any, mesh: Mesh, stop_on_nonfinite: int | None = STOP_AFTER) -> None:
+    """Checks that an engine is the plan's, and gives it its mesh. `stop_on_nonfinite` is that of `initialize`.
 
     Raises:
         RunError: DeepSpeed made something else of the configuration.
@@ -170,6 +170,7 @@ def take_over(engine: Any, mesh: Mesh) -> None:
     _leave_loss_on_its_way(engine)
     follow(engine)
     attach_loop(engine, mesh)
+    FiniteWatch(engine, mesh, stop_on_nonfinite)
     let_engine_save(engine)
 
 

@@ -28,7 +28,7 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
     data = samples(plan) * 1000
     if fault == "early" and os.environ["RANK"] == rank:
         joining.start_world = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    engine, _, loader, _ = initialize(plan=plan, training_data=data, measurements=False, stop_on_nonfinite=3)
+    engine, _, loader, _ = initialize(plan=plan, training_data=data, measurements=False)
     mine = engine.mesh.rank == int(rank)
     stop = StopSignals() if fault == "stops" else None
     (Path(folder) / f"rank-{engine.mesh.rank}").write_text(str(os.getpid()))
@@ -39,6 +39,7 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
         time.sleep(0.02)
         if mine and step == int(at_step):
             if fault == "exception":
+                sys.stderr.write("\r 20%|##   | 3/15 [00:01, loss 4.1]")  # a progress bar
                 raise ValueError("this sample is broken")
             if fault == "memory":
                 raise torch.OutOfMemoryError("tried to allocate 2 GiB")
