@@ -63,14 +63,15 @@ class Monitor:
         self._processes: dict[int, tuple[str, int]] = {}
         self._last: dict[int, tuple[int, str, float]] = {}
         self._unsaid: tuple[str, str] | None = None
-        requests = Requests()
-        self._watchdog = Watchdog(requests, silent_seconds, self._store_is_silent)
-        self._watchdog.start()
-        self._channel = StoreChannel(store, rank, world_size, name, requests)
         self._mark = Path(tempfile.gettempdir()) / f"parcompile-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}"
         self._silent = silent_seconds
         self._agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._period = max(BEAT_SECONDS, world_size / BEATS_EACH_SECOND)
+        # The watchdog is there first: opening the channel is a request too.
+        requests = Requests()
+        self._watchdog = Watchdog(requests, silent_seconds, self._store_is_silent)
+        self._watchdog.start()
+        self._channel = StoreChannel(store, rank, world_size, name, requests)
         self._beats = 0
         self._is_over, self._may_lose_store = threading.Event(), False
         self.has_failed = False
