@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 2000
 """What one store takes from all ranks together, beside its other work."""
-PARTING_SECONDS = 3.0
+PARTING_SECONDS = 6.0
 """How long the rank that may keep the store waits until the others know why the job ends."""
 MARK_SECONDS = 60.0
 """For how long the ranks of a machine leave it to the first of them to say that the store is lost."""
