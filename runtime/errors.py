@@ -12,6 +12,8 @@ class RunError(RuntimeError):
     def __init__(self, message: str, *, everywhere: bool = False) -> None:
         super().__init__(message)
         self.everywhere = everywhere
+        self.follows = False
+        """Whether it names the error of another rank."""
 
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")

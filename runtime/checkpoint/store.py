@@ -17,7 +17,7 @@ from parcompile.plan.holding import further_ep_ranks
 from parcompile.plan.resume import ADAPTABLE, file_layout, layout_differences
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.liveness import doing
+from parcompile.runtime.liveness import doing, share_errors
 from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
@@ -71,7 +71,7 @@ def save(
     stages = _stages(engine)
     sizes = [stage.group_sizes for stage in stages]
     note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, _adapters(stages), sizes)
-    with doing("saving a checkpoint"):
+    with doing("saving a checkpoint"), share_errors():
         if not saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error):
             return None
     if finite is not None:

@@ -1,6 +1,7 @@
 """Which ranks live, what each is doing, and how a job ends when one fails, is lost, or is asked to stop."""
 
 from .activity import doing, follow, set_stage
+from .causes import share_errors, share_errors_of
 from .job import current, end_watch, has_failed, watch
 from .reporting import report_errors
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
@@ -16,5 +17,7 @@ __all__ = [
     "has_failed",
     "report_errors",
     "set_stage",
+    "share_errors",
+    "share_errors_of",
     "watch",
 ]

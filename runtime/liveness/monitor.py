@@ -10,6 +10,7 @@ line; then every rank ends with exit code 1.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -122,6 +123,7 @@ class Monitor:
             is_first = True
         if is_first:
             self._say_failure()
+            _tell_agent(f"{where}: {why}")
         self._unsaid = None
         with contextlib.suppress(*LOST):
             if not is_first:
@@ -135,6 +137,25 @@ class Monitor:
             (text, trace), self._unsaid = self._unsaid, None
             sys.stderr.write(trace)
             say(text)
+
+    def tell_cause(self, why: str | None) -> None:
+        """Leaves word of an error of this rank, which goes on or ends as its program wants; None: it went on."""
+        where = f"rank {self.rank} on host {socket.gethostname()}, {self.activity()}"
+        with contextlib.suppress(*LOST):
+            self._channel.post("cause", None if why is None else [self.rank, f"{where}: {why}"])
+
+    def told_cause(self) -> str | None:
+        """What another rank has told of an error, for one that has lost its connection; it waits some seconds."""
+        end = time.monotonic() + PARTING_SECONDS
+        with contextlib.suppress(*LOST):
+            while True:
+                said = self._channel.posted("cause")
+                if said is not None and said[0] != self.rank:
+                    return str(said[1])
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        return None
 
     def wait_for_end(self) -> None:
         """For the main thread, whose collective has failed: waits until the thread ends the process.
@@ -172,6 +193,7 @@ class Monitor:
                     self._channel.count("heard", 1)
                     if self.rank == 0:
                         self._wait_for_others("heard")
+                    self._let_first_end()
                     _end(FAILED)
                 lost = self._lost()
                 if lost and self._was_stopped():
@@ -191,6 +213,18 @@ class Monitor:
             return False
         host, pid = self._processes[0]
         return host == socket.gethostname() and not is_running(pid)
+
+    def _let_first_end(self) -> None:
+        """A launcher names the process that ends first as the cause: that of the rank that has failed, on its machine.
+
+        The others of that machine wait some seconds for it.
+        """
+        host, pid = self._process(int(self._channel.posted("off")[0]))
+        end = time.monotonic() + PARTING_SECONDS
+        if host == socket.gethostname():
+            while is_running(pid) and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(2 * BEAT_SECONDS)  # a launcher has looked, and orders ends by seconds
 
     def _look_until(self, end: float) -> None:
         """A launcher sends SIGTERM because a rank has died: it may be seen only a moment later."""
@@ -344,6 +378,18 @@ class Monitor:
         self._channel.beat(self._beats, self.activity())
         if self.rank and not self._may_lose_store:
             self._has_ended(0)
+
+
+def _tell_agent(text: str) -> None:
+    """Lets torchrun's last words name this rank and its error, as its workers do that are marked with `record`.
+
+    Source: torch.distributed.elastic.multiprocessing.errors.ErrorHandler.record_exception.
+    """
+    if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def say(text: str) -> None:

@@ -33,11 +33,13 @@ LAUNCHERS = {
 class Job:
     """A launched job in a session of its own."""
 
-    def __init__(self, folder: Path, ranks: int, *fault: str, launcher: str = "deepspeed", silent: float = 60) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, *fault: str, launcher: str = "deepspeed", silent: float = 60, axis: str = "dp"
+    ) -> None:
         self.folder, self.ranks = folder, ranks
         plan = folder / "plan.json"
         plan.write_text(
-            to_text(plan_tree(make_plan(ranks, {}, training={"global_batch_size": ranks}))), encoding="utf-8"
+            to_text(plan_tree(make_plan(ranks, {axis: ranks}, training={"global_batch_size": ranks}))), encoding="utf-8"
         )
         words = LAUNCHERS[launcher](ranks, str(free_port()))
         self.output = folder / "output"
@@ -156,6 +158,33 @@ def test_what_one_rank_raises_ends_all_with_its_message(start, fault: str, messa
     assert message in line
     assert line.startswith("parcompile: ")
     assert text.count("Traceback") == int(has_traceback)
+
+
+WRONG = "rank 1 on host {}, at step 3, in the forward pass"
+LABEL = "label 1000000 is outside the vocabulary of 61"
+
+
+@pytest.mark.parametrize("axis", ["cp", "dp"])
+def test_a_launcher_takes_the_rank_that_failed_for_the_cause(start, axis: str) -> None:
+    job = start(2, "label", "1", "3", launcher="torchrun", axis=axis)
+    code, text = job.end()
+    assert code == 1
+    (line,) = job.said
+    assert f"error ({WRONG.format(socket.gethostname())}): ValueError: {LABEL}" in line
+    root = text[text.index("Root Cause") :]
+    assert "rank      : 1" in root
+    assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in root
+
+
+@pytest.mark.parametrize("axis", ["cp", "dp", "pp"])
+def test_a_script_that_catches_errors_finds_the_first_cause_on_every_rank(start, axis: str) -> None:
+    job = start(2, "caught", "1", "3", launcher="torchrun", axis=axis)
+    job.end()
+    found = sorted(line for line in job.text.splitlines() if line.startswith("caught by"))
+    assert found[1].startswith(f"caught by rank 1: {LABEL}")
+    assert found[0].startswith("caught by rank 0: this rank ends because another has failed: ")
+    assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in found[0] or axis == "pp"
+    assert LABEL in found[0]
 
 
 BUSY = """

@@ -2,7 +2,8 @@
 
     deepspeed --num_gpus N watched_script.py PLAN FOLDER [FAULT RANK STEP]
 
-A fault is an exception, a lack of memory, or loss values that are no numbers, on one rank at one step.
+A fault is an exception, a lack of memory, a label that is none, or loss values that are no numbers, on one rank at one
+step. Of a label that is none the script catches the error (`caught`) or not (`label`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
                 raise OSError(28, "No space left on device", "samples.bin")
             if fault == "leaves":
                 os._exit(3)
-        loss = engine(**next(batches)).loss
+        batch = next(batches)
+        if mine and step == int(at_step) and fault in ("label", "caught"):
+            batch["shift_labels"][0, 1] = 10**6
+        loss = engine(**batch).loss
         if fault == "nan" and step >= int(at_step):
             loss = loss * (float("nan") if mine else 1.0)
         engine.backward(loss)
@@ -61,5 +65,12 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
 
 
 if __name__ == "__main__":
-    with report_errors():
-        train(*(word for word in sys.argv[1:] if not word.startswith("--local_rank")))
+    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    if "caught" in words:
+        try:
+            train(*words)
+        except Exception as error:
+            print(f"caught by rank {os.environ['RANK']}: {error}", flush=True)  # noqa: T201 -- it is for the test
+    else:
+        with report_errors():
+            train(*words)
