@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.runtime.errors import RunError
 from parcompile.runtime.ring_attention import Packing, keep_attention
 
 DOCUMENTS = "documents"
@@ -27,6 +26,10 @@ FIRST_SAMPLE = "first_sample"
 
 TOKEN_PLACES = "token_places"  # noqa: S105 -- no secret
 """The model is called under this name with the sample and the position in it of each packed token [1, S, 2]."""
+
+REAL_TOKENS = "real_tokens"
+"""The model is called under this name with False where a token is padding [B, S]."""
+
 ALONE = "parcompile_alone"
 """The model is called under this name with True where a rank has whole sequences, as for generation."""
 
@@ -51,6 +54,8 @@ class MicroBatch:
     """Of the tokens of this cp rank, each counted within its document [1 or B, S]."""
     tokens: Tensor | None = None
     """The numbers of these tokens [B, S], which routers that look experts up want on every stage of a pipeline."""
+    real: Tensor | None = None
+    """False for padding [B, S]; None: there is none, or nobody says where."""
     alone: bool = False
     """Each rank has all tokens, in their order; keys may be there from calls before."""
 
@@ -94,17 +99,8 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Takes the micro-batch out of what a model is called with; what is left goes to the model.
 
     Not every model passes arguments that it does not know on to its attention.
-
-    Raises:
-        RunError: there is an attention mask.
     """
     kwargs = dict(kwargs)
-    if kwargs.pop("attention_mask", None) is not None:
-        raise RunError(
-            "the model was called with an attention_mask, which the ring does not read: prepare batches with "
-            "split_batch, which turns padding on the right into a document of its own",
-            everywhere=True,
-        )
     named = (kwargs.get("input_ids"), kwargs.get("position_ids"), *args)
     tokens = next((one for one in named if isinstance(one, Tensor)), None)
     _here.current = MicroBatch(
@@ -116,6 +112,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs.pop(TOKEN_PLACES, None),
         kwargs.get("position_ids"),
         kwargs.get("input_ids"),
+        kwargs.pop(REAL_TOKENS, None),
         kwargs.pop(ALONE, False),
     )
     return kwargs

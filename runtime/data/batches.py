@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
-from parcompile.runtime.micro_batch import DOCUMENTS
+from parcompile.runtime.micro_batch import DOCUMENTS, REAL_TOKENS
 from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
 
 from .placing import to_device
@@ -48,6 +48,7 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     if mask is not None and not bool(mask.bool().all()):
         whole["shift_labels"] = without_padding(whole["shift_labels"], mask)
         documents = _with_padding(documents, mask)
+        whole[REAL_TOKENS] = mask.bool()
     layout, cp, rank = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp")
     if positions is None:
         positions = local_positions(layout, cp, rank, planned).expand(ids.shape[0], -1)
@@ -63,8 +64,8 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
     local["labels"] = local["shift_labels"]
     ready: Batch = {name: to_device(tensor, mesh.device).contiguous() for name, tensor in local.items()}
-    if documents is not None and any(len(borders) > 2 for borders in documents):
-        ready[DOCUMENTS] = documents
+    # None too is said: nobody has to look for documents among the positions.
+    ready[DOCUMENTS] = documents if documents and any(len(borders) > 2 for borders in documents) else None
     return ready
 
 

@@ -23,7 +23,7 @@ from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
 from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import prepare_user_module
-from parcompile.runtime.liveness import doing, follow
+from parcompile.runtime.liveness import doing, follow, share_errors, share_errors_of
 from parcompile.runtime.loss.sequence import SequenceLoss, without_waiting
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
@@ -34,6 +34,7 @@ from parcompile.runtime.tensor_parallel import is_sharded
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop
 from .options import options_for_deepspeed
+from .outside import guard_backward
 from .partial_gradients import sum_once
 from .router_bias import attach_biases, keep_biases
 
@@ -89,7 +90,7 @@ def initialize(
     file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = join(plan)
-    with doing("building the model"):
+    with doing("building the model"), share_errors():
         model = prepare(plan, mesh, model, self_check)
     if callable(model_parameters):
         model_parameters = model_parameters(model)
@@ -169,9 +170,11 @@ def take_over(engine: Any, mesh: Mesh, stop_on_nonfinite: int | None = STOP_AFTE
     attach_biases(engine)
     _leave_loss_on_its_way(engine)
     follow(engine)
+    guard_backward(engine)
     attach_loop(engine, mesh)
     FiniteWatch(engine, mesh, stop_on_nonfinite)
     let_engine_save(engine)
+    share_errors_of(engine)
 
 
 def _leave_loss_on_its_way(engine: Any) -> None:

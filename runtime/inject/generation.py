@@ -22,14 +22,24 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS
 
+_PAST = ("past_key_values", "cache_params")
+"""Under these names a model is called with what it kept of earlier calls."""
+
 
 def let_generate(model: nn.Module, mesh: Mesh) -> None:
-    """Gives an injected model a `generate` that works, or says what to do."""
+    """Gives an injected model a `generate` that works, or says what to do, and lets it decode by hand.
+
+    A call with `use_cache=True` or with `past_key_values`, and without labels, is a step of decoding: it takes whole
+    sequences on every rank of tp, and gives whole logits.
+    """
     if hasattr(model, "generate"):
-        model.generate = functools.partial(_generate, model, mesh, model.generate)  # type: ignore[assignment, arg-type]
+        decoding = _Decoding(model, mesh)
+        model.generate = functools.partial(_generate, model, mesh, decoding, model.generate)  # type: ignore[assignment, arg-type]
 
 
-def _generate(model: nn.Module, mesh: Mesh, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _generate(
+    model: nn.Module, mesh: Mesh, decoding: _Decoding, generate: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`generate` of transformers, with its arguments. All ranks of a tp group call it with the same ones.
 
     With expert parallelism every rank of the world calls it. The model is in evaluation mode meanwhile.
@@ -46,38 +56,56 @@ def _generate(model: nn.Module, mesh: Mesh, generate: Callable[..., Any], *args:
         )
     if mesh.parallel_group(Axis.EP) is not None:
         kwargs.setdefault("synced_gpus", True)
-    with _whole_logits(model, mesh), _evaluating(model), _drawing_alike(mesh):
+    with decoding.all_calls(), _evaluating(model), _drawing_alike(mesh):
         return generate(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _whole_logits(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Within it the model takes whole sequences, padded on the left or not at all, and gives whole logits."""
-    group, vocabulary = mesh.parallel_group("tp"), mesh.plan.spec.model.shape.vocab_size
+class _Decoding:
+    """Hooks of a model: steps of decoding take whole sequences, padded on the left or not at all."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._group, self._vocabulary = mesh.parallel_group("tp"), mesh.plan.spec.model.shape.vocab_size
+        self._sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
+        self._every, self._here, self._kept = False, False, 0
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave)
+
+    @contextlib.contextmanager
+    def all_calls(self) -> Iterator[None]:
+        """Within it every call is a step of decoding."""
+        self._every = True
+        try:
+            yield
+        finally:
+            self._every = False
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        past = any(kwargs.get(name) is not None for name in _PAST)
+        if past and (kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None):
+            raise RunError(
+                "the model was called with past_key_values and with labels: keys of earlier calls are taken for "
+                "decoding only. Give the whole sequence, without past_key_values, to train or to compute a loss",
+                everywhere=True,
+            )
+        self._here = self._every or past or (kwargs.get("use_cache") is True and kwargs.get("labels") is None)
+        if not self._here:
+            return None
         kwargs = {**kwargs, ALONE: True}
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             kwargs[DOCUMENTS] = _behind_padding(mask)
-        if mesh.plan.spec.parallelism.sequence_parallel:
-            kwargs["logits_to_keep"] = 0  # the last token is on one rank only
+        self._kept = 0
+        if self._sequence_parallel:  # the last token is on one rank only
+            self._kept, kwargs["logits_to_keep"] = kwargs.get("logits_to_keep") or 0, 0
         return args, kwargs
 
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if not self._here:
+            return None
         logits = output.logits
-        output.logits = (logits if group is None else gather_from_group(logits, -1, group))[..., :vocabulary]
+        logits = logits if self._group is None else gather_from_group(logits, -1, self._group)
+        output.logits = logits[:, -self._kept :, : self._vocabulary]
         return output
-
-    handles = (
-        model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-        model.register_forward_hook(leave),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _behind_padding(mask: Tensor) -> list[list[int]]:

@@ -32,6 +32,7 @@ from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import use_ring_attention
 from .block_choice import use_block_choice
+from .calls import name_arguments, take_inputs
 from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_experts, cut_experts_alone
 from .generation import let_generate
@@ -51,6 +52,7 @@ from .shared_blocks import parts_with_adapters, share_blocks
 from .shared_rows import mark, sum_repeated_gradient
 from .sparsity import share_cutoffs
 from .state_space import SpreadGatedNorm
+from .unchanging import refuse_changes
 from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
 
@@ -78,6 +80,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     else:
         check_model(without_peft(model), mesh)
         _Injection(without_peft(model), mesh).run()
+    refuse_changes(without_peft(model), mesh)
     model.parcompile_mesh = mesh  # type: ignore[assignment]
     let_save(model, mesh)
     return model
@@ -105,6 +108,9 @@ class _Injection:
             check_masks(self.model, path, self.spec.training.sequence_length, masked)
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
+        name_arguments(self.model)
+        let_generate(self.model, self.mesh)
+        take_inputs(self.model, self.mesh)
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         use_pieces(self.model, self.mesh)
         use_indexers(self.model, self.mesh)
@@ -139,7 +145,6 @@ class _Injection:
         if draws(self.model):
             layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
             draw_by_place(self.model, self.mesh, [self.family.base, *layers])
-        let_generate(self.model, self.mesh)
         if self.mesh.size("pp") > 1:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 

@@ -189,7 +189,7 @@ class SelfCheck:
 
     def _documents(self) -> dict[str, Any]:
         documents = document_borders(self._positions)
-        return {DOCUMENTS: documents} if any(len(row) > 2 for row in documents) else {}
+        return {DOCUMENTS: documents if any(len(row) > 2 for row in documents) else None}
 
     def _on_rank(self, tensor: Tensor) -> Tensor:
         mesh = self._mesh

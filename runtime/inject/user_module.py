@@ -27,6 +27,7 @@ from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from .attention import RING
+from .calls import take_inputs
 from .heads import localise_heads
 from .regions import Region
 from .ring_place import RingPlace
@@ -114,6 +115,7 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
     """
     rules, group = mesh.plan.spec.model.shape.user_module, mesh.parallel_group("tp")
     assert rules is not None
+    take_inputs(module, mesh, first=True)
     slices = Slices(mesh)
     if draws(module):
         layers = rules.prefix.rstrip(".")

@@ -1,9 +1,10 @@
 """The loss that balances experts (`output_router_logits`), over all tokens though a rank sees only its own.
 
 E · Σ fₑ Pₑ with the share f of choices that fall on each expert and its mean probability P, over all layers and tokens
-of a micro-batch (arXiv 2101.03961, equations 4-6). Choices have no gradient: their counts are summed over cp, and each
-rank adds the probabilities of its own tokens. Through a pipeline both sums go with the hidden states, stage by stage,
-and the gradient of the probabilities comes back with theirs: no stage knows how often the later ones choose.
+of a micro-batch that are no padding (arXiv 2101.03961, equations 4-6). Choices have no gradient: their counts are
+summed over cp, and each rank adds the probabilities of its own tokens. Through a pipeline both sums go with the hidden
+states, stage by stage, and the gradient of the probabilities comes back with theirs: no stage knows how often the later
+ones choose.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.micro_batch import is_recomputing
+from parcompile.runtime.micro_batch import current, is_recomputing
 
 from .causal import ParallelCausalLoss
 from .sequence import over_sequence
@@ -81,12 +82,16 @@ class BalancedLoss:
         logits, self._logits = self._logits, []
         if not logits:
             return torch.zeros(2, self._experts, device=self._mesh.device)
-        probabilities = [torch.softmax(one, dim=-1) for one in logits]
-        chosen = [one.topk(self._per_token, dim=-1).indices.flatten() for one in probabilities]
+        probabilities = [torch.softmax(one, dim=-1).flatten(0, -2) for one in logits]
+        every = torch.cat([one.topk(self._per_token, dim=-1).indices for one in probabilities])
+        real, ones = current().real, torch.ones_like(every)
+        if real is not None:
+            real = real.flatten().unsqueeze(-1)
+            ones *= real.repeat(len(probabilities), 1)
         # Not `bincount`: the host would wait for the largest number of an expert.
-        every = torch.cat(chosen)
-        counts = every.new_zeros(self._experts).scatter_add_(0, every, torch.ones_like(every))
-        return torch.stack([torch.stack([one.float().sum(0) for one in probabilities]).sum(0), counts.float()])
+        counts = every.new_zeros(self._experts).scatter_add_(0, every.flatten(), ones.flatten())
+        of_layers = [(one.float() if real is None else one.float() * real).sum(0) for one in probabilities]
+        return torch.stack([torch.stack(of_layers).sum(0), counts.float()])
 
     def _balance(self) -> Tensor:
         """This rank's part: the sum over cp is the loss."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parcompile.runtime.data.inputs import ready_inputs
 from parcompile.runtime.deepspeed_patches.engine import reduce_at_end
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -55,7 +56,7 @@ class PipelinedLoop:
     def step(self, batches: Iterator[Batch]) -> Iterator[Step]:
         """Within it the passes of a step may run; at its end gradients are reduced and the optimizer steps."""
         with reduce_at_end(self._engine):
-            step = Step(self._schedule, self._rank, self._work, self._lanes, batches)
+            step = Step(self._schedule, self._rank, self._work, self._lanes, self._ready(batches))
             yield step
             self._tied.sum_gradient(self._engine.optimizer)
         self._engine.step()
@@ -63,7 +64,7 @@ class PipelinedLoop:
     def evaluate(self, batches: Iterator[Batch], count: int) -> list[Tensor]:
         """Forward passes of so many micro-batches; the losses of those that ended on this rank."""
         schedule = replace(self._schedule, micro_batches=count)
-        step = Step(schedule, self._rank, self._work, self._lanes, batches)
+        step = Step(schedule, self._rank, self._work, self._lanes, self._ready(batches))
         with torch.no_grad():
             step.run(schedule.forward_passes())
         return step.losses
@@ -76,6 +77,10 @@ class PipelinedLoop:
             yield
         finally:
             self._running = False
+
+    def _ready(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Stages have to know how long a micro-batch is before the model is called with it."""
+        return (ready_inputs(dict(batch), self._mesh) for batch in batches)
 
     def _forward(self, chunk: int, received: Outputs, batch: Batch) -> Tensor | Outputs:
         output = self._engine(chunk=chunk, received=received, **batch)
@@ -110,7 +115,8 @@ def forward_and_backward(model: nn.Module, mesh: Mesh, batch: Batch) -> list[Ten
 
     dtype = next(model.parameters()).dtype
     work = Work(forward, torch.autograd.backward, lambda one: handed(model, mesh, one, dtype))
-    step = Step(schedule, rank, work, Lanes(schedule, mesh.lanes, rank, mesh.device), iter([batch]))
+    lanes, batches = Lanes(schedule, mesh.lanes, rank, mesh.device), iter([ready_inputs(dict(batch), mesh)])
+    step = Step(schedule, rank, work, lanes, batches)
     step.run(schedule.passes(rank))
     TiedEmbedding(model, mesh).sum_gradient(None)
     return step.losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plain(
-    plan: Plan, steps: int = STEPS, dtype: torch.dtype = torch.float32, seed: int | None = None
+    plan: Plan,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    batch: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Steps of transformers and torch alone; `seed` nudges each weight by about its last bit."""
     model = drawn_model(plan, dtype)
@@ -90,7 +95,7 @@ def train_plain(
     optimizer, losses, norms = optimizer_of(model), [], []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(**batch_of(plan)).loss
+        loss = model(**(batch or batch_of(plan))).loss
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
         optimizer.step()
@@ -131,8 +136,12 @@ def train_on(
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
     whole: dict[str, Tensor] | None = None,
+    split: Callable[[dict[str, Tensor], Any], dict[str, Any]] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The injected model after its steps, and what they gave; of `batch_of` or of another whole batch."""
+    """The injected model after its steps, and what they gave; of `batch_of` or of another whole batch.
+
+    `split`: what makes a dp rank's whole batch that which the model is called with; `split_batch` by default.
+    """
     from parcompile.runtime import split_batch
     from parcompile.runtime.inject import inject
     from parcompile.runtime.loss import loss_of_step
@@ -142,7 +151,7 @@ def train_on(
     drawn.config.use_cache = True  # as from_pretrained gives it
     model = inject(drawn, mesh)
     optimizer, losses, norms = optimizer_of(model), [], []
-    batch = split_batch(_of_dp_rank(whole or batch_of(plan), mesh), mesh)
+    batch = (split or split_batch)(_of_dp_rank(whole or batch_of(plan), mesh), mesh)
     for _ in range(steps):
         optimizer.zero_grad()
         if mesh.size("pp") > 1:

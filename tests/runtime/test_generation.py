@@ -42,7 +42,23 @@ def texts(model: Any) -> dict[str, torch.Tensor]:
         "padded": model.generate(PROMPTS, **padded, **common),
         "without keeping keys": model.generate(PROMPTS, **padded, use_cache=False, **common),
         "beams": model.generate(PROMPTS, do_sample=False, num_beams=3, **common),
+        "by hand": by_hand(model),
     }
+
+
+@torch.no_grad()
+def by_hand(model: Any) -> torch.Tensor:
+    """Greedy decoding as people write it, with logits of the last tokens alone."""
+    was_training, text, kept = model.training, PROMPTS, {}
+    model.eval()
+    new = PROMPTS
+    for _ in range(TOKENS):
+        output = model(new, attention_mask=torch.ones_like(text), use_cache=True, logits_to_keep=1, **kept)
+        kept = {name: output[name] for name in ("past_key_values", "cache_params") if output.get(name) is not None}
+        new = output.logits[:, -1:].argmax(-1)
+        text = torch.cat([text, new], 1)
+    model.train(was_training)
+    return text
 
 
 def train_and_generate(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
