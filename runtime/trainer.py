@@ -27,6 +27,9 @@ from .engine.evaluation import evaluate
 from .errors import RunError
 from .groups import Mesh, join
 from .groups.mpu import Mpu
+from .inject.adapters import INJECTED_FIRST
+from .inject.loading import load_pretrained
+from .model.building import build_model
 
 __all__ = ["PlanTrainer", "training_arguments"]
 
@@ -94,7 +97,9 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         args: from `training_arguments`.
         train_dataset: samples for `PlanLoader`.
         eval_dataset: samples for `evaluate`.
-        model: as in `initialize`; None builds the plan's.
+        model: as in `initialize`, or the path of a Hugging Face folder; None builds the plan's.
+        peft_config: a `LoraConfig` of peft: adapters are put on the model before it is injected, drawn after
+            `torch.manual_seed` of the plan's seed where the model is given whole.
         others: what `Trainer` takes, such as callbacks. Optimizers are the plan's.
 
     Raises:
@@ -108,13 +113,14 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         args: TrainingArguments,
         train_dataset: Sequence[Any],
         eval_dataset: Sequence[Any] | None = None,
-        model: nn.Module | None = None,
+        model: nn.Module | str | Path | None = None,
+        peft_config: Any = None,
         **others: Any,
     ) -> None:
         self.mesh: Mesh = join(plan)
         self._batches = PlanLoader(train_dataset, self.mesh)
         self._waiting: list[dict[str, Any]] = []
-        model = prepare(plan, self.mesh, model)
+        model = prepare(plan, self.mesh, _adapted(plan, model, peft_config))
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **others)
         seed_ranks(self.mesh)  # Trainer has seeded all ranks alike
         # The divisor of the loss counts accumulation steps already; Trainer is to divide by them, as DeepSpeed would.
@@ -188,6 +194,29 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
         save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
+
+
+def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any) -> nn.Module | None:
+    """The model that is to be injected, with adapters where they are asked for.
+
+    Raises:
+        RunError: the model is injected, or has adapters.
+    """
+    if isinstance(model, str | Path):
+        return load_pretrained(model, plan, peft_config)
+    if peft_config is None:
+        return model
+    if getattr(model, "parcompile_mesh", None) is not None:
+        raise RunError(INJECTED_FIRST, everywhere=True)
+    if hasattr(model, "peft_config"):
+        raise RunError("a model that has adapters is given with a peft_config: leave one of them out", everywhere=True)
+    from peft import get_peft_model
+
+    model = build_model(plan) if model is None else model
+    with torch.random.fork_rng():
+        torch.manual_seed(plan.spec.training.seed)
+        adapted: nn.Module = get_peft_model(model, peft_config)
+    return adapted
 
 
 class _Resume(TrainerCallback):  # type: ignore[misc]

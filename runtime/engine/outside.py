@@ -46,7 +46,7 @@ class _Guard:
         found = (output, getattr(output, "loss", None), getattr(output, "logits", None))
         for tensor in found:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._check)
+                tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, _: Tensor) -> None:
         if not self._backwards:

@@ -33,6 +33,12 @@ from .regions import BLOCK_TAKES_INPUT, Region
 from .selective import SELECTING, STEPPING
 from .shared_rows import mark, sum_repeated_gradient
 
+INJECTED_FIRST = (
+    "adapters are put on a model before it is injected, so that they are cut with its weights: give "
+    "load_pretrained(folder, plan, adapter=config), initialize(model=get_peft_model(whole_model, config)), or "
+    "PlanTrainer(model=folder, peft_config=config)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:

@@ -95,8 +95,11 @@ class _Decoding:
         if mask is not None and not bool(mask.all()):
             kwargs[DOCUMENTS] = _behind_padding(mask)
         self._kept = 0
-        if self._sequence_parallel:  # the last token is on one rank only
+        if self._sequence_parallel:
+            # The last token is on one rank only, and transformers would count positions by a rank's share of tokens.
             self._kept, kwargs["logits_to_keep"] = kwargs.get("logits_to_keep") or 0, 0
+            if kwargs.get("position_ids") is None and kwargs.get("input_ids") is not None:
+                kwargs["position_ids"] = _positions(kwargs["input_ids"], kwargs.get("past_key_values"))
         return args, kwargs
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
@@ -106,6 +109,12 @@ class _Decoding:
         logits = logits if self._group is None else gather_from_group(logits, -1, self._group)
         output.logits = logits[:, -self._kept :, : self._vocabulary]
         return output
+
+
+def _positions(tokens: Tensor, past: Any) -> Tensor:
+    """[B, S] behind those that are kept."""
+    first = 0 if past is None else int(past.get_seq_length())
+    return torch.arange(first, first + tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
 
 
 def _behind_padding(mask: Tensor) -> list[list[int]]:

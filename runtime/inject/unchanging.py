@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, NoReturn
 
 from torch import nn
 
+from parcompile.layout.grid import Axis
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 
+from .adapters import INJECTED_FIRST
+
+_PATCHED = "parcompile_patched"
+
 
 def refuse_changes(model: nn.Module, mesh: Mesh) -> None:
-    """Lets copies, pickles and another vocabulary of an injected model say what to do."""
-    model.__reduce_ex__ = _refuse_copy  # type: ignore[assignment, method-assign]
+    """Lets copies, pickles, another vocabulary and new adapters of an injected model say what to do."""
+    if mesh.size("tp-pp") * mesh.size("cp") > 1 or mesh.parallel_group(Axis.EP) is not None:
+        _refuse_adapters()
+    model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = functools.partial(_resize, model, mesh)  # type: ignore[assignment]
 
@@ -47,3 +55,20 @@ def _resize(
         )
     found: nn.Module = model.get_input_embeddings()
     return found
+
+
+def _refuse_adapters() -> None:
+    """Lets peft, where a program has imported it, say how adapters come to a model that is injected."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None or hasattr(peft.BaseTuner.inject_adapter, _PATCHED):
+        return
+    original = peft.BaseTuner.inject_adapter
+
+    @functools.wraps(original)
+    def inject_adapter(tuner: Any, model: Any, *args: Any, **options: Any) -> Any:
+        if getattr(model, "parcompile_mesh", None) is not None:
+            raise RunError(INJECTED_FIRST, everywhere=True)
+        return original(tuner, model, *args, **options)
+
+    setattr(inject_adapter, _PATCHED, True)
+    peft.BaseTuner.inject_adapter = inject_adapter

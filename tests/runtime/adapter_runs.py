@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,11 @@ def train(rank: int, plan: Plan, options: Mapping[str, Any], folder: str, resume
     return {"losses": losses, "norms": norms, "adapters": adapter_state(engine.module, engine.mesh)}
 
 
-def train_plain(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+def train_plain(
+    plan: Plan, options: Mapping[str, Any], built: Callable[[Plan, Mapping[str, Any]], Any] = adapted
+) -> dict[str, Any]:
     """With peft and torch alone."""
-    model, training, data = adapted(plan, options), plan.spec.training, samples(plan)
+    model, training, data = built(plan, options), plan.spec.training, samples(plan)
     settings, batch = training.optimizer, training.global_batch_size
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(

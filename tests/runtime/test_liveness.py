@@ -164,7 +164,7 @@ WRONG = "rank 1 on host {}, at step 3, in the forward pass"
 LABEL = "label 1000000 is outside the vocabulary of 61"
 
 
-@pytest.mark.parametrize("axis", ["cp", "dp"])
+@pytest.mark.parametrize("axis", ["cp"])
 def test_a_launcher_takes_the_rank_that_failed_for_the_cause(start, axis: str) -> None:
     job = start(2, "label", "1", "3", launcher="torchrun", axis=axis)
     code, text = job.end()
@@ -176,15 +176,14 @@ def test_a_launcher_takes_the_rank_that_failed_for_the_cause(start, axis: str) -
     assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in root
 
 
-@pytest.mark.parametrize("axis", ["cp", "dp", "pp"])
+@pytest.mark.parametrize("axis", ["cp", "dp"])
 def test_a_script_that_catches_errors_finds_the_first_cause_on_every_rank(start, axis: str) -> None:
     job = start(2, "caught", "1", "3", launcher="torchrun", axis=axis)
     job.end()
     found = sorted(line for line in job.text.splitlines() if line.startswith("caught by"))
     assert found[1].startswith(f"caught by rank 1: {LABEL}")
     assert found[0].startswith("caught by rank 0: this rank ends because another has failed: ")
-    assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in found[0] or axis == "pp"
-    assert LABEL in found[0]
+    assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in found[0]
 
 
 BUSY = """

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_runs import adapted, assert_exported, assert_same, peft, stored, train, train_plain
+import torch
+from adapter_runs import STEPS, adapted, assert_exported, assert_same, peft, stored, train, train_plain
 from ranks import run_ranks
-from training_runs import make_plan
+from training_runs import initial_model, make_plan, samples
 
 from parcompile.plan import Plan
 
@@ -74,3 +75,83 @@ def test_what_is_not_injected_is_named(tmp_path: Path) -> None:
     assert head == "lm_head is the head: leave it out of target_modules"
     assert "model.layers.0.self_attn.q_proj uses a variant of LoRA" in dora
     assert "model.layers.0.self_attn.q_proj has lora_bias" in bias
+
+
+DRAWN = {**ALL, "init_lora_weights": False}
+"""B is drawn too, for it starts at zero."""
+
+
+def train_by_config(rank: int, plan: Plan, folder: str, sft: bool) -> dict[str, Any]:
+    """Steps of a trainer that is handed a `peft_config`; what it refuses."""
+    from parcompile.runtime import RunError, adapter_state
+    from parcompile.runtime.trainer import PlanTrainer, training_arguments
+
+    kind: Any = PlanTrainer
+    data: Any = samples(plan)
+    further: dict[str, Any] = {}
+    if sft:
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+        from trl import SFTTrainer
+
+        kind = type("PlanSFTTrainer", (PlanTrainer, SFTTrainer), {})
+        data = Dataset.from_list([{name: value.tolist() for name, value in sample.items()} for sample in data])
+        words = models.WordLevel({str(number): number for number in range(61)}, unk_token="0")
+        tokens = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="2", pad_token="0")
+        further = {"processing_class": tokens}
+    args = training_arguments(
+        plan, folder, max_steps=STEPS, logging_steps=1, report_to=[], disable_tqdm=True, save_steps=STEPS
+    )
+    args.save_strategy = "steps"
+    trainer = kind(
+        plan=plan,
+        args=args,
+        train_dataset=data,
+        model=initial_model(plan),
+        peft_config=peft.LoraConfig(**DRAWN),
+        **further,
+    )
+    trainer.train()
+    found: dict[str, Any] = {"adapters": adapter_state(trainer.model_wrapped.module, trainer.mesh)}
+    for name, key in (("losses", "loss"), ("norms", "grad_norm")):
+        found[name] = [entry[key] for entry in trainer.state.log_history if key in entry]
+    base = trainer.model_wrapped.module.get_base_model()
+    refused = (
+        lambda: peft.get_peft_model(base, peft.LoraConfig(**DRAWN)),
+        lambda: kind(plan=plan, args=args, train_dataset=data, model=base, peft_config=peft.LoraConfig(**DRAWN)),
+    )
+    found["said"] = []
+    for call in refused:
+        try:
+            call()
+        except RunError as error:
+            found["said"].append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("trainer", ["PlanTrainer", "SFTTrainer of trl"])
+def test_a_trainer_takes_a_peft_config(trainer: str, tmp_path: Path) -> None:
+    from parcompile.runtime.checkpoint import export_adapter
+
+    sft = trainer.startswith("SFT")
+    if sft:
+        pytest.importorskip("trl", reason="needs trl: SFTTrainer takes the peft_config there")
+    plan = make_plan(2, {"tp": 2, "sequence_parallel": True})
+    ranks = run_ranks(2, train_by_config, plan, str(tmp_path), sft)
+
+    def drawn(_: Plan, options: Any) -> Any:
+        model = initial_model(plan)
+        torch.manual_seed(plan.spec.training.seed)
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+    expected = train_plain(plan, DRAWN, drawn)
+    assert_same(ranks, expected, 2)
+    for found in ranks:
+        assert all("adapters are put on a model before it is injected" in said for said in found["said"])
+        assert len(found["said"]) == 2
+    out = tmp_path / "adapter"
+    export_adapter(tmp_path / "checkpoints", out)
+    loaded = peft.PeftModel.from_pretrained(initial_model(plan), str(out))
+    for name, value in peft.get_peft_model_state_dict(loaded).items():
+        assert torch.allclose(value, expected["adapters"][name], rtol=1e-4, atol=1e-6), name
