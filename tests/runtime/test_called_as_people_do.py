@@ -114,3 +114,63 @@ def test_masks_and_labels_as_collators_give_them_train_as_in_transformers(layout
 
 def _plain(plan: Plan, padded: bool, seed: int | None) -> dict[str, Any]:
     return train_plain(plan, seed=seed, batch=batch(plan, padded=padded))
+
+
+class OneRank:
+    """A mesh of one rank, without process groups."""
+
+    def __init__(self) -> None:
+        self.plan = family_plan("llama", 1, {})
+
+    def size(self, _: str) -> int:
+        return 1
+
+    def index(self, _: str) -> int:
+        return 0
+
+    def parallel_group(self, _: str) -> None:
+        return None
+
+
+IDS = torch.arange(16).repeat(2, 1)
+RIGHT = (torch.arange(16) < LENGTHS[:, None]).long()
+PACKED = torch.cat([torch.arange(6), torch.arange(10)])[None]
+
+
+def ready(**given: Any) -> dict[str, Any]:
+    from parcompile.runtime.data import ready_inputs
+
+    return ready_inputs({"input_ids": IDS, **given}, OneRank())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": RIGHT.flip(1)}, "row 1 of the attention_mask has padding before or between tokens"),
+        ({"attention_mask": torch.ones(2, 1, 16, 16)}, r"an attention_mask of shape \[2, 1, 16, 16\]"),
+        ({"attention_mask": {"full_attention": None}}, "an attention_mask that is a dict"),
+        ({"attention_mask": RIGHT, "labels": IDS}, "row 1 has the label 10 at place 10, .* is 0 from place 9 on"),
+        ({"attention_mask": RIGHT, "shift_labels": IDS}, "row 1 has the label 9 at place 10"),
+        ({"attention_mask": torch.ones(2, 16), "position_ids": PACKED}, "Leave out the mask"),
+    ],
+)
+def test_what_a_mask_hides_beyond_padding_is_refused_with_the_way_out(given: dict[str, Any], message: str) -> None:
+    from parcompile.runtime import RunError
+
+    with pytest.raises(RunError, match=message):
+        ready(**given)
+
+
+def test_labels_count_as_they_are_given_and_documents_are_kept_apart() -> None:
+    found = ready(labels=IDS, position_ids=PACKED)
+    assert torch.equal(found["shift_labels"][:, :-1], IDS[:, 1:])
+    assert bool((found["shift_labels"][:, -1] == -100).all())
+    assert found["documents"] == [[0, 6, 16]] * 2
+    # The token before the padding may predict it: transformers counts that too.
+    labels = IDS.masked_fill(torch.arange(16) > LENGTHS[:, None], -100)
+    found = ready(labels=labels, attention_mask=RIGHT)
+    assert torch.equal(found["real_tokens"], RIGHT.bool())
+    assert "attention_mask" not in found
+    again = ready(**{name: value for name, value in found.items() if name != "input_ids"})
+    assert again.keys() == found.keys()
+    assert all(torch.equal(again[name], value) for name, value in found.items() if isinstance(value, Tensor))
