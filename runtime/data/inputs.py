@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.errors import RunError
@@ -52,12 +54,15 @@ class _Sequences:
         self.rows, self.held = tokens.shape[0], tokens.shape[1]
         self.layout, self.cp, self.rank = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp")
         self.group = mesh.parallel_group("cp")
-        self.is_part = self.cp > 1 and self.held != mesh.plan.spec.training.sequence_length
+        self.planned = mesh.plan.spec.training.sequence_length
+        self.is_part = self.cp > 1 and self.held != self.planned
         self.length = self.held * self.cp if self.is_part else self.held
 
     def ready(self) -> Batch:
         found = dict(self.given)
         mask = found.pop(_MASK, None)
+        if self.is_part and (mask is not None or not {"position_ids", "shift_labels"} <= found.keys()):
+            self._check_part()
         real = None if mask is None else self._real(mask)
         positions, shifted = found.get("position_ids"), self._shifted(found, real)
         if DOCUMENTS not in found:
@@ -82,6 +87,30 @@ class _Sequences:
             # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
             found["labels"] = found["shift_labels"]
         return found
+
+    def _check_part(self) -> None:
+        """A collator that pads to the longest of a batch gives whole sequences that are no plan's.
+
+        Raises:
+            RunError: these are not this rank's tokens of sequences of the plan's length.
+        """
+        ids, both = self.given.get("input_ids"), f"sequences of the plan's sequence_length {self.planned}"
+        if self.length != self.planned:
+            raise RunError(
+                f"the model was called with {self.held} tokens: under cp {self.cp} it takes whole {both} (pad to that "
+                f"length, padding='max_length'), or this rank's {self.planned // self.cp} tokens of them",
+                everywhere=True,
+            )
+        if ids is None:
+            return
+        parts: list[Tensor] = [torch.empty_like(ids) for _ in range(self.cp)]
+        dist.all_gather(parts, ids.contiguous(), group=self.group)
+        if all(torch.equal(one, ids) for one in parts) and bool((ids != ids.flatten()[0]).any()):
+            raise RunError(
+                f"every rank of cp {self.cp} was given the same {self.held} tokens: give whole {both} (pad to that "
+                "length, padding='max_length'), or each rank its own tokens of them (split_batch)",
+                everywhere=True,
+            )
 
     def _shifted(self, found: Batch, real: Tensor | None) -> bool:
         """Puts shifted labels into the batch, if it has any."""

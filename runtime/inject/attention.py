@@ -93,7 +93,8 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if dropout and layer is None:
         raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)
-    length = key.shape[2] if current().alone else place.sequence_length
+    whole = current().alone or (place.is_alone and current().packing is None)
+    length = key.shape[2] if whole else place.sequence_length
     covered = not sliding_window or sliding_window >= length
     chunk = chunk_of(module)
     if chunk is not None and chunk >= length:

@@ -64,6 +64,11 @@ class RingPlace:
             found["inner_ranks"] = self.context.inner_ranks
         return found | {"group": self.group}
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether a rank holds whole sequences, which may have any length."""
+        return self.group is None and self.levels is None
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, chunk: int | None = None, **masks: Any) -> Tensor:
         """Attention over the documents of the micro-batch, with further masks as `ring_attention` takes them."""
         if current().alone:
@@ -71,7 +76,8 @@ class RingPlace:
         packing, documents = current().packing, current().documents
         if packing is None:
             if chunk is not None:
-                documents = chunked(documents, query.shape[0], self.sequence_length, chunk)
+                length = query.shape[2] if self.is_alone else self.sequence_length
+                documents = chunked(documents, query.shape[0], length, chunk)
             out: Tensor = attention(query, key, value, **self.options, documents=documents, **masks)
             return out
         if chunk is not None:

@@ -46,8 +46,10 @@ LENGTHS = torch.tensor([16, 9])
 
 
 def batch(plan: Plan, *, padded: bool) -> dict[str, Tensor]:
-    """As a collator gives it."""
+    """As a collator gives it: rows as long as their longest, where a rank holds whole ones."""
     given = batch_of(plan)
+    if not padded and plan.spec.parallelism.cp == 1:
+        given = {name: one[:, :13] for name, one in given.items()}
     mask = torch.ones_like(given["input_ids"])
     if padded:
         mask = (torch.arange(16) < LENGTHS[:, None]).long()
@@ -91,7 +93,20 @@ def train(rank: int, plans: list[Plan], form: str) -> list[list[dict[str, Any]]]
                 found[-1].append({"rank": rank, **said})
             except Exception as error:
                 found[-1].append({"rank": rank, "error": f"{type(error).__name__}: {error}"})
+    found.append([{"said": _said(mesh, plans[0], wrong)} for wrong in (13, 16 // mesh.size("cp"))])
     return found
+
+
+def _said(mesh: Any, plan: Plan, length: int) -> str:
+    """What a rank says of whole rows of another length than the plan's."""
+    from parcompile.runtime import RunError
+    from parcompile.runtime.data import ready_inputs
+
+    try:
+        ready_inputs({name: one[:, :length] for name, one in batch(plan, padded=True).items()}, of_plan(mesh, plan))
+    except RunError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -110,6 +125,10 @@ def test_masks_and_labels_as_collators_give_them_train_as_in_transformers(layout
             found = {**{key: here[0][key] for key in ("losses", "norms")}, "parameters": whole_parameters(plan, here)}
             assert_close(found, rerun(None), rerun=rerun, about=f"{plan.spec.name}, {padded=}")
     assert not wrong
+    other, same = ((rank[-1][kind]["said"] for rank in ranks) for kind in (0, 1))
+    if "cp" in parallelism:
+        assert all("called with 13 tokens: under cp" in said for said in other)
+        assert all("was given the same" in said for said in same)
 
 
 def _plain(plan: Plan, padded: bool, seed: int | None) -> dict[str, Any]:
