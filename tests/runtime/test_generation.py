@@ -84,7 +84,7 @@ def test_every_rank_says_what_one_process_says(layout: str) -> None:
     parallelism, families = LAYOUTS[layout]
     size = parallelism["tp"] * parallelism.get("cp", 1)
     plans = [family_plan(family, size, parallelism) for family in families]
-    ranks = run_ranks(size, train_and_generate, plans)
+    ranks = run_ranks(size, train_and_generate, plans, timeout=400)
     for place, plan in enumerate(plans):
         here = [rank[place] for rank in ranks]
         alone: Any = drawn_model(plan)
