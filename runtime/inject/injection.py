@@ -81,7 +81,8 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
         check_model(without_peft(model), mesh)
         _Injection(without_peft(model), mesh).run()
     refuse_changes(without_peft(model), mesh)
-    model.parcompile_mesh = mesh  # type: ignore[assignment]
+    for one in (model, without_peft(model)):
+        one.parcompile_mesh = mesh  # type: ignore[assignment]
     let_save(model, mesh)
     return model
 

@@ -53,7 +53,9 @@ def by_hand(model: Any) -> torch.Tensor:
     model.eval()
     new = PROMPTS
     for _ in range(TOKENS):
-        output = model(new, attention_mask=torch.ones_like(text), use_cache=True, logits_to_keep=1, **kept)
+        # transformers multiplies a state's only token by the mask of all: those models are decoded without.
+        mask = {} if "cache_params" in kept else {"attention_mask": torch.ones_like(text)}
+        output = model(new, use_cache=True, logits_to_keep=1, **mask, **kept)
         kept = {name: output[name] for name in ("past_key_values", "cache_params") if output.get(name) is not None}
         new = output.logits[:, -1:].argmax(-1)
         text = torch.cat([text, new], 1)
