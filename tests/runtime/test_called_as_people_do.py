@@ -125,7 +125,7 @@ def test_masks_and_labels_as_collators_give_them_train_as_in_transformers(layout
             found = {**{key: here[0][key] for key in ("losses", "norms")}, "parameters": whole_parameters(plan, here)}
             assert_close(found, rerun(None), rerun=rerun, about=f"{plan.spec.name}, {padded=}")
     assert not wrong
-    other, same = ((rank[-1][kind]["said"] for rank in ranks) for kind in (0, 1))
+    other, same = ([rank[-1][kind]["said"] for rank in ranks] for kind in (0, 1))
     if "cp" in parallelism:
         assert all("called with 13 tokens: under cp" in said for said in other)
         assert all("was given the same" in said for said in same)
