@@ -28,7 +28,7 @@ FLAGS = (
     "--force-device-scale-factor=1",
     "--remote-debugging-pipe",
 )
-SECONDS = 30.0
+SECONDS = 300.0
 KEYS = {
     "ArrowRight": 39,
     "ArrowLeft": 37,

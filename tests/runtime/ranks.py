@@ -33,7 +33,14 @@ def free_port() -> int:
             return port
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
-    """`function(rank, *args)` on every rank, each in its own process, with a launcher's environment."""
+PATIENCE_SECONDS = 600.0
+"""No test that ends well is ended before, however much else the machine does; one that hangs ends all the same."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 0) -> list[Any]:
+    """`function(rank, *args)` on every rank, each in its own process, with a launcher's environment.
+
+    `timeout`: seconds, if more than `PATIENCE_SECONDS`.
+    """
     with LocalWorld(world_size, process_group=False, start_method="forkserver", preload=PRELOAD) as world:
-        return world.run(function, *args, timeout=timeout)
+        return world.run(function, *args, timeout=max(timeout, PATIENCE_SECONDS))

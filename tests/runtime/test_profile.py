@@ -27,7 +27,7 @@ def command(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> su
     line = [*(launcher or (sys.executable, "-m", "parcompile")), "profile", *arguments]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.ranks
@@ -105,7 +105,7 @@ def broken_measurement(rank: int) -> object:
 @pytest.mark.ranks
 def test_a_rank_that_cannot_measure_ends_all_with_its_name() -> None:
     with pytest.raises(RankError, match="rank 1 could not be measured"):
-        run_local(2, broken_measurement, timeout=60)
+        run_local(2, broken_measurement, timeout=600)
 
 
 def test_links_are_measured_in_nodes_and_between_the_same_places_of_nodes() -> None:

@@ -22,7 +22,7 @@ def test_a_new_project_trains_and_resumes(tmp_path: Path) -> None:
     def shell(line: str, folder: Path) -> str:
         settings = {**environment, "MASTER_PORT": str(free_port())}
         done = subprocess.run(
-            line, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=140, check=False
+            line, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout

@@ -82,7 +82,7 @@ def stop_after(step: int, folder: Path) -> Callable[[int], None]:
     """Sends SIGUSR1 to rank 2 as soon as that step is in the metrics."""
 
     def stop(launcher: int) -> None:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 600
         while time.monotonic() < end:
             with contextlib.suppress(OSError, ValueError):
                 if len(metrics(folder)) >= step:
