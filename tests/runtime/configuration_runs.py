@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from closeness import ROUNDING, Margin
 from drawn_configurations import LAYOUTS, Drawn, draw, runs
 from family_runs import family_plan, train_on, train_plain
 from ranks import RankError, run_ranks
-from training_runs import whole_parameters
+from training_runs import compared
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
 
 STEPS = 3
-TOLERANCE = 1e-5
-NUDGES = (1, 2, 3)
-TOLERANCE_64 = 1e-6
+LIMIT_64 = 1e-6
 """In fp64, for what rounding moves further in fp32. transformers computes norms and softmax in fp32 even so."""
 
 
@@ -27,11 +26,13 @@ class Outcome(NamedTuple):
 
     drawn: Drawn
     kind: str
-    """equal; rounded: equal within `TOLERANCE_64` in fp64, or no further apart than transformers alone is from itself
-    with other last bits; refused: the text names a key that was drawn; no model: transformers builds none; or
-    different."""
+    """equal: within 1e-5; rounded: within the limit that other last bits of the weights of transformers alone set
+    (`closeness.py`), or within `LIMIT_64` in fp64; refused: the text names a key that was drawn; no model: transformers
+    builds none; or different."""
     worst: float = 0.0
     """The largest relative difference of a loss, a gradient norm or a parameter."""
+    noise: float | None = None
+    """What other last bits do to the same number of transformers alone; None where `worst` is far below 1e-5."""
     text: str = ""
 
 
@@ -65,37 +66,22 @@ def planned(drawn: Drawn, *, alone: bool = False) -> Plan:
 
 
 def outcomes(draws: Sequence[Drawn], timeout: float = 240) -> list[Outcome]:
-    """All of one layout, in one world. What differs in fp32 is judged again in fp64, in a second one."""
-    first = _outcomes(draws, torch.float32, TOLERANCE, timeout)
+    """All of one layout, in one world. What differs in fp32 is judged again in fp64, in a second one.
+
+    Recurrences in fp32 and routers on the edge have no fp64 to be judged in: they are judged by their noise.
+    """
+    first = _outcomes(draws, torch.float32, timeout)
     again = [one.drawn for one in first if one.kind == "different" and one.worst < 1.0]
     if not again:
         return first
-    judged = {one.drawn.number: one for one in _outcomes(again, torch.float64, TOLERANCE_64, timeout)}
-    found = []
-    for one in first:
-        exact = judged.get(one.drawn.number)
-        if exact is None:
-            found.append(one)
-        elif exact.kind == "equal":
-            found.append(exact._replace(kind="rounded"))
-        else:
-            found.append(one._replace(kind="rounded") if one.worst <= sensitivity(one.drawn) else one)
-    return found
+    judged = {one.drawn.number: one for one in _outcomes(again, torch.float64, timeout)}
+    exact = {number for number, one in judged.items() if one.kind == "equal"}
+    return [one._replace(kind="rounded") if one.drawn.number in exact else one for one in first]
 
 
-def sensitivity(drawn: Drawn) -> float:
-    """How far transformers alone comes from itself when the last bits of its weights change: at most, of a few times.
-
-    Recurrences in fp32 and routers on the edge have no fp64 to be judged in.
-    """
-    plan = planned(drawn, alone=True)
-    expected = train_plain(plan, STEPS)
-    return max(_apart(train_plain(plan, STEPS, nudged=seed), expected) for seed in NUDGES)
-
-
-def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, tolerance: float, timeout: float) -> list[Outcome]:
+def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, timeout: float) -> list[Outcome]:
     found: list[Outcome] = []
-    plans: list[tuple[Drawn, Plan, dict[str, Any]]] = []
+    plans: list[tuple[Drawn, Plan, Callable[[int | None], dict[str, Any]]]] = []
     for drawn in draws:
         try:
             plan = planned(drawn)
@@ -103,15 +89,16 @@ def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, tolerance: float, time
             found.append(_refused(drawn, str(error)))
             continue
         try:
-            expected = train_plain(planned(drawn, alone=True), STEPS, dtype)
+            rerun = _alone(planned(drawn, alone=True), dtype)
+            rerun(None)
         except Exception as error:
             found.append(Outcome(drawn, "no model", text=f"{type(error).__name__}: {str(error)[:300]}"))
             continue
-        plans.append((drawn, plan, expected))
+        plans.append((drawn, plan, rerun))
     if not plans:
         return found
     ranks = run_ranks(plans[0][1].world_size, train_all, [plan for _, plan, _ in plans], dtype, timeout=timeout)
-    for place, (drawn, plan, expected) in enumerate(plans):
+    for place, (drawn, plan, rerun) in enumerate(plans):
         here = [rank[place] for rank in ranks]
         errors = [one["error"] for one in here if "error" in one]
         if len(errors) == len(here):
@@ -119,8 +106,7 @@ def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, tolerance: float, time
         elif errors:
             found.append(Outcome(drawn, "different", 1.0, f"on {len(errors)} of {len(here)} ranks: {errors[0]}"))
         else:
-            worst = _worst(plan, here, expected)
-            found.append(Outcome(drawn, "equal" if worst < tolerance else "different", worst))
+            found.append(_judged(drawn, compared(plan, here, rerun), dtype))
     return found
 
 
@@ -149,20 +135,21 @@ def _refused(drawn: Drawn, message: str) -> Outcome:
     return Outcome(drawn, "refused" if named else "different", 0.0 if named else 1.0, message[:600])
 
 
-def _worst(plan: Plan, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> float:
-    whole = whole_parameters(plan, ranks)
-    return max(_apart({**rank, "parameters": whole}, expected) for rank in ranks)
+def _alone(plan: Plan, dtype: torch.dtype) -> Callable[[int | None], dict[str, Any]]:
+    """Transformers alone, nudged by a seed; the run that is not is kept."""
+    known = train_plain(plan, STEPS, dtype)
+    return lambda seed: known if seed is None else train_plain(plan, STEPS, dtype, seed)
 
 
-def _apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest relative difference of a loss, a gradient norm or a parameter."""
-    apart = [
-        abs(one - other) / abs(other)
-        for key in ("losses", "norms")
-        for one, other in zip(found[key], expected[key], strict=True)
-    ]
-    pairs = [(found["parameters"][name] - value, value) for name, value in expected["parameters"].items()]
-    return max([*apart, *(float(difference.norm() / value.norm()) for difference, value in pairs)])
+def _judged(drawn: Drawn, found: list[Margin], dtype: torch.dtype) -> Outcome:
+    furthest = max(found, key=lambda one: one.difference)
+    if dtype == torch.float64:
+        kind = "equal" if furthest.difference <= LIMIT_64 else "different"
+        return Outcome(drawn, kind, furthest.difference)
+    kind = "equal" if furthest.difference <= ROUNDING[dtype] else "rounded"
+    worst = max(found, key=lambda one: one.ratio)
+    kind = kind if worst.ratio <= 1 else "different"
+    return Outcome(drawn, kind, furthest.difference, furthest.noise, "" if kind == "equal" else worst.text)
 
 
 __all__ = ["LAYOUTS", "Outcome", "RankError", "cases", "outcomes"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from configuration_runs import TOLERANCE, Outcome, cases, outcomes
+import torch
+from closeness import ROUNDING, TIMES, Margin, record
+from configuration_runs import Outcome, cases, outcomes
 from drawn_configurations import LAYOUTS, Drawn, draw, varied
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
@@ -42,7 +44,10 @@ def test_a_drawn_configuration_trains_as_in_one_process_or_is_refused_by_name(la
     assert wrong == []
     equal = [one for one in found if one.kind == "equal"]
     assert len(equal) >= COUNT - 3
-    assert all(one.worst < TOLERANCE for one in equal)
+    for one in found:
+        if one.kind in ("equal", "rounded"):
+            limit = max(ROUNDING[torch.float32], TIMES * (one.noise or 0.0))
+            record(Margin(one.drawn.text, one.worst, limit, one.noise))
 
 
 def test_the_sample_has_a_family_once() -> None:
