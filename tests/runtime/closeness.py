@@ -166,6 +166,11 @@ def assert_close(found: Any, expected: Any, *, about: str = "", **options: Any) 
     judge(margins(found, expected, **options), about)
 
 
+def assert_within(difference: float, limit: float, about: str = "") -> None:
+    """Judges a relative difference that was computed elsewhere, as on a rank; `assert_close` where it was not."""
+    judge([Margin(about, float(difference), limit, None)])
+
+
 def judge(found: Sequence[Margin], about: str = "") -> None:
     """Records the worst of some margins, and fails where it is a difference or thin."""
     worst = max(found, key=lambda one: one.ratio)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from closeness import Margin
 from ranks import run_ranks
-from training_runs import make_plan, train_in_one_process, train_with_engine, whole_parameters
+from training_runs import compared, make_plan, train_in_one_process, train_with_engine
 
 from parcompile.plan import Plan
 
@@ -26,14 +27,6 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5},
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
 )
-
-
-class Difference(NamedTuple):
-    """The largest relative differences from one process."""
-
-    loss: float
-    norm: float
-    parameter: float
 
 
 def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
@@ -91,19 +84,9 @@ def _text(world: int, parallelism: dict[str, Any], model: dict[str, Any], traini
     return f"{world} ranks: {axes}; {name}; {steps}; recompute {training['activation_checkpointing']}"
 
 
-def difference(plan: Plan, *, z_loss: float = 0.0) -> Difference:
+def compare(plan: Plan, *, z_loss: float = 0.0) -> list[Margin]:
     """Trains a plan on live ranks and in one process."""
-    expected = train_in_one_process(plan, masked=True, steps=STEPS, z_loss=z_loss)
     ranks: Sequence[dict[str, Any]] = run_ranks(plan.world_size, train_with_engine, plan, True, STEPS, z_loss)
-    whole = whole_parameters(plan, list(ranks))
-    assert whole.keys() == expected["parameters"].keys()
-    apart = [
-        max(
-            abs(one - other) / abs(other) for rank in ranks for one, other in zip(rank[key], expected[key], strict=True)
-        )
-        for key in ("losses", "norms")
-    ]
-    parameters = max(
-        float((whole[name] - value).norm() / value.norm()) for name, value in expected["parameters"].items()
+    return compared(
+        plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=STEPS, z_loss=z_loss, seed=seed)
     )
-    return Difference(*apart, parameters)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from closeness import Margin, Noise, margins
 from families import tiny_config
 from ranks import run_ranks
-from training_runs import initial_model, make_plan, train_in_one_process, train_with_engine, whole_parameters
+from training_runs import compared, initial_model, make_plan, train_in_one_process, train_with_engine
 
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
@@ -57,14 +58,6 @@ class Case(NamedTuple):
         training = {"micro_batch_size": 1, "optimizer": {"lr": 1e-3, "eps": 1e-4}, **self.training}
         extra = {"zero": {"stage": self.zero}}
         return make_plan(self.ranks, self.parallelism, model=whole, whole_model=True, training=training, extra=extra)
-
-
-class Difference(NamedTuple):
-    """The largest relative distance from one process."""
-
-    loss: float
-    norm: float
-    parameter: float
 
 
 def subsets() -> list[Case]:
@@ -130,29 +123,24 @@ def families() -> list[Case]:
     return [Case(name, layout, {}, changes.get(name, {})) for name in names]
 
 
-def difference(case: Case, *, steps: int = STEPS, built: Any = initial_model) -> Difference:
+def compare(case: Case, *, steps: int = STEPS, built: Any = initial_model) -> list[Margin]:
     """How far live ranks are from one process."""
     plan = case.plan()
-    one = train_in_one_process(plan, masked=not _balances(case), steps=steps, built=built)
     ranks = run_ranks(case.ranks, train_with_engine, plan, not _balances(case), steps, 0.0, built)
     for rank in ranks[1:]:
         assert rank["losses"] == ranks[0]["losses"], "the ranks differ in the loss"
         assert rank["norms"] == ranks[0]["norms"], "the ranks differ in the norm"
-    whole = whole_parameters(plan, ranks)
-    return Difference(
-        _apart(ranks[0]["losses"], one["losses"]),
-        _apart(ranks[0]["norms"], one["norms"]),
-        max(float((whole[name] - same).norm() / same.norm()) for name, same in one["parameters"].items()),
+    masked = not _balances(case)
+    return compared(
+        plan,
+        ranks,
+        lambda seed: train_in_one_process(plan, masked=masked, steps=steps, built=built, seed=seed),
     )
 
 
 def _balances(case: Case) -> bool:
     """Padding counts in the balancing loss, and labels that are masked do not mask it: no label is masked then."""
     return bool(case.changes.get("output_router_logits"))
-
-
-def _apart(found: list[float], expected: list[float]) -> float:
-    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 def one_sided(plan: Plan) -> torch.nn.Module:
@@ -182,14 +170,15 @@ RESUMED = [
 """Layouts between which runs go on, each to each."""
 
 
-def resumed_differences(case: Case, others: Sequence[Case] = tuple(RESUMED), *, saved: int = 1) -> list[float]:
-    """The largest relative distance of losses and norms from an uninterrupted run, when each of `others` goes on."""
+def resumed(case: Case, others: Sequence[Case] = tuple(RESUMED), *, saved: int = 1) -> list[Margin]:
+    """How far losses and norms are from an uninterrupted run when each of `others` goes on: the worst of each."""
     from test_checkpoint import train
 
     with tempfile.TemporaryDirectory() as folder:
         whole = run_ranks(case.ranks, train, case.plan(), None, STEPS, {saved: folder})[0]
-        found = []
+        found, noise = [], Noise(lambda seed: train_in_one_process(case.plan(), steps=STEPS, seed=seed))
         for other in others:
             part = run_ranks(other.ranks, train, other.plan(), folder, STEPS)[0]
-            found.append(max(_apart(part[key], whole[key][saved:]) for key in ("losses", "norms")))
+            pair = ({key: one[key][saved - STEPS :] for key in ("losses", "norms")} for one in (part, whole))
+            found.append(max(margins(*pair, rerun=noise), key=lambda one: one.ratio))
     return found

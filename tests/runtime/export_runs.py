@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from closeness import assert_close
 from configuration_runs import planned
 from drawn_configurations import LAYOUTS, draw
 from family_runs import batch_of, drawn_model, of_plan
@@ -147,9 +148,10 @@ def faults(families: Sequence[str], folder: Path, layout: str) -> list[str]:
         ids = batch_of(plan)["input_ids"]
         with torch.no_grad():
             one, other = (model(input_ids=ids, use_cache=False).logits for model in (expected, back))
-        error = float((one - other).norm() / one.norm())
-        if not error < 1e-5:
-            found.append(f"{name}: logits differ by {error:.1e}")
+        try:
+            assert_close(other, one, about=f"{name} logits")
+        except AssertionError as error:
+            found.append(str(error))
         before = read(folder / "given" / name).eval()
         with torch.no_grad():
             moved = float((before(input_ids=ids, use_cache=False).logits - one).norm() / one.norm())

@@ -8,15 +8,15 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from closeness import assert_close
 from ranks import RankError, run_ranks
-from training_runs import initial_model, make_plan, samples
+from training_runs import initial_model, make_plan, samples, train_in_one_process
 
 from parcompile.backends.writing import to_text
 from parcompile.cli.main import cli
@@ -28,7 +28,6 @@ from parcompile.runtime.checkpoint.converting import import_pretrained
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
-TOLERANCE = 1e-5
 
 
 def layout(name: str, precision: str = "fp32") -> Plan:
@@ -71,11 +70,18 @@ def run(name: str, resume: Path | None, until: int = STEPS, saves: dict[int, Pat
     return run_ranks(plan.world_size, train, plan, str(resume) if resume else None, until, texts)
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], steps: int) -> None:
-    for key in ("losses", "norms"):
-        assert len(found[key]) == steps
-        for one, other in zip(found[key], expected[key][-steps:], strict=True):
-            assert abs(one - other) / abs(other) < TOLERANCE, key
+def assert_goes_on(found: dict[str, Any], expected: dict[str, Any], steps: int, plan: Plan | None = None) -> None:
+    """Its `steps` are the last of `expected`, within what last bits do to one process that trains the same."""
+    known = plan or layout("one rank")
+    assert_close(
+        {key: found[key] for key in ("losses", "norms")},
+        {key: expected[key][-steps:] for key in ("losses", "norms")},
+        rerun=lambda seed: {
+            key: value[-steps:]
+            for key, value in train_in_one_process(known, steps=len(expected["losses"]), seed=seed).items()
+            if key in ("losses", "norms")
+        },
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +109,8 @@ def test_the_same_layout_goes_on_to_the_bit(folder: Path, uninterrupted: list[di
 )
 def test_another_layout_goes_on_and_back(name: str, folder: Path, uninterrupted: list[dict[str, Any]]) -> None:
     there = run(name, folder / "a", until=3, saves={3: folder / name})
-    assert_close(there[0], {key: uninterrupted[0][key][:3] for key in ("losses", "norms")}, 1)
-    assert_close(run("tp2 × dp2", folder / name)[0], uninterrupted[0], 1)
+    assert_goes_on(there[0], {key: uninterrupted[0][key][:3] for key in ("losses", "norms")}, 1)
+    assert_goes_on(run("tp2 × dp2", folder / name)[0], uninterrupted[0], 1)
 
 
 def test_weights_in_half_precision_start_from_the_full_precision_ones(
@@ -204,10 +210,8 @@ def die_while_saving(rank: int, plan: Plan, folder: str) -> None:
 
 def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_in_use(tmp_path: Path) -> None:
     plan = make_plan(2, {"cp": 2})
-    started = time.monotonic()
-    with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(2, die_while_saving, plan, str(tmp_path), timeout=60)
-    assert time.monotonic() - started < 60
+    with pytest.raises(RankError, match="exit code -9"):  # and not that they took too long
+        run_ranks(2, die_while_saving, plan, str(tmp_path))
     assert (tmp_path / "unfinished-step-1").is_dir()
     assert verify(tmp_path) == []
     assert read_note(tmp_path).step == 0
@@ -256,7 +260,7 @@ def test_a_converted_checkpoint_is_loaded_by_deepspeed_as_its_own(
     assert done.exit_code == 0, done.output
     assert invoke("verify", folder / "converted").exit_code == 0
     assert_same_to_the_bit(folder / "converted", folder / "a")
-    assert_close(run("tp4", folder / "converted")[0], uninterrupted[0], STEPS - 2)
+    assert_goes_on(run("tp4", folder / "converted")[0], uninterrupted[0], STEPS - 2)
 
 
 def test_an_exported_model_can_be_imported_as_the_start_of_a_run(

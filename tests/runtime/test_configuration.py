@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_apart, assert_close
 from families import FAMILIES, tiny_config
 from family_runs import config_plan, drawn_model, family_plan
 from ranks import run_ranks
@@ -84,7 +85,7 @@ def test_what_is_exported_is_the_configuration_and_the_model_that_came_in(family
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, back.get_parameter(name)), name
     logits = (one(input_ids=ids, use_cache=False).logits for one in (model, back))
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    assert_close(*logits)
 
 
 @pytest.mark.parametrize("family", RUN)
@@ -253,10 +254,10 @@ def test_a_plan_of_the_published_configuration_gives_its_loss(tmp_path: Path) ->
     model = stored(plan, tmp_path / "hf")
     expected = model(**batch_of_ids()).loss.item()
     for found in run_ranks(2, loss_of_folder, plan, str(tmp_path / "hf")):
-        assert abs(found - expected) < 1e-5 * expected
+        assert_close(found, expected)
     plain = drawn_model(make_plan(2, {"tp": 2})).eval()
     plain.load_state_dict(model.state_dict())
-    assert abs(plain(**batch_of_ids()).loss.item() - expected) > 1e-3 * expected
+    assert_apart(plain(**batch_of_ids()).loss.item(), expected, 3e-4)
 
 
 def test_importing_other_numbers_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_apart, assert_close
 from families import OWN_KEYS, tiny_config
 from family_runs import clip, drawn_model, family_plan, named, of_plan, optimizer_of
 from ranks import run_ranks
@@ -19,8 +20,6 @@ from training_runs import make_plan, train_with_engine, whole_parameters
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.model.model_class import causal_model
-
-TOLERANCE = 1e-5
 
 DRAWING: dict[str, dict[str, Any]] = {
     "phi": {"resid_pdrop": 0.25, "embd_pdrop": 0.25},
@@ -36,18 +35,15 @@ DRAWING: dict[str, dict[str, Any]] = {
 }
 
 
-def relative(found: list[float], expected: list[float]) -> float:
-    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
-
-
 def assert_equal_runs(plan: Plan, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     """`expected`: of one rank, which holds every parameter whole, padding included."""
     assert "error" not in ranks[0], ranks[0]["error"]
-    assert relative(ranks[0]["losses"], expected["losses"]) < TOLERANCE
-    assert relative(ranks[0]["norms"], expected["norms"]) < TOLERANCE
-    for name, value in whole_parameters(plan, ranks).items():
-        one = expected["parameters"][name][tuple(slice(size) for size in value.shape)]
-        assert float((value - one).norm() / one.norm()) < TOLERANCE, name
+    whole = whole_parameters(plan, ranks)
+    real = {name: expected["parameters"][name][tuple(map(slice, value.shape))] for name, value in whole.items()}
+    assert_close(
+        {"losses": ranks[0]["losses"], "norms": ranks[0]["norms"], "parameters": whole},
+        {"losses": expected["losses"], "norms": expected["norms"], "parameters": real},
+    )
 
 
 def train_drawing(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
@@ -82,9 +78,9 @@ def test_families_draw_alike_with_tensor_context_and_sequence_parallelism() -> N
     quiet = [family_plan(family, 1, {}, **dict.fromkeys(changes, 0.0)) for family, changes in DRAWING.items()]
     (expected,), ranks = run_ranks(1, train_drawing, alone), run_ranks(4, train_drawing, cut, timeout=280)
     (without,) = run_ranks(1, train_drawing, quiet)
-    for number, (family, plan) in enumerate(zip(DRAWING, cut, strict=True)):
+    for number, plan in enumerate(cut):
         assert_equal_runs(plan, [rank[number] for rank in ranks], expected[number])
-        assert relative(expected[number]["losses"], without[number]["losses"]) > 1e-4, family
+        assert_apart(expected[number]["losses"], without[number]["losses"], 3e-5)
 
 
 @pytest.mark.ranks
@@ -129,10 +125,7 @@ def train_adapter(rank: int, plan: Plan) -> dict[str, Any]:
 def test_adapters_drop_alike() -> None:
     plans = [make_plan(1, {}), make_plan(4, {"tp": 2, "cp": 2, "sequence_parallel": True})]
     expected, found = (run_ranks(plan.world_size, train_adapter, plan)[0] for plan in plans)
-    assert relative(found["losses"], expected["losses"]) < TOLERANCE
-    assert relative(found["norms"], expected["norms"]) < TOLERANCE
-    for name, value in expected["adapters"].items():
-        assert float((found["adapters"][name] - value).norm() / value.norm()) < TOLERANCE, name
+    assert_close(found, expected)
 
 
 def packed_losses(rank: int, plan: Plan) -> list[float]:
@@ -156,7 +149,7 @@ def test_packed_documents_drop_alike() -> None:
         for world, axes in ((1, {}), (2, {"cp": 2}), (2, {"dp": 2}))
     ]
     for losses in others:
-        assert relative(losses, alone) < TOLERANCE
+        assert_close(losses, alone)
 
 
 @pytest.mark.parametrize("family", RUNTIME_FAMILIES)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from ranks import free_port
 
 from parcompile.backends.writing import artefacts, to_text, write
@@ -102,7 +103,7 @@ def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Pat
     assert losses["first"][-1] < losses["first"][0] - 1
     assert losses["longer"][0] == pytest.approx(losses["first"][-1], abs=0.5)
     adapted = PeftModel.from_pretrained(exported("longer"), str(tmp_path / "adapted" / "adapter")).eval()
-    torch.testing.assert_close(adapted(sample).logits, exported("adapted")(sample).logits, rtol=1e-4, atol=1e-5)
+    assert_close(adapted(sample).logits, exported("adapted")(sample).logits)
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
@@ -124,7 +125,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(tmp_path: Path) -> Non
     arguments = ["--num_gpus", "4", "--master_port", str(free_port()), str(EXAMPLES / "train.py")]
     run = start([*arguments, "--plan", str(tmp_path), "--steps", "100000", "--checkpoint-every", "2"], log)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (tmp_path / "checkpoints" / "latest").exists():
             assert run.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -132,7 +133,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(tmp_path: Path) -> Non
         ranks = ranks_of(run)
         assert len(ranks) == 4
         os.kill(ranks[1], signal.SIGKILL)
-        assert run.wait(timeout=90) != 0
+        assert run.wait(timeout=600) != 0
         assert ranks_of(run) == []
     finally:
         end([run])

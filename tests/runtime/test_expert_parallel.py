@@ -1,7 +1,7 @@
 """Contract: experts that are dealt over ranks train as in one process.
 
-Three AdamW steps with clipping, in fp32 on live ranks: losses, gradient norms and every parameter agree within 1e-5
-relative, what fp32 sums in another order can reach. `.ci/expert_matrix.py` runs every combination of the axes.
+Three AdamW steps with clipping, in fp32 on live ranks: losses, gradient norms and every parameter, as `closeness.py`
+judges them. `.ci/expert_matrix.py` runs every combination of the axes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_runs import Case, difference, one_sided
+from closeness import assert_close, judge
+from expert_runs import Case, compare, one_sided
 from ranks import run_ranks
 from training_runs import initial_model, samples, train_with_engine
 
 from parcompile.plan import Plan
-
-TOLERANCE = 1e-5
 
 CASES = {
     "dp2 × ep2 (mixtral)": Case("mixtral", {"dp": 2, "ep": 2}),
@@ -77,12 +76,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_experts_on_other_ranks_give_the_numbers_of_one_process(name: str) -> None:
-    assert max(difference(CASES[name])) < TOLERANCE
+    judge(compare(CASES[name]))
 
 
 def test_a_rank_whose_experts_get_no_token_takes_part_in_everything() -> None:
     case = Case("deepseek_v3", {"dp": 4, "ep": 2}, {}, {"first_k_dense_replace": 1})
-    assert max(difference(case, built=one_sided)) < TOLERANCE
+    judge(compare(case, built=one_sided))
 
 
 def test_sums_in_fp32_of_bf16_gradients_count_each_expert_once() -> None:
@@ -95,7 +94,7 @@ def test_sums_in_fp32_of_bf16_gradients_count_each_expert_once() -> None:
     found, expected = (run_ranks(4, train_with_engine, plan, False, 1)[0] for plan in plans)
     assert found["losses"] == expected["losses"]
     # Sums in bf16 round by about 1e-3; an expert left out, by more than a tenth.
-    assert found["norms"] == pytest.approx(expected["norms"], rel=5e-3)
+    assert_close(found["norms"], expected["norms"], limit=1e-2)
 
 
 def evaluate_and_generate(rank: int, plan: Plan) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def test_evaluation_and_generation_are_those_of_one_process() -> None:
     with torch.no_grad():
         losses = [model(input_ids=one["input_ids"][None], labels=one["labels"][None]).loss for one in data[:3]]
     for rank, found in enumerate(run_ranks(2, evaluate_and_generate, plan)):
-        assert found["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=TOLERANCE)
+        assert_close(found["loss"], float(torch.stack(losses).mean()))
         prompt = data[rank]["input_ids"][None, : 4 + rank]
         assert found["text"] == model.generate(prompt, max_new_tokens=3 + 2 * rank, do_sample=False).tolist()
 
@@ -136,9 +135,7 @@ def adapt_attention(rank: int, plan: Plan) -> dict[str, Any]:
 def test_lora_on_attention_trains_beside_dealt_experts() -> None:
     dealt, alone = (Case("mixtral", parallelism).plan() for parallelism in ({"dp": 2, "ep": 2}, {}))
     found, expected = run_ranks(2, adapt_attention, dealt)[0], run_ranks(1, adapt_attention, alone)[0]
-    assert (found["loss"], found["norm"]) == pytest.approx((expected["loss"], expected["norm"]), rel=TOLERANCE)
-    for name, value in expected["adapters"].items():
-        assert float((found["adapters"][name] - value).norm() / value.norm()) < TOLERANCE, name
+    assert_close(found, expected)
 
 
 NARROW = {
@@ -182,4 +179,4 @@ def test_experts_that_are_too_narrow_for_a_grouped_product_train_in_half_precisi
     for name, plan, loss in zip(NARROW, plans, found, strict=True):
         ids = tokens(plan)["input_ids"]
         # bf16 keeps eight bits: 1 part in 256, of a loss of 4.
-        assert loss == pytest.approx(float(initial_model(plan)(input_ids=ids, labels=ids).loss), rel=2e-2), name
+        assert_close(loss, float(initial_model(plan)(input_ids=ids, labels=ids).loss), limit=2e-2, about=name)

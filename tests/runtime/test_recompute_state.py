@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_within
 from ranks import run_ranks
 from torch import Tensor
 from training_runs import initial_model, make_plan
@@ -62,4 +63,4 @@ def test_two_forward_passes_before_a_backward_do_not_mix(kind: str, parallelism:
     training = {"activation_checkpointing": "full", "global_batch_size": 4, "micro_batch_size": 2}
     plan = make_plan(ranks, parallelism, training=training)
     for error in run_ranks(ranks, two_forwards, plan, kind, timeout=60):
-        assert error < 1e-6
+        assert_within(error, 3e-6)

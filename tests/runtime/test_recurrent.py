@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close, assert_within
 from families import tiny_config
 from family_runs import config_plan, drawn_model, family_plan
 from ranks import run_ranks
@@ -178,7 +179,7 @@ def test_states_and_halos_over_two_ranks_are_those_of_each_document_alone() -> N
     for rank in run_ranks(RANKS, on_rank, timeout=120):
         for case, found in rank.items():
             assert len(found) == 18, case
-            assert max(found.values()) < TOLERANCE, (case, found)
+            assert_within(max(found.values()), TOLERANCE, case)
 
 
 def trained(rank: int, plans: list[Any]) -> list[dict[str, Tensor]]:
@@ -238,8 +239,7 @@ def test_packed_documents_reset_the_state_of_whole_models_which_recompute() -> N
             assert parameter.grad is not None
             for rank in ranks:
                 found = rank[place][name][: len(parameter)]  # without the vocabulary's padding
-                difference = float((found - parameter.grad).norm() / parameter.grad.norm())
-                assert difference < 2 * TOLERANCE, (family, name, difference)
+                assert_close(found, parameter.grad, about=f"{family} {name}")
 
 
 def recomputing(family: str, cp: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close, assert_within
 from ranks import run_ranks
 from torch import Tensor, nn
 from training_runs import initial_model, make_plan
@@ -43,8 +44,8 @@ def compiled_and_not(rank: int, plan: Plan) -> tuple[float, float, float]:
 def test_a_compiled_model_gives_the_numbers_of_eager_pytorch() -> None:
     plan = make_plan(2, {"tp": 2, "sequence_parallel": True}, training={"sequence_length": 15})
     for loss, again, worst in run_ranks(2, compiled_and_not, plan):
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert worst < 1e-5
+        assert_close(again, loss)
+        assert_within(worst, 1e-5)
 
 
 def two_inputs(rank: int, plan: Plan) -> str:

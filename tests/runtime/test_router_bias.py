@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from expert_runs import Case
 from families import tiny_config
 from ranks import run_ranks
@@ -86,11 +87,10 @@ def test_biases_are_those_of_one_process_and_are_saved_and_exported(tmp_path: Pa
     assert expected.keys() == found[0]["biases"].keys()
     for one in found:
         assert one["same"]
-        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+        assert_close(one["losses"], losses)
         for name, bias in expected.items():
             assert bias.any()
-            # Sums of the same few numbers in fp32, in the same order.
-            assert torch.allclose(one["biases"][name], bias, atol=1e-6), name
+            assert_close(one["biases"][name], bias, about=name)
             assert torch.equal(exported[name], one["biases"][name]), name
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from torch import Tensor
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -44,7 +45,7 @@ def results(block: Any, hidden: Tensor) -> list[Tensor]:
 def test_values_and_gradients_are_those_of_transformers(width: int, per_token: int) -> None:
     original, changed = blocks(width=width, per_token=per_token, dtype=torch.float32)
     hidden = torch.randn(2, TOKENS // 2, 16)
-    torch.testing.assert_close(results(changed, hidden), results(original, hidden), rtol=1e-5, atol=1e-4)
+    assert_close(results(changed, hidden), results(original, hidden))
 
 
 def test_large_logits_with_equal_scores_keep_their_order() -> None:
@@ -54,7 +55,7 @@ def test_large_logits_with_equal_scores_keep_their_order() -> None:
     hidden = torch.randn(TOKENS, 16, dtype=torch.bfloat16)
     assert (original.router(hidden)[0] == 1).sum() > TOKENS
     found, expected = changed(hidden)[0].detach(), original(hidden)[0].detach()
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.float().std()))
+    assert_close(found, expected, limit=0.05)
 
 
 def test_no_token_visits_an_expert_that_it_did_not_choose() -> None:

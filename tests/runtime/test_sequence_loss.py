@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from families import tiny_config
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
@@ -76,10 +77,10 @@ def test_the_loss_is_that_of_whole_sequences_on_every_rank_and_late(kind: str) -
     (expected,), ranks = (run_ranks(plan.world_size, read_losses, plan) for plan in plans)
     whole = expected["first"]["item"]
     for found in ranks:
-        assert found["first"] == pytest.approx(dict.fromkeys(found["first"], whole), rel=1e-5)
+        assert_close(found["first"], dict.fromkeys(found["first"], whole))
         for name in ("second", "reduced", "evaluated", "norm"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+            assert_close(found[name], expected[name], about=name)
         assert found["waited"] == ["backward"]  # the value was waited for, and only behind the last gradient
     parts = [found["part"] for found in ranks]
-    assert sum(parts) / plans[1].spec.parallelism.tp == pytest.approx(expected["second"], rel=1e-5)
+    assert_close(sum(parts) / plans[1].spec.parallelism.tp, expected["second"])
     assert min(parts) < 0.9 * expected["second"]

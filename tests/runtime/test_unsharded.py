@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
@@ -71,9 +72,11 @@ def test_whole_and_sharded_states_are_updated_alike(precision: str, sums: str, t
         whole[0]["steps"], sharded[0]["steps"], strict=True
     ):
         # The order of sums is the same, that of squares in the norm is not.
-        assert loss == pytest.approx(other_loss, rel=1e-3)
+        assert_close(loss, other_loss, limit=3e-3)
         assert (skipped, scale) == (other_skipped, other_scale)
-        assert norm == pytest.approx(other_norm, rel=2e-3) if 0 < other_norm < float("inf") else not 0 <= norm < 1e9
+        if 0 < other_norm < float("inf"):
+            assert_close(norm, other_norm, limit=6e-3)
+        else:
+            assert not 0 <= norm < 1e9
     assert whole[0]["steps"][-1][2] >= 1
-    for name, value in sharded[0]["weights"].items():
-        assert torch.allclose(whole[0]["weights"][name], value, rtol=2**-7, atol=1e-3), name
+    assert_close(whole[0]["weights"], sharded[0]["weights"], limit=2**-6)

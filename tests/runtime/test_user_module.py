@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from closeness import assert_close, judge, nudge
 from ranks import run_ranks
 from torch import Tensor
-from training_runs import make_plan, samples, whole_parameters
+from training_runs import compared, make_plan, samples, whole_parameters
 from user_module import (
     HEADS,
     HIDDEN,
@@ -30,7 +31,6 @@ from parcompile.plan import Plan, plan_from_tree, plan_tree
 
 pytestmark = pytest.mark.ranks
 
-TOLERANCE = 1e-5
 STEPS = 2
 
 
@@ -72,8 +72,9 @@ def train(rank: int, plan: Plan, tied: bool, dropping: bool = False) -> dict[str
     return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters}
 
 
-def train_plain(plan: Plan, tied: bool) -> dict[str, Any]:
+def train_plain(plan: Plan, tied: bool, seed: int | None = None) -> dict[str, Any]:
     model, training, data = drawn_decoder(tied=tied), plan.spec.training, samples(plan)
+    nudge(model, seed)
     settings = training.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
@@ -113,14 +114,8 @@ def test_a_user_module_trains_as_in_one_process(layout: str) -> None:
     world_size, parallelism, tied, training = LAYOUTS[layout]
     plan = user_plan(world_size, parallelism, tied=tied, **training)
     assert plan_from_tree(plan_tree(plan)).plan_hash == plan.plan_hash
-    ranks, expected = run_ranks(world_size, train, plan, tied), train_plain(plan, tied)
-    for rank in ranks:
-        for key in ("losses", "norms"):
-            assert rank[key] == pytest.approx(expected[key], rel=TOLERANCE)
-    whole = whole_parameters(plan, ranks)
-    assert whole.keys() == expected["parameters"].keys()
-    for name, value in expected["parameters"].items():
-        assert float((whole[name] - value).norm() / value.norm()) < TOLERANCE, name
+    ranks = run_ranks(world_size, train, plan, tied)
+    judge(compared(plan, ranks, lambda seed: train_plain(plan, tied, seed)))
 
 
 def refusals(rank: int, plan: Plan) -> list[str]:
@@ -191,12 +186,9 @@ def test_dropout_is_the_same_in_every_layout_also_of_features_that_are_cut() -> 
     for world_size, parallelism, training in layouts:
         plan = user_plan(world_size, parallelism, **training)
         ranks = run_ranks(world_size, train, plan, False, True)
-        expected = expected or {**ranks[0], "parameters": whole_parameters(plan, ranks)}
-        for name in ("losses", "norms"):
-            assert ranks[0][name] == pytest.approx(expected[name], rel=TOLERANCE)
-        for name, value in whole_parameters(plan, ranks).items():
-            one = expected["parameters"][name]
-            assert float((value - one).norm() / one.norm()) < TOLERANCE, name
+        found = {key: ranks[0][key] for key in ("losses", "norms")} | {"parameters": whole_parameters(plan, ranks)}
+        expected = expected or found
+        assert_close(found, expected)
 
 
 class Noisy(Decoder):

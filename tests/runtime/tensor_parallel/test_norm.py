@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_within
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,10 +41,10 @@ def check_norms() -> None:
         x_own = x.chunk(ranks, 1)[rank].clone().requires_grad_()
         y = norm(x_own)
         y.backward(upstream.chunk(ranks, 1)[rank])
-        assert relative_error(y, y_full.chunk(ranks, 1)[rank]) < 1e-12
-        assert relative_error(x_own.grad, x_full.grad.chunk(ranks, 1)[rank]) < 1e-12
+        assert_within(relative_error(y, y_full.chunk(ranks, 1)[rank]), 1e-12)
+        assert_within(relative_error(x_own.grad, x_full.grad.chunk(ranks, 1)[rank]), 1e-12)
         for name, parameter in norm.named_parameters():
-            assert relative_error(parameter.grad, expected[name]) < 1e-12
+            assert_within(relative_error(parameter.grad, expected[name]), 1e-12)
             assert not is_sharded(parameter)
 
 
@@ -75,7 +76,7 @@ def check_later_and_routers() -> None:
             sum_partial_gradients(split.parameters(), group)
             assert calls.count == (1 if router_later else 5)
         for name, parameter in split.named_parameters():
-            assert relative_error(parameter.grad, whole.get_parameter(name).grad) < 1e-12, name
+            assert_within(relative_error(parameter.grad, whole.get_parameter(name).grad), 1e-12, name)
             assert not is_sharded(parameter)
 
 

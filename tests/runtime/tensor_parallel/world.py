@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ class World:
         self.size = size
         self._ranks: LocalWorld | None = None
 
-    def run(self, check, *args, timeout_seconds: float = 90.0) -> list:
+    def run(self, check, *args, timeout_seconds: float = 600.0) -> list:
         """Call `check(*args)` on every rank, with the default group as the world; return what the ranks return.
 
         `check` is a function of a module. The first rank that raises is shown; after a failure or a time-out the next
@@ -27,7 +28,8 @@ class World:
         if self._ranks is None:
             self._ranks = LocalWorld(self.size)
         try:
-            return self._ranks.run(_without_rank, check, args, timeout=timeout_seconds)
+            test = os.environ.get("PYTEST_CURRENT_TEST", "")
+            return self._ranks.run(_without_rank, check, args, test, timeout=timeout_seconds)
         except RankError as error:
             self._ranks = None
             raise AssertionError(f"{check.__name__}: {error}") from None
@@ -38,7 +40,8 @@ class World:
             self._ranks.close()
 
 
-def _without_rank(_: int, check, args):
+def _without_rank(_: int, check, args, test: str):
+    os.environ["PYTEST_CURRENT_TEST"] = test  # for records of margins; the world is older than the test
     return check(*args)
 
 
