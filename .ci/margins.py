@@ -41,7 +41,7 @@ rounds otherwise. *Noise* is that change of the reference, where the first limit
 
 The page is written by `python .ci/margins.py` (every numeric test, with `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA`,
 `MKL_ENABLE_INSTRUCTIONS` and `OMP_NUM_THREADS` set); `tests/runtime/test_instruction_sets.py` runs a sample of it in
-the suite. A row is a test with all of its cases, under all of these: {variants}.
+the suite. A row is a test with all of its cases that ran, under all of these: {variants}.
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close
+from closeness import assert_close, nudge
 from family_runs import batch_of, drawn_model, family_plan, named
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -69,10 +69,7 @@ def test_slices_read_from_files_are_the_weights_and_train_as_they_do(tmp_path: P
     assert (tmp_path / "llama" / "model.safetensors.index.json").exists()
     ranks = run_ranks(2, load, plans, str(tmp_path))
     for place, plan in enumerate(plans):
-        whole = drawn_model(plan)
-        whole.zero_grad()
-        loss = whole(**batch_of(plan)).loss
-        loss.backward()
+        whole, loss = trained_alone(plan)
         here = [rank[place] for rank in ranks]
         assert_close(here[0]["loss"], float(loss), about=plan.spec.name)
         loaded = whole_parameters(plan, here)
@@ -89,10 +86,24 @@ def test_slices_read_from_files_are_the_weights_and_train_as_they_do(tmp_path: P
         merged = whole_parameters(plan, gradients)
         for name, parameter in whole.named_parameters():
             assert torch.equal(loaded[name], parameter), name
-        expected = {name: _filled(one.grad, one) for name, one in whole.named_parameters()}
+        expected = gradients_of(whole)
         # A gradient that is next to nothing beside the others is their rounding.
         least = 1e-2 * max(float(one.norm()) for one in expected.values())
-        assert_close(merged, expected, least=least, about=plan.spec.name)
+        rerun = lambda seed, plan=plan: gradients_of(trained_alone(plan, seed)[0])  # noqa: E731
+        assert_close(merged, expected, rerun=rerun, least=least, about=plan.spec.name)
+
+
+def trained_alone(plan: Plan, seed: int | None = None) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model behind one backward pass, and its loss."""
+    model = drawn_model(plan)
+    nudge(model, seed)
+    loss = model(**batch_of(plan)).loss
+    loss.backward()
+    return model, loss.detach()
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: _filled(one.grad, one) for name, one in model.named_parameters()}
 
 
 def _filled(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
