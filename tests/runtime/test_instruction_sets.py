@@ -46,4 +46,4 @@ def test_a_sample_passes_with_an_instruction_set(
 def test_every_test_that_judges_numbers_is_known() -> None:
     names = {path.name for path in tool().numeric_files()}
     assert {"test_same_numbers.py", "test_lora.py", "test_linear.py", "test_checkpoint.py"} <= names
-    assert "test_preflight.py" not in names
+    assert "test_liveness.py" not in names
