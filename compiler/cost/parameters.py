@@ -45,10 +45,11 @@ def stage_numel(
     return total
 
 
-def expert_numel(table: ParameterTable, stage: Stage, tp: int, ep: int, expert_tp: int | None = None) -> int:
-    """Parameters of routed experts that one rank of a stage holds."""
+@functools.lru_cache(maxsize=8192)
+def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: int | None = None) -> int:
+    """Parameters of routed experts that one rank of a stage holds, remembered."""
     found = 0
-    for parameter in table.layer:
+    for parameter in parameter_table(shape).layer:
         assert parameter.layers is not None
         if parameter.expert_dim is not None:
             held = len(set(parameter.layers) & set(stage.layers))

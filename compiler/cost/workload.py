@@ -19,7 +19,6 @@ from parcompile.layout.schedule import Schedule
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import TensorLayout, padded_vocab_size, tensor_layout
 from parcompile.machines.accelerator import Accelerator, find_accelerator
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 
@@ -294,7 +293,7 @@ class Workload:
         """Those of them that are experts which other ranks of ep do not hold; none where ep is 1."""
         if self.ep == 1:
             return 0
-        return expert_numel(parameter_table(self.shape), stage, self.tp, self.ep, self.expert_tp)
+        return expert_numel(self.shape, stage, self.tp, self.ep, self.expert_tp)
 
     def sharded(self, stage: Stage) -> ShardedGroups:
         """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded."""

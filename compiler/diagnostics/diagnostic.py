@@ -6,6 +6,7 @@ Every part of the compiler that finds something wrong says it with this type; th
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -104,6 +105,7 @@ class Diagnostic:
         return replace(self, file=file, position=position)
 
 
+@functools.lru_cache(maxsize=4096)
 def format_path(path: Path) -> str:
     """`("parallelism", "tp")` as `parallelism.tp`, list indices as `[0]`."""
     text = ""

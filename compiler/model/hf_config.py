@@ -5,6 +5,7 @@ Defaults are those of the family; a key that a family cannot do without is an er
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -47,12 +48,31 @@ class InjectionError(ModelConfigError):
 
 
 def shape_from_config(config: Config) -> ModelShape:
-    """The shape that a Hugging Face configuration describes.
+    """The shape that a Hugging Face configuration describes; remembered, since rules and searches ask again and again.
 
     Raises:
         InjectionError: the rules of a user module do not fit it.
         ModelConfigError: an unknown model type, a missing key, or a value that is not a positive whole number.
     """
+    try:
+        said = json.dumps(config, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return _shape(config)
+    name = config.get("model_type")
+    # A plug-in may give a type another family.
+    key = (said, id(FAMILIES.get(name)) if isinstance(name, str) else None)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = _shape(config)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[tuple[str, int | None], ModelShape] = {}
+_MOST_KNOWN = 512
+
+
+def _shape(config: Config) -> ModelShape:
     if "injection" in config:
         return _user_module_shape(config)
     name = config.get("model_type")

@@ -160,6 +160,11 @@ class ModelShape:
     user_module: UserModule | None = None
     """The parameters and rules of a module that is no Hugging Face model; model_type is "module"."""
 
+    def __hash__(self) -> int:
+        # Tables of what follows from a shape are asked a million times in a search; few shapes are in one.
+        sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads, self.intermediate_size)
+        return hash((self.model_type, *sizes, self.vocab_size, self.sliding_window, len(self.kinds)))
+
     @property
     def attends(self) -> bool:
         """Whether any layer attends."""

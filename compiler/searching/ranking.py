@@ -1,48 +1,116 @@
 """Ranks candidates by predicted time under the memory limit, and says of every other one why it lost.
 
-The best is exact among those enumerated: every candidate is predicted in its fastest execution. Only predictions
-are uncertain: a step counts over the probability that the layout fits, and of those within `TIE` of the fastest the
-simplest is chosen.
+The best is exact among those enumerated: every candidate that fits is predicted in its fastest execution. Only
+predictions are uncertain: a step counts over the probability that the layout fits, and of those within `TIE` of the
+fastest the simplest is chosen.
+
+Memory grows with the micro-batch, and full recomputation needs least. So where a layout is `FAR` above the limit, those
+with larger micro-batches are above it too, and where full recomputation is, so is none: what these need is computed
+when somebody asks for it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from parcompile.cost.calibration import TIE, expected_seconds, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
 from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
+from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
+from parcompile.cost.workload import Workload
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
 from .recomputation import between
 from .remedies import Remedy, remedies
-from .space import Candidate, Refused, Space, expand
+from .space import Candidate, Refused, Setting, Space, expand
+
+FAR = 1.15
+"""Times the limit: more than what a larger micro-batch may save by having fewer logits wait."""
 
 Progress = Callable[[Iterable[dict[str, object]]], Iterable[dict[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
-    """A candidate with its predictions. `reason` is None for the chosen one."""
+class Predictor:
+    """What predictions of one search share."""
 
-    candidate: Candidate
-    time: Timing
-    memory: Footprint
-    reason: str | None = None
+    choices: OpenChoices
+    memory: Fit | None = None
+    time: Fit | None = None
+    known: Known = field(default_factory=dict)
+
+    def footprint(self, work: Workload) -> Footprint:
+        """The memory of a layout."""
+        return footprint(work, self.memory)
+
+    def execution(self, work: Workload, *, orders: bool) -> Execution:
+        """The fastest execution; in the default order, unless `orders`."""
+        return fastest(work, replace(self.choices, orders=orders), values_of(work, self.time), self.known)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with its predictions, each made when it is first asked for. `reason` is None for the chosen one."""
+
+    layout: Callable[[], Candidate] = field(repr=False)
+    predictor: Predictor = field(repr=False)
+    orders: bool = False
+    """Whether the order of the axes is chosen: it changes no memory, and does not help where a layout does not fit."""
+    given: str | None = None
+    """Why it lost to the chosen one."""
+
+    @functools.cached_property
+    def base(self) -> Candidate:
+        """The layout before its execution is chosen."""
+        return self.layout()
+
+    @functools.cached_property
+    def memory(self) -> Footprint:
+        """What each stage holds."""
+        return self.predictor.footprint(self.base.work)
+
+    @functools.cached_property
+    def execution(self) -> Execution:
+        """How it runs fastest."""
+        return self.predictor.execution(self.base.work, orders=self.orders)
+
+    @functools.cached_property
+    def candidate(self) -> Candidate:
+        """The layout with its execution."""
+        chosen = settings(self.execution.work, self.predictor.choices)
+        return Candidate({**self.base.changes, **chosen}, self.execution.work)
+
+    @functools.cached_property
+    def time(self) -> Timing:
+        """The step, with its interval."""
+        one = self.execution
+        return timing_of(one.work, one.step, self.predictor.time, one.terms, one.context)
+
+    @functools.cached_property
+    def reason(self) -> str | None:
+        """Why it was not chosen."""
+        return self.given if self.is_safe else _too_large(self.memory)
+
+    def because(self, reason: str) -> Ranked:
+        """The same with the reason why it lost; what was predicted stays."""
+        found = replace(self, given=reason)
+        found.__dict__.update({name: value for name, value in self.__dict__.items() if name in _PREDICTED})
+        return found
 
     @property
     def seconds(self) -> float:
         """The predicted step."""
-        return self.time.step.seconds
+        return self.execution.step.seconds
 
     @property
     def expected_seconds(self) -> float:
         """The same over the probability that it fits: what the choice goes by."""
-        return expected_seconds(self.candidate.work, self.seconds, self.memory.probability)
+        return expected_seconds(self.base.work, self.seconds, self.memory.probability)
 
     @property
     def peak_bytes(self) -> float:
@@ -53,6 +121,9 @@ class Ranked:
     def is_safe(self) -> bool:
         """Whether it fits with the probability that a choice asks for."""
         return is_safe(self.memory)
+
+
+_PREDICTED = ("base", "memory", "execution", "candidate", "time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,46 +165,75 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
     of the package.
     """
     memory, time = (fitted.memory, fitted.time) if fitted else (None, None)
+    predictor = Predictor(space.choices, memory, time)
     refused: list[Refused] = []
     ranked: list[Ranked] = []
-    known: Known = {}
+    larger: list[Ranked] = []
     shortest = math.inf
     for changes in progress(space.combinations) if progress else space.combinations:
         found = expand(space, changes)
         if isinstance(found, Refused):
             refused.append(found)
             continue
-        start = len(ranked)
-        for one in found:
-            ranked.append(_predicted(one, space.choices, memory, time, known, shortest))
-            if ranked[-1].is_safe:
-                shortest = min(shortest, ranked[-1].seconds)
+        judged = list(_judged(found, predictor))
+        larger += [one for one, known in judged if not known]
+        layouts = [one for one, known in judged if known]
         if space.recompute is not None and space.executable:
             # Only the runtime recomputes some stages and not others.
-            judged = [(one.candidate, one.is_safe) for one in ranked[start:]]
-            ranked += [_predicted(one, space.choices, memory, time, known, shortest) for one in between(judged, memory)]
+            pairs = [(one.base, known and one.is_safe) for one, known in judged]
+            layouts += [
+                Ranked(functools.partial(Candidate, one.changes, one.work), predictor) for one in between(pairs, memory)
+            ]
+        for one in layouts:
+            placed = _reordered(one, shortest) if one.is_safe else one
+            ranked.append(placed)
+            if placed.is_safe:
+                shortest = min(shortest, placed.seconds)
     sorted_out = outcome(ranked, refused)
+    sorted_out = replace(sorted_out, too_large=(*sorted_out.too_large, *larger))
     if sorted_out.best is None:
         smallest = sorted_out.too_large[:1]
         return replace(sorted_out, remedies=tuple(one for each in smallest for one in remedies(space, each.candidate)))
     return replace(sorted_out, other_executions=_other_executions(sorted_out.best, space.choices, time))
 
 
-def _predicted(
-    one: Candidate, choices: OpenChoices, memory: Fit | None, time: Fit | None, known: Known, shortest: float
-) -> Ranked:
-    """A layout in its fastest execution; in the default order of the axes, where no order lets it win.
+def _judged(setting: Setting, predictor: Predictor) -> Iterator[tuple[Ranked, bool]]:
+    """The layouts of a setting, and whether the memory of each is known: else one that needs less is far too large."""
+    hopeless = _exceeds(setting.work)
+    # What needs least comes first: each of them may make those behind it hopeless.
+    words = sorted(setting.recompute, key=lambda word: word != "full")
+    beyond = dict.fromkeys(words, hopeless)
+    for micro in setting.micro_batches:
+        for word in words:
+            one = Ranked(functools.partial(setting.candidate, micro, word), predictor)
+            known = not beyond[word] or (micro == setting.micro_batches[0] and word == words[0])
+            yield one, known
+            if known and _is_far(one.memory):
+                beyond[word] = True
+                if word == "full":
+                    beyond = dict.fromkeys(words, True)
 
-    That is so where it does not fit, and where what no order changes takes longer than layouts that are as good as the
-    shortest step so far.
+
+def _exceeds(work: Workload) -> bool:
+    """Whether what is held for the whole run, which is exact, is more than the device has."""
+    device = work.machine.memory_bytes
+    return device is not None and work.names_machine and static_memory(work).total_bytes > device
+
+
+def _is_far(memory: Footprint) -> bool:
+    return memory.limit_bytes is not None and memory.peak.total_bytes > FAR * memory.limit_bytes
+
+
+def _reordered(one: Ranked, shortest: float) -> Ranked:
+    """A layout in the fastest order of its axes; in the default one, where no order lets it win.
+
+    That is so where what no order changes takes longer than layouts that are as good as the shortest step so far.
     """
-    values, size = values_of(one.work, time), footprint(one.work, memory)
-    execution = fastest(one.work, replace(choices, orders=False), values, known)
-    if choices.orders and is_safe(size) and _fixed_seconds(execution.step) <= TIE * shortest:
-        execution = fastest(one.work, choices, values, known)
-    timed = timing_of(execution.work, execution.step, time, execution.terms, execution.context)
-    chosen = Candidate({**one.changes, **settings(execution.work, choices)}, execution.work)
-    return Ranked(chosen, timed, size)
+    if not one.predictor.choices.orders or _fixed_seconds(one.execution.step) > TIE * shortest:
+        return one
+    found = replace(one, orders=True)
+    found.__dict__.update({name: one.__dict__[name] for name in ("base", "memory")})
+    return found
 
 
 def _fixed_seconds(step: StepTime) -> float:
@@ -155,26 +255,27 @@ def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> t
 def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResult:
     """Sorts what was predicted, and gives every loser its reason."""
     safe = sorted((one for one in ranked if one.is_safe), key=lambda one: (one.seconds, one.candidate.name))
-    tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.candidate.name))
+    tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.base.name))
     if safe:
         least = min(one.expected_seconds for one in safe)
         close = [one for one in safe if one.expected_seconds <= TIE * least]
         best = min(close, key=lambda one: (simplicity(one.candidate.work), one.seconds, one.peak_bytes))
-        safe = [best, *(_lost(one, best) for one in safe if one is not best)]
-    return SearchResult(tuple(safe), tuple(_unsafe(one) for one in tight), tuple(refused))
+        safe = [best, *(one.because(_lost(one, best)) for one in safe if one is not best)]
+    return SearchResult(tuple(safe), tuple(tight), tuple(refused))
 
 
-def _lost(one: Ranked, best: Ranked) -> Ranked:
-    reason = _slower(one.time.step, best.time.step)
+def _lost(one: Ranked, best: Ranked) -> str:
+    theirs, ours = one.execution.step, best.execution.step
+    reason = _slower(theirs, ours)
     if reason is not None:
-        return replace(one, reason=reason)
+        return reason
     if TIE * one.seconds < best.seconds:
         gain, chance = 1 - one.seconds / best.seconds, one.memory.probability or 0.0
-        return replace(one, reason=f"{gain:.1%} faster, but fits with probability {chance:.0%} only")
-    tied = _tied(one.time.step, best.time.step)
+        return f"{gain:.1%} faster, but fits with probability {chance:.0%} only"
+    tied = _tied(theirs, ours)
     if one.peak_bytes > 1.005 * best.peak_bytes:
-        return replace(one, reason=f"{tied}; uses {format_bytes(one.peak_bytes)}, not {format_bytes(best.peak_bytes)}")
-    return replace(one, reason=f"{tied}; the chosen layout is simpler")
+        return f"{tied}; uses {format_bytes(one.peak_bytes)}, not {format_bytes(best.peak_bytes)}"
+    return f"{tied}; the chosen layout is simpler"
 
 
 def _tied(step: StepTime, best: StepTime) -> str:
@@ -193,11 +294,9 @@ def _slower(step: StepTime, best: StepTime) -> str | None:
     return f"{ratio - 1:.1%} slower, mostly because of {part} (+{format_seconds(difference)})"
 
 
-def _unsafe(one: Ranked) -> Ranked:
-    peak, limit = one.memory.peak, one.memory.limit_bytes or 0.0
-    chance = one.memory.probability or 0.0
-    reason = (
+def _too_large(memory: Footprint) -> str:
+    peak, limit, chance = memory.peak, memory.limit_bytes or 0.0, memory.probability or 0.0
+    return (
         f"memory: {format_bytes(peak.total_bytes)} of {format_bytes(limit)} usable on rank {peak.rank}, mostly "
         f"{peak.largest}; fits with probability {chance:.0%} < {SAFE:.0%}"
     )
-    return replace(one, reason=reason)

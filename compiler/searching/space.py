@@ -198,8 +198,27 @@ def _powers() -> Iterator[int]:
         size *= 2
 
 
-def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Refused:
-    """The candidates of one setting of the axes, or what refuses it.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of the axes that the rules allow, with the micro-batches and the recomputation that it may have."""
+
+    changes: Mapping[str, object]
+    work: Workload
+    """With the smallest micro-batch."""
+    micro_batches: tuple[int, ...]
+    """Sequences of a micro-batch, ascending."""
+    recompute: tuple[str | tuple[str, ...], ...]
+
+    def candidate(self, micro: int, word: str | tuple[str, ...]) -> Candidate:
+        """The layout with a micro-batch and a recomputation."""
+        share = self.work.micro_batch * self.work.micro_batches
+        written = {"micro_batch_size": micro, "activation_checkpointing": word if isinstance(word, str) else list(word)}
+        work = replace(self.work, micro_batch=micro, micro_batches=share // micro, recompute=word)
+        return Candidate({**self.changes, **written}, work)
+
+
+def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
+    """What one setting of the axes leaves open, or what refuses it.
 
     The rules are asked once, with the smallest micro-batch; a larger one has to divide what the batch leaves to a copy
     of the model, which is arithmetic.
@@ -217,16 +236,6 @@ def expand(space: Space, changes: Mapping[str, object]) -> list[Candidate] | Ref
     share = work.micro_batch * work.micro_batches
     # The schedule of virtual stages goes through micro-batches in groups (rule B006).
     group = (work.micro_batch_group or work.pp) if work.virtual_stages > 1 else 1
-    return [
-        Candidate(
-            {
-                **changes,
-                "micro_batch_size": micro,
-                "activation_checkpointing": word if isinstance(word, str) else list(word),
-            },
-            replace(work, micro_batch=micro, micro_batches=share // micro, recompute=word),
-        )
-        for micro in (space.micro_batches if space.accumulation_steps is None else (work.micro_batch,))
-        if share % micro == 0 and share // micro % group == 0
-        for word in space.recompute or (work.recompute,)
-    ]
+    tried = space.micro_batches if space.accumulation_steps is None else (work.micro_batch,)
+    sizes = tuple(micro for micro in tried if share % micro == 0 and share // micro % group == 0)
+    return Setting(changes, work, sizes, space.recompute or (work.recompute,))

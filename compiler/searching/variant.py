@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +59,10 @@ def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str,
     Raises:
         ValueError: a name that is not in `SECTIONS`.
     """
-    found: dict[str, Any] = copy.deepcopy(dict(tree))
+    # Values are never changed in place: sections are enough.
+    found: dict[str, Any] = {
+        name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()
+    }
     for name, value in changes.items():
         if name not in SECTIONS:
             raise ValueError(f"{name!r} cannot be varied; these can: {', '.join(SECTIONS)}")

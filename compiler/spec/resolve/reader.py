@@ -69,7 +69,7 @@ class SpecReader:
 
     def is_invalid(self, path: tuple[str, ...]) -> bool:
         """Whether the schema refused the value at this path or one around it."""
-        return any(path[:length] in self.invalid for length in range(len(path) + 1))
+        return bool(self.invalid) and any(path[:length] in self.invalid for length in range(len(path) + 1))
 
     def record(self, path: tuple[str, ...], value: Any, origin: Origin, detail: str = "") -> Any:
         """Remembers where a value comes from, the first time it is read, and returns it."""
