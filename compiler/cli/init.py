@@ -13,10 +13,11 @@ import click
 
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.diagnostics.suggest import closest
-from parcompile.model.presets import find_preset, presets
-from parcompile.searching.first import first_spec, sequence_length_of
+from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
+from parcompile.searching.first import Offer, first_spec, sequence_length_of
 from parcompile.user_files import read_text
 
+from .search import progress_bar
 from .targets import no_estimate_option
 
 
@@ -38,6 +39,7 @@ class Chosen:
 @click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
 @no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
+@click.option("-y", "--yes", is_flag=True, help="Take the fastest layout without asking.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
 def command(
     name: str | None,
@@ -50,13 +52,16 @@ def command(
     output: Path | None,
     *,
     no_estimate: bool,
+    yes: bool,
 ) -> None:
     """Write a first spec for a model and a cluster.
 
-    MODEL is a preset, as in `parcompile init llama-3-70b`, or the path of a Hugging Face config.json or of its folder.
-    The command chooses the smallest pp, then the smallest tp, whose estimated peak of memory fits with 90 % and which
-    every rule allows, with full recomputation where that is faster, and says why. If none fits, it says what would.
-    In a terminal, without a model, it lists the presets and asks for the values.
+    MODEL is a preset, as in `parcompile init llama-3-70b`, the name of such a model on the Hugging Face Hub, or the
+    path of a Hugging Face config.json or of its folder. The command searches tp, cp, ep, pp, the micro-batch and
+    recomputation, as `parcompile search` does, and offers the fastest layout that fits, the one that needs least
+    memory, and the simplest one. In a terminal it asks which to write; with --yes, and elsewhere, it writes the
+    fastest. If none fits, it says what would. In a terminal, without a model, it lists the presets and asks for the
+    values.
     """
     if name is not None:
         if model is not None or hf_config is not None:
@@ -74,10 +79,13 @@ def command(
     if sequence_length is None:
         sequence_length = sequence_length_of(chosen.config)
     cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-    text, reason = made_spec(chosen, cluster, sequence_length, folder, estimate=not no_estimate)
+    offers = offered(chosen, cluster, sequence_length, folder, estimate=not no_estimate)
+    for line in offer_lines(offers, Style.of(sys.stderr)):
+        click.echo(line, err=True)
+    taken = offers[0] if yes or len(offers) == 1 else _asked_offer(offers)
+    text = spec_text(taken)
     if output is None:
         click.echo(text, nl=False)
-        click.echo(reason, err=True)
         return
     try:
         with output.open("x", encoding="utf-8") as stream:
@@ -86,7 +94,16 @@ def command(
         raise click.ClickException(f"{output} exists already") from None
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"{reason}\nwrote {output}; compile it with: parcompile {output} -o plan")
+    click.echo(f"wrote {output} ({taken.word}); compile it with: parcompile {output} -o plan")
+
+
+def _asked_offer(offers: tuple[Offer, ...]) -> Offer:
+    """The one that a person takes; the first where nobody can be asked."""
+    if not sys.stdin.isatty():
+        return offers[0]
+    words = [one.word for one in offers]
+    chosen = click.prompt("Which one", default=words[0], type=click.Choice(words), err=True)
+    return offers[words.index(chosen)]
 
 
 def _asked_model() -> str:
@@ -111,9 +128,12 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
         preset = find_preset(model)
         if preset is None and Path(model).exists():
             return chosen_model(None, Path(model), folder)
+        if preset is None and (preset := preset_alike(model)) is not None:
+            said = f"{model} is read as the preset {preset.name} ({preset.hf_name}): where its config.json differs, "
+            click.echo(hanging("", f"{said}name that file", Style.of(sys.stderr).width), err=True)
         if preset is None:
-            near = closest(model, list(presets()))
-            hint = f"did you mean {near}?" if near else "`parcompile init` in a terminal lists them."
+            near = near_presets(model) or tuple(filter(None, [closest(model, list(presets()))]))
+            hint = f"did you mean {', '.join(near)}?" if near else "`parcompile init` in a terminal lists them."
             raise click.UsageError(
                 f"there is no preset and no file {model!r}; {hint} For another model, download its config.json and "
                 "name that file"
@@ -132,31 +152,56 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
     return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
 
 
-def made_spec(
+def offered(
     chosen: Chosen,
     cluster: dict[str, Any],
     length: int,
     folder: Path,
     precision: str = "bf16",
     *,
+    training: dict[str, Any] | None = None,
     estimate: bool = True,
-) -> tuple[str, str]:
-    """The text of a first spec, and why its layout was chosen.
+) -> tuple[Offer, ...]:
+    """Layouts to choose from, the fastest first.
 
     Raises:
         UsageError: the schema refuses a value.
-        ClickException: no layout was found.
+        ClickException: no layout fits.
     """
     try:
-        found = first_spec(chosen.name, chosen.section, cluster, length, folder, precision, estimate=estimate)
+        found = first_spec(
+            chosen.name,
+            chosen.section,
+            cluster,
+            length,
+            folder,
+            precision,
+            training=training,
+            estimate=estimate,
+            progress=progress_bar,
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if found.spec is None:
+    if not found.offers:
         nodes, width = cluster["nodes"], Style.of(sys.stderr).width
         where = f"{nodes} node{'s' * (nodes > 1)} of {cluster['gpus_per_node']} {cluster['accelerator']}"
         # click writes "Error: " in front of the first line.
-        lines = [hanging("", f"no tp and pp fit {chosen.name} on {where}: {found.reason}", width - len("Error: "))]
+        lines = [hanging("", f"no layout of {chosen.name} fits on {where}: {found.reason}", width - len("Error: "))]
         lines += ["what would fit:", *(hanging("  ", one, width) for one in found.remedies)] if found.remedies else []
         raise click.ClickException("\n".join(lines))
-    reason = hanging("", found.reason, Style.of(sys.stderr).width)
-    return json.dumps(found.spec, indent=2, ensure_ascii=False) + "\n", reason
+    return found.offers
+
+
+def offer_lines(offers: tuple[Offer, ...], style: Style) -> list[str]:
+    """Each offer with its reason, and what speaks against it."""
+    wide = max(len(one.word) for one in offers)
+    lines = []
+    for one in offers:
+        lines.append(hanging(f"{one.word:<{wide}}  ", one.reason, style.width))
+        lines += [hanging(f"{'':<{wide}}  warning: ", said, style.width) for said in one.warnings]
+    return lines
+
+
+def spec_text(offer: Offer) -> str:
+    """The file of an offer."""
+    return json.dumps(offer.spec, indent=2, ensure_ascii=False) + "\n"

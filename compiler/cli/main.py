@@ -31,6 +31,7 @@ _COMMANDS = (
     "local",
     "models",
     "new",
+    "plan",
     "preflight",
     "profile",
     "schema",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import click
 
+from parcompile.diagnostics.reporters.style import Style
 from parcompile.project.files import EXECUTABLE, project_files
 from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
-from .init import chosen_model, made_spec
+from .init import chosen_model, offer_lines, offered, spec_text
 
 _SMALL = {
     "version": 1,
@@ -67,14 +69,16 @@ def command(
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise click.ClickException(f"{directory} exists already and is not an empty folder")
-    reason, extra = "", {}
+    lines: list[str] = []
+    extra = {}
     if model is None and hf_config is None:
         spec = json.dumps(_SMALL, indent=2) + "\n"
     else:
         chosen = chosen_model(model, hf_config, Path())
         length = sequence_length or sequence_length_of(chosen.config)
         cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-        spec, reason = made_spec(chosen, cluster, length, Path())
+        offer = offered(chosen, cluster, length, Path())[0]
+        spec, lines = spec_text(offer), offer_lines((offer,), Style.of(sys.stdout))
         if (file := chosen.section.get("hf_config")) is not None:
             extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')
@@ -85,8 +89,8 @@ def command(
         raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from None
     for name in files:
         click.echo(f"wrote {directory / name}")
-    if reason:
-        click.echo(reason)
+    for line in lines:
+        click.echo(line)
     click.echo(f"next: cd {directory} && ./run.sh --steps 20")
 
 

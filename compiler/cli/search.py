@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,7 +76,7 @@ def command(
         )
     except (ValueError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
-    found = search(space, _progress, read_set(coefficients) if coefficients else None)
+    found = search(space, progress_bar, read_set(coefficients) if coefficients else None)
     chosen = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     if form == "json":
         click.echo(json.dumps(_json(found, chosen), indent=2))
@@ -94,10 +95,19 @@ def command(
             click.echo(f"wrote {output}")
 
 
-def _progress(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, object]]:
-    # The bar is for people: it goes to standard error, and only to a terminal.
+PROGRESS_SECONDS = 10
+"""Between the lines that say how far a search is, where no terminal shows a bar."""
+
+
+def progress_bar(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, object]]:
+    """The settings, counted on standard error: by a bar in a terminal, else by a line from time to time."""
     if not sys.stderr.isatty():
-        yield from settings
+        listed, said = list(settings), time.monotonic()
+        for count, one in enumerate(listed):
+            if time.monotonic() - said >= PROGRESS_SECONDS:
+                said = time.monotonic()
+                click.echo(f"predicted {count:,} of {len(listed):,} settings of the axes", err=True)
+            yield one
         return
     with click.progressbar(list(settings), label="predicting", file=sys.stderr) as bar:
         yield from bar

@@ -48,6 +48,24 @@ def near_presets(name: str) -> tuple[str, ...]:
     return (max(shorter, key=len),) if shorter else ()
 
 
+_TUNED = ("instruct", "chat", "it", "base", "hf", "pt", "thinking")
+"""What the names of further trained models of one shape have: parts between hyphens."""
+
+
+def preset_alike(name: str) -> Preset | None:
+    """The preset of which a name of the Hugging Face Hub names a further trained model, without or with its owner.
+
+    Such a model has the same dimensions; its `config.json` may say other positions or tokens.
+    """
+    wanted = _untuned(name)
+    return next((one for one in presets().values() if wanted in {_untuned(one.name), _untuned(one.hf_name)}), None)
+
+
+def _untuned(name: str) -> str:
+    parts = name.rpartition("/")[2].lower().split("-")
+    return "-".join(part for part in parts if part not in _TUNED).removeprefix("meta-")
+
+
 def _bare(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 

@@ -1,37 +1,52 @@
-"""A first spec: the smallest layout of a model on a cluster that fits and passes every rule."""
+"""A first spec: a search over the layouts that a model on a cluster may sensibly have, and three to choose from.
+
+| offer | what it is |
+|---|---|
+| fastest | the choice of the search |
+| safest | the least memory among layouts that take at most `SLOWER` times as long |
+| simplest | the fewest axes, no recomputation, no virtual stages, of those as fast |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parcompile import schema
-from parcompile.cost.footprint import Footprint, footprint, is_safe
+from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import static_memory
-from parcompile.cost.recomputation import fewest_stages
-from parcompile.cost.step import timing
-from parcompile.cost.workload import Workload
+from parcompile.layout.grid import AXES, Axis
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.text_part import text_part
-from parcompile.rules.arithmetic import divisors
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.units import format_bytes
+from parcompile.units import format_bytes, format_seconds
 
-from .cuts import cut
-from .variant import variant
+from .ranking import Predictor, Progress, Ranked, SearchResult, far_too_large, search
+from .remedies import ZERO_STAGES_TRIED
+from .space import Refused, Setting, Space, expand, open_space
+from .variant import changed
 
 LONGEST = 8192
 """Tokens of a first spec's sequences, where the model does not have fewer positions."""
+TOKENS = 4 * 2**20
+"""Tokens of a step, about: what Llama 2 was trained with (arXiv 2307.09288, section 2.2)."""
+SLOWER = 1.5
+"""What a safer or simpler layout may cost in time."""
+ROOMIER = 0.9
+"""A safer layout is offered where it needs at most this share of the fastest one's memory."""
+LARGE_BUBBLE, LOW_UTILISATION = 0.2, 0.2
+"""Shares of a step and of the peak rate beyond which a layout is worth a warning."""
+
 _UNKNOWN = 1024
-_MICRO_BATCHES = 8
-_DEEPEST = 128
-"""Stages that are tried at most."""
-_WIDEST = 64
-"""Ranks over which experts are dealt at most, where nothing fits with all experts on every rank."""
-
-
+_DEEPEST, _WIDEST = 128, 64
+"""Stages, and ranks over which experts are dealt, that are tried at most."""
+_LEAST_TOKENS = 1024
+"""Of a sequence that a rank of cp gets at least: a shorter ring is as fast with fewer ranks."""
+_MICRO_BATCHES = (1, 2, 4, 8)
 _MORE_NODES = (2, 4, 8, 16, 32, 64)
 """Times as many nodes that are tried when nothing fits."""
 _SHORTEST = 512
@@ -39,40 +54,27 @@ _SHORTEST = 512
 
 
 @dataclass(frozen=True, slots=True)
-class FirstSpec:
-    """A spec, and why its layout was chosen; without a spec, what stands against it and what would fit."""
+class Offer:
+    """A spec, in which respect its layout is the best, and what speaks against it."""
 
-    spec: dict[str, Any] | None
-    reason: str = ""
-    remedies: tuple[str, ...] = ()
+    word: str
+    spec: dict[str, Any]
+    reason: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """A layout that every rule allows."""
+class FirstSpec:
+    """Specs to choose from, the fastest first; without any, why none fits, and what would."""
 
-    spec: dict[str, Any]
-    work: Workload
-    memory: Footprint | None
-    """Left out where nobody asked for an estimate."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it is safe; without an estimate, whether what is exact fits."""
-        if self.memory is not None:
-            return is_safe(self.memory)
-        device = self.work.machine.memory_bytes
-        return device is None or static_memory(self.work).total_bytes <= device
+    offers: tuple[Offer, ...] = ()
+    reason: str = ""
+    remedies: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """In few words."""
-        again = {"none": "", "full": " with full recomputation"}.get(
-            self.work.recompute_text, f" with recomputation ({self.work.recompute_text})"
-        )
-        if self.work.ep > 1:
-            return f"tp {self.work.tp}, pp {self.work.pp} and ep {self.work.ep}{again}"
-        return f"tp {self.work.tp} and pp {self.work.pp}{again}"
+    def spec(self) -> dict[str, Any] | None:
+        """The one to take without a choice."""
+        return self.offers[0].spec if self.offers else None
 
 
 def sequence_length_of(config: Mapping[str, Any]) -> int:
@@ -84,6 +86,21 @@ def sequence_length_of(config: Mapping[str, Any]) -> int:
     return min(known, LONGEST)
 
 
+def batch_of(world: int, length: int, tokens: int = TOKENS) -> int:
+    """Sequences of a step of about so many tokens: the world times or divided by a power of two, so that dp divides it.
+
+    At least one sequence, and one for each rank where that is not too many tokens.
+    """
+    wanted = max(1.0, tokens / length)
+    power = round(math.log2(wanted / world))
+    if power >= 0:
+        return int(world * 2**power)
+    halved = world
+    while power < 0 and halved % 2 == 0:
+        halved, power = halved // 2, power + 1
+    return halved
+
+
 def first_spec(
     name: str,
     model: Mapping[str, Any],
@@ -92,9 +109,11 @@ def first_spec(
     folder: Path,
     precision: str = "bf16",
     *,
+    training: Mapping[str, Any] | None = None,
     estimate: bool = True,
+    progress: Progress | None = None,
 ) -> FirstSpec:
-    """The smallest pp, then the smallest tp, that fit and that every rule allows; recomputed where that is faster.
+    """The fastest, the safest and the simplest layout that fit and that every rule allows.
 
     Args:
         name: of the run.
@@ -103,171 +122,226 @@ def first_spec(
         length: tokens of a sequence.
         folder: the folder that paths in the spec are relative to.
         precision: the type of the weights.
-        estimate: count activations, as estimated, and not only what is exact.
+        training: further values of that section; `global_batch_size` is that of `batch_of` where it has none.
+        estimate: count activations and time, as estimated; otherwise only what is exact, and the simplest that fits.
+        progress: passes on the settings of the axes, and may count them.
 
     Raises:
         ValueError: the schema refuses a value; the message is its.
     """
-    base = _spec(name, model, cluster, length, 1, 1, precision, {})
-    validation = schema.validate(base, "spec")
-    if not validation.valid:
-        raise ValueError(validation.diagnostics[0].message)
-
-    try:
-        shape = Resolution(base, (), folder).shape
-    except Unavailable as error:
-        return FirstSpec(None, f"the model's {error} cannot be read")
-
-    experts = 1 if shape.moe is None else shape.moe.num_experts
-
-    def first(nodes: int, length: int) -> tuple[_Layout | None, _Layout | None, str]:
-        def specs(ep: int) -> Iterator[dict[str, Any]]:
-            machines = {**cluster, "nodes": nodes}
-            world = nodes * cluster["gpus_per_node"]
-            for pp in (size for size in divisors(world) if size <= _DEEPEST):
-                more = cut(shape.num_hidden_layers, pp)
-                for tp in divisors(cluster["gpus_per_node"]):
-                    if more is not None and world % (tp * pp * ep) == 0:
-                        dealt = {"ep": ep} if ep > 1 else {}
-                        yield _spec(name, model, machines, length, tp, pp, precision, {**more, **dealt})
-
-        smallest, refusal = None, ""
-        for ep in (size for size in divisors(experts) if size <= _WIDEST):
-            chosen, least, reason = _first(specs(ep), folder, estimate=estimate, executable=ep > 1)
-            if chosen is not None:
-                return chosen, None, ""
-            if least is not None and (smallest is None or _needed(least) < _needed(smallest)):
-                smallest = least
-            refusal = refusal or reason
-        return None, smallest, refusal
-
-    chosen, smallest, refusal = first(cluster["nodes"], length)
-    if chosen is not None:
-        return FirstSpec(chosen.spec, _reason(chosen))
-    if smallest is None:
-        return FirstSpec(None, refusal)
-    return FirstSpec(None, _too_large(smallest), tuple(_remedies(smallest, first)))
-
-
-def _first(
-    specs: Iterable[dict[str, Any]], folder: Path, *, estimate: bool, executable: bool
-) -> tuple[_Layout | None, _Layout | None, str]:
-    """The layout to take, the one that needs least of those that are too large, and what a rule refuses."""
-    fitting: dict[str, _Layout] = {}
-    smallest: _Layout | None = None
-    refusal = ""
-    for spec in specs:
-        found = variant(spec, {}, folder, executable=executable)
-        if found.work is None:
-            refusal = f"[{found.code}] {found.message}"
-            continue
-        for recompute in ("none", "full") if estimate else ("none",):
-            work = replace(found.work, recompute=recompute)
-            layout = _Layout(_recomputed(spec, recompute), work, footprint(work) if estimate else None)
-            if layout.fits:
-                if recompute == "full" and recompute not in fitting and "none" not in fitting:
-                    layout = _in_part(spec, layout)
-                fitting.setdefault(recompute, layout)
-            elif smallest is None or _needed(layout) < _needed(smallest):
-                smallest = layout
-        if "none" in fitting:
-            return min(fitting.values(), key=lambda one: timing(one.work).step.seconds), smallest, refusal
-    return fitting.get("full"), smallest, refusal
-
-
-def _in_part(spec: Mapping[str, Any], full: _Layout) -> _Layout:
-    """A layout that recomputes everything, or only the first stages, where that is enough and faster."""
-    work = fewest_stages(replace(full.work, recompute="none"))
-    if work is None or timing(work).step.seconds >= timing(full.work).step.seconds:
-        return full
-    return _Layout(_recomputed(spec, work.recompute), work, footprint(work))
-
-
-def _recomputed(spec: Mapping[str, Any], recompute: str | tuple[str, ...]) -> dict[str, Any]:
-    if recompute == "none":
-        return dict(spec)
-    word = recompute if isinstance(recompute, str) else list(recompute)
-    return {**spec, "training": {**spec["training"], "activation_checkpointing": word}}
-
-
-def _needed(layout: _Layout) -> float:
-    return static_memory(layout.work).total_bytes if layout.memory is None else layout.memory.peak.total_bytes
-
-
-def _reason(layout: _Layout) -> str:
-    one_rank = layout.work.tp * layout.work.pp == 1
-    why = "" if one_rank else ", the smallest sizes that fit and pass every rule"
-    return f"{layout.name}{why}: {_size(layout)}"
-
-
-def _size(layout: _Layout) -> str:
-    memory, device = layout.memory, layout.work.machine.memory_bytes
-    if memory is None:
-        room = "" if device is None else f" of {format_bytes(device)}"
-        size = format_bytes(static_memory(layout.work).total_bytes)
-        return f"weights, gradients and optimizer state take {size}{room} on each rank"
-    room = "" if memory.limit_bytes is None else f" of {format_bytes(memory.limit_bytes)} usable"
-    chance = "" if memory.probability is None else f", which fits with probability {memory.probability:.0%}"
-    return f"the peak of a rank is estimated as {format_bytes(memory.peak.total_bytes)}{room}{chance}"
-
-
-def _too_large(layout: _Layout) -> str:
-    largest = "" if layout.memory is None else f"; the largest part is {layout.memory.peak.largest}"
-    return f"the layout that needs least is {layout.name}: {_size(layout)}{largest}"
-
-
-def _remedies(
-    smallest: _Layout, first: Callable[[int, int], tuple[_Layout | None, _Layout | None, str]]
-) -> Iterator[str]:
-    """What would fit: more nodes, shorter sequences, another ZeRO stage."""
-    work = smallest.work
-    for factor in _MORE_NODES:
-        found, _, _ = first(work.nodes * factor, work.sequence_length)
-        if found is not None:
-            yield f"{work.nodes * factor} nodes: {_reason(found)}"
-            break
-    length = work.sequence_length // 2
-    while length >= _SHORTEST:
-        shorter = replace(work, sequence_length=length)
-        found = first(work.nodes, length)[0] if smallest.memory is None or is_safe(footprint(shorter)) else None
-        if found is not None:
-            yield f"sequences of {length} tokens: {_reason(found)}"
-            break
-        length //= 2
-    for stage in (2, 3):
-        other = replace(work, zero_stage=stage)
-        memory = footprint(other)
-        if work.pp == 1 and is_safe(memory):
-            layout = _Layout(smallest.spec, other, memory)
-            run = ", which parcompile.runtime does not run" if stage == 3 else ""
-            yield f"zero.stage {stage}{run}: {_reason(layout)}"
-            break
-
-
-def _spec(
-    name: str,
-    model: Mapping[str, Any],
-    cluster: Mapping[str, Any],
-    length: int,
-    tp: int,
-    pp: int,
-    precision: str,
-    cuts: Mapping[str, object],
-) -> dict[str, Any]:
-    dp = cluster["nodes"] * cluster["gpus_per_node"] // (tp * pp)
-    training = {
-        "sequence_length": length,
-        "global_batch_size": dp * max(_MICRO_BATCHES, pp),
-        "micro_batch_size": 1,
-        "precision": precision,
-        **({"gradient_accumulation_dtype": "fp32"} if pp > 1 and precision != "fp32" else {}),
-    }
-    return {
+    world = cluster["nodes"] * cluster["gpus_per_node"]
+    base = {
         "version": 1,
         "name": name,
         "model": dict(model),
         "cluster": dict(cluster),
-        "parallelism": {"tp": tp, "cp": 1, "pp": pp, "dp": "auto", "sequence_parallel": tp > 1, **cuts},
-        "training": training,
+        "parallelism": {},
+        "training": {
+            "sequence_length": length,
+            "global_batch_size": batch_of(world, length),
+            "precision": precision,
+            **(training or {}),
+        },
         "zero": {"stage": 1},
     }
+    validation = schema.validate(base, "spec")
+    if not validation.valid:
+        raise ValueError(validation.diagnostics[0].message)
+    try:
+        space = _space(base, folder)
+    except Unavailable as error:
+        return FirstSpec(reason=f"the model's {error} cannot be read")
+    if not estimate:
+        return _exact_only(space)
+    found = search(space, progress)
+    if found.best is not None:
+        return FirstSpec(tuple(_offers(space, found)))
+    return _nothing(space, found)
+
+
+def _space(tree: Mapping[str, Any], folder: Path) -> Space:
+    """What is worth trying: tp on a node, pieces of a sequence that are not short, no more stages than may win.
+
+    Raises:
+        Unavailable: the model cannot be read.
+    """
+    shape = Resolution(tree, (), folder).shape
+    experts = shape.moe.num_experts if shape.moe else 0
+    space = open_space(tree, folder, executable=True, layers=shape.num_hidden_layers, experts=experts)
+    length = tree["training"]["sequence_length"]
+    limits = {
+        Axis.TP: tree["cluster"]["gpus_per_node"],
+        Axis.CP: max(1, length // _LEAST_TOKENS),
+        Axis.PP: _DEEPEST,
+        Axis.EP: _WIDEST,
+    }
+    axes = {axis: tuple(size for size in sizes if size <= limits[axis]) for axis, sizes in space.axes.items()}
+    micro = tuple(size for size in space.micro_batches if size in _MICRO_BATCHES)
+    return replace(space, axes=axes, micro_batches=micro or (1,), sequence_parallel=(True,))
+
+
+def _offers(space: Space, found: SearchResult) -> Iterator[Offer]:
+    """The fastest, and what is safer or simpler than it, each layout once."""
+    best = found.fitting[0]
+    near = [one for one in found.fitting if one.seconds <= SLOWER * best.seconds]
+    least = min(near, key=lambda one: (one.peak_bytes, one.seconds))
+    plain = min(near, key=lambda one: (_parts(one), one.seconds))
+    taken = [best]
+    yield _offer(space, best, "fastest", best)
+    if least is not best and least.peak_bytes <= ROOMIER * best.peak_bytes:
+        taken.append(least)
+        yield _offer(space, least, "safest", best)
+    if _parts(plain) < min(map(_parts, taken)):
+        yield _offer(space, plain, "simplest", best)
+
+
+def _parts(one: Ranked) -> int:
+    """How much there is to understand of a layout."""
+    work = one.candidate.work
+    axes = sum(work.size(axis) > 1 for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP))
+    further = (work.virtual_stages > 1, work.recompute != "none", work.order != AXES, work.expert_tp is not None)
+    return axes + sum(further)
+
+
+def _offer(space: Space, one: Ranked, word: str, best: Ranked) -> Offer:
+    gain = 1 - one.seconds / best.seconds
+    more = f"; {gain:.1%} faster, which is within the error of the estimate" if gain > 0 else ""
+    return Offer(word, written(space.tree, one), f"{one.layout_name}: {_figures(one)}{more}", tuple(_warnings(one)))
+
+
+def written(tree: Mapping[str, Any], one: Ranked) -> dict[str, Any]:
+    """The spec of a layout, without what it does not need to say."""
+    spec = changed(tree, one.candidate.changes)
+    work, axes, training = one.candidate.work, spec["parallelism"], spec["training"]
+    given = {name: value for name, value in axes.items() if name not in _ALWAYS and value not in (None, False)}
+    if work.ep == 1:
+        given.pop("ep", None)
+    if work.cp == 1:
+        given = {name: value for name, value in given.items() if not name.startswith(("cp_", "hierarchical_cp"))}
+    sizes = {"tp": work.tp, "cp": work.cp, "pp": work.pp, "dp": "auto", "sequence_parallel": work.sequence_parallel}
+    if training.get("activation_checkpointing") == "none":
+        del training["activation_checkpointing"]
+    return {**spec, "parallelism": {**sizes, **given}, "training": training}
+
+
+_ALWAYS = ("tp", "cp", "pp", "dp", "sequence_parallel")
+
+
+def _figures(one: Ranked) -> str:
+    limit, chance = one.memory.limit_bytes, one.memory.probability
+    room = "" if limit is None else f" of {format_bytes(limit)}"
+    likely = "" if chance is None else f" (fits with {chance:.0%})"
+    rate = f"{one.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {one.time.utilisation:.0%}"
+    return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}"
+
+
+def _warnings(one: Ranked) -> Iterator[str]:
+    """What is bad in a layout, and what would be better."""
+    work, step = one.candidate.work, one.time.step
+    if (share := step.bubble / step.seconds) > LARGE_BUBBLE:
+        more = work.global_batch * 2
+        yield (
+            f"stages wait for {share:.0%} of the step: {work.micro_batches} micro-batches for pp {work.pp}. "
+            f"A larger global_batch_size ({more}) or fewer GPUs fill the pipeline"
+        )
+    if one.time.utilisation < LOW_UTILISATION and work.accelerator != "cpu":
+        part = max((name for name in step.parts if name != "computation"), key=lambda name: step.parts[name])
+        seconds = format_seconds(step.parts[part])
+        yield f"MFU {one.time.utilisation:.0%} is low; beside computation, most of the step is {part} ({seconds})"
+    if work.stride(Axis.TP) * work.tp > work.gpus_per_node:
+        yield f"tp {work.tp} leaves the node of {work.gpus_per_node} GPUs: it waits for the network in every layer"
+
+
+def _exact_only(space: Space) -> FirstSpec:
+    """The simplest layout whose weights, gradients and optimizer state fit; activations and time are not estimated."""
+    predictor, fitting, smallest, refusal = Predictor(space.choices), [], None, ""
+    for setting in _settings(space):
+        if isinstance(setting, Refused):
+            refusal = refusal or f"[{setting.code}] {setting.message}"
+            continue
+        one = Ranked(functools.partial(setting.candidate, setting.micro_batches[0], setting.recompute[0]), predictor)
+        size = static_memory(setting.work).total_bytes
+        if not far_too_large(setting.work):
+            fitting.append((_parts(one), setting.work.pp, setting.work.tp, size, one))
+        elif smallest is None or size < smallest[0]:
+            smallest = (size, one)
+    if fitting:
+        *_, size, one = min(fitting, key=lambda entry: entry[:3])
+        reason = f"{one.layout_name}: {_exact(one, size)}"
+        return FirstSpec((Offer("simplest", written(space.tree, one), reason),))
+    if smallest is None:
+        return FirstSpec(reason=refusal)
+    size, one = smallest
+    return FirstSpec(reason=f"the layout that needs least is {one.layout_name}: {_exact(one, size)}")
+
+
+def _exact(one: Ranked, size: float) -> str:
+    device = one.base.work.machine.memory_bytes
+    room = "" if device is None else f" of {format_bytes(device)}"
+    return f"weights, gradients and optimizer state take {format_bytes(size)}{room} on each rank"
+
+
+def _settings(space: Space) -> Iterator[Setting | Refused]:
+    for changes in space.combinations:
+        found = expand(space, changes)
+        if isinstance(found, Refused) or found.micro_batches:
+            yield found
+
+
+def _nothing(space: Space, found: SearchResult) -> FirstSpec:
+    """Why nothing fits, and what would."""
+    if not found.too_large:
+        one = found.refused[0]
+        return FirstSpec(reason=f"[{one.code}] {one.message}")
+    least = found.too_large[0]
+    reason = f"the layout that needs least is {least.layout_name}: {_figures_of_memory(least)}"
+    return FirstSpec((), reason, tuple(_remedies(space, least)))
+
+
+def _figures_of_memory(one: Ranked) -> str:
+    peak, limit = one.memory.peak, one.memory.limit_bytes or 0.0
+    return (
+        f"the peak of a rank is estimated as {format_bytes(peak.total_bytes)} of {format_bytes(limit)} usable; the "
+        f"largest part is {peak.largest}"
+    )
+
+
+def _remedies(space: Space, least: Ranked) -> Iterator[str]:
+    """What would fit: more nodes, shorter sequences, another ZeRO stage."""
+    tree, work = space.tree, least.base.work
+    for nodes in (work.nodes * factor for factor in _MORE_NODES):
+        batch = {"global_batch_size": batch_of(nodes * work.gpus_per_node, work.sequence_length)}
+        larger = {**tree, "cluster": {**tree["cluster"], "nodes": nodes}, "training": {**tree["training"], **batch}}
+        if one := _any_that_fits(larger, space):
+            yield f"{nodes} nodes: {one.layout_name}, {_size(one)}"
+            break
+    length = work.sequence_length // 2
+    while length >= _SHORTEST:
+        if one := _any_that_fits({**tree, "training": {**tree["training"], "sequence_length": length}}, space):
+            yield f"sequences of {length} tokens: {one.layout_name}, {_size(one)}"
+            break
+        length //= 2
+    for stage in ZERO_STAGES_TRIED if work.pp == 1 else ():
+        other = Predictor(space.choices).footprint(replace(work, zero_stage=stage))
+        if is_safe(other):
+            run = ", which parcompile.runtime does not run" if stage == 3 else ""
+            yield f"zero.stage {stage}{run}: {least.layout_name}, peak {format_bytes(other.peak.total_bytes)}"
+            break
+
+
+def _size(one: Ranked) -> str:
+    return f"peak {format_bytes(one.peak_bytes)} of {format_bytes(one.memory.limit_bytes or 0.0)}"
+
+
+def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
+    """A layout that fits, the simplest settings first, with full recomputation only where it has to be."""
+    other = _space(tree, space.folder)
+    predictor = Predictor(other.choices)
+    for setting in _settings(other):
+        if isinstance(setting, Refused) or far_too_large(setting.work):
+            continue
+        for word in setting.recompute:
+            one = Ranked(functools.partial(setting.candidate, setting.micro_batches[0], word), predictor)
+            if one.is_safe:
+                return one
+    return None

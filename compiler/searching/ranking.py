@@ -22,6 +22,7 @@ from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTime, Timing, timing_of, values_of
 from parcompile.cost.workload import Workload
+from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
@@ -85,6 +86,16 @@ class Ranked:
         chosen = settings(self.execution.work, self.predictor.choices)
         return Candidate({**self.base.changes, **chosen}, self.execution.work)
 
+    @property
+    def layout_name(self) -> str:
+        """Its sizes in words."""
+        work = self.base.work
+        sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in _NAMED if work.size(axis) > 1 or axis is Axis.DP)
+        recomputed = {"none": "", "full": ", full recomputation"}
+        more = recomputed.get(work.recompute_text, f", recomputation {work.recompute_text}")
+        virtual = f", {work.virtual_stages} virtual stages" if work.virtual_stages > 1 else ""
+        return f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}{virtual}{more}"
+
     @functools.cached_property
     def time(self) -> Timing:
         """The step, with its interval."""
@@ -123,6 +134,7 @@ class Ranked:
         return is_safe(self.memory)
 
 
+_NAMED = (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP)
 _PREDICTED = ("base", "memory", "execution", "candidate", "time")
 
 
@@ -199,7 +211,7 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
 
 def _judged(setting: Setting, predictor: Predictor) -> Iterator[tuple[Ranked, bool]]:
     """The layouts of a setting, and whether the memory of each is known: else one that needs less is far too large."""
-    hopeless = _exceeds(setting.work)
+    hopeless = far_too_large(setting.work)
     # What needs least comes first: each of them may make those behind it hopeless.
     words = sorted(setting.recompute, key=lambda word: word != "full")
     beyond = dict.fromkeys(words, hopeless)
@@ -214,7 +226,7 @@ def _judged(setting: Setting, predictor: Predictor) -> Iterator[tuple[Ranked, bo
                     beyond = dict.fromkeys(words, True)
 
 
-def _exceeds(work: Workload) -> bool:
+def far_too_large(work: Workload) -> bool:
     """Whether what is held for the whole run, which is exact, is more than the device has."""
     device = work.machine.memory_bytes
     return device is not None and work.names_machine and static_memory(work).total_bytes > device

