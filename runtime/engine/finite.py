@@ -54,15 +54,23 @@ class FiniteWatch:
         self._lost: Tensor | None = None
         self._coming: tuple[_Seen, torch.cuda.Event] | None = None
         self._checkpoint: Path | None = None
-        self._engine_step = engine.step
-        engine.step = self._step
-        engine.register_forward_hook(self._look_at_loss)
+        self._engine_step, self._engine_backward = engine.step, engine.backward
+        engine.step, engine.backward = self._step, self._backward
+        engine.register_forward_hook(self._forward)
         engine.finite_watch = self
 
-    def _look_at_loss(self, module: Any, _inputs: Any, output: Any) -> None:
-        loss = output if isinstance(output, Tensor) and not output.dim() else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and module.training:
-            lost = ~torch.isfinite(own_part(loss).detach()).all()
+    def _forward(self, module: Any, _inputs: Any, output: Any) -> None:
+        if module.training:
+            self._look_at_loss(getattr(output, "loss", None))
+
+    def _backward(self, loss: Any, *args: Any, **options: Any) -> Any:
+        """A program may make its loss of the model's outputs itself."""
+        self._look_at_loss(loss)
+        return self._engine_backward(loss, *args, **options)
+
+    def _look_at_loss(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and not loss.dim():
+            lost = ~torch.isfinite(own_part(loss).detach())
             self._lost = lost if self._lost is None else self._lost | lost
 
     def _step(self, *args: Any, **options: Any) -> Any:
