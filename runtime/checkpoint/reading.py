@@ -51,14 +51,17 @@ class SavedRun(WholeTensors):
         """The content of a rank's file of weights.
 
         Raises:
-            RunError: it is missing.
+            RunError: it is missing, or holds no weights.
         """
         place = pp_rank, tp_rank
         if place not in self._weights:
             name = weights_file(self._files_of[place])
             if name not in self.note.files:
                 raise RunError(f"{self.note.folder} lacks {name}, the weights of {_place(place)}")
-            self._weights[place] = load_trusted(self.note.folder / name)
+            content = load_trusted(self.note.folder / name)
+            if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
+                raise RunError(f"{self.note.folder / name} holds no weights of a module, as DeepSpeed writes them")
+            self._weights[place] = content
         return self._weights[place]
 
     def _experts_of(self, place: tuple[int, int], ep_rank: int) -> dict[str, Tensor]:
