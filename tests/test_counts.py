@@ -1,0 +1,37 @@
+"""What one place of the code knows of everything does not grow (`.ci/counts.py`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / ".ci" / "counts.py"
+
+
+@pytest.fixture(scope="module")
+def module():  # type: ignore[no-untyped-def]
+    spec = importlib.util.spec_from_file_location("counts", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_no_count_has_risen(module) -> None:  # type: ignore[no-untyped-def]
+    assert module.risen() == {}, "recorded, now: know it in fewer places (.ci/counts.py says what is counted)"
+
+
+def test_a_further_place_is_counted(module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    import shutil
+
+    before = module.counts()
+    for folder in ("compiler", "runtime", "schemas", "examples", "benchmarks"):
+        shutil.copytree(FILE.parents[1] / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "compiler" / "cost" / "other.py").write_text('INDEXER = ("llama", "mixtral")\n')
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    after = module.counts()
+    assert after["files that name indexer"] == before["files that name indexer"] + 1
+    assert after["literals of model types"] == before["literals of model types"] + 2
