@@ -17,7 +17,7 @@ from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter
-from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 
 from .m_experts import MIXTRAL
@@ -262,10 +262,13 @@ def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
     tp = spec.axis(Axis.TP)
     if tp == 1:
         return
-    work = workload_of(spec.spec())
-    if not keeps_both_gradients("deepspeed", work.element_bytes, work.gradient_bytes, work.zero_stage):
-        return
-    name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
+    try:
+        work = workload_of(spec.spec())
+        if not keeps_both_gradients("deepspeed", work.element_bytes, work.gradient_bytes, work.zero_stage):
+            return
+        name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
+    except ValueError:
+        raise Unavailable("layout") from None  # another rule says why it cannot be split
     if name is not None:
         yield Finding(
             f"gradient_accumulation_dtype fp32 at zero.stage 1 with tp {tp}: several ranks hold some rows of {name}, "

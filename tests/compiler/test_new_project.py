@@ -154,7 +154,7 @@ def test_init_asks_for_a_model_only_in_a_terminal(run: Run, monkeypatch: pytest.
     assert "name the model, as in parcompile init llama-3-8b" in run("init").output
     terminal = {"stdin": type("", (), {"isatty": lambda: True}), "stderr": sys.stderr}
     monkeypatch.setattr("parcompile.cli.init.sys", type("Terminal", (), terminal))
-    answers = "llama-3.2-1b\n2\n4\nh200\n"
+    answers = "llama-3.2-1b\n2\n4\nh200\n\n"
     done = run("init", "-o", "spec.json", input=answers)
     assert done.exit_code == 0, done.output
     spec = json.loads(Path("spec.json").read_text(encoding="utf-8"))
