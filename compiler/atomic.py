@@ -270,7 +270,12 @@ def _has(folder: Path, name: str) -> bool:
     """Whether a folder that is no link holds a regular file, reached without a link."""
     if folder.is_symlink():
         return False
-    return stat.S_ISREG((folder / name).lstat().st_mode) if name == _COMPLETE else is_inside(folder, name)
+    if name != _COMPLETE:
+        return is_inside(folder, name)
+    try:
+        return stat.S_ISREG((folder / name).lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _check_place(folder: Path, name: str) -> None:

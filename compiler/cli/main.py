@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -61,10 +62,16 @@ class _Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # The deepspeed launcher puts this before what the user wrote; ranks read it from the environment.
         args = args[1:] if args and args[0].startswith("--local_rank=") else args
-        if args and args[0] not in (*_COMMANDS, "--help", "-h", "--version"):
+        if args and (args[0] not in (*_COMMANDS, "--help", "-h", "--version") or _is_folder_of_plan(args)):
             _refuse_misspelt(args[0])
             args = ["compile", *args]
         return super().parse_args(ctx, args)
+
+
+def _is_folder_of_plan(args: list[str]) -> bool:
+    """Whether `plan` is the folder of a plan, as most are called, and not the command, which names a cluster."""
+    named = any(re.match(r"(\d+x)?\d+x[A-Za-z]", one) for one in args[1:]) or {"-h", "--help"} & set(args)
+    return args[0] == "plan" and not named and Path("plan").exists()
 
 
 def _refuse_misspelt(word: str) -> None:

@@ -134,6 +134,15 @@ def test_a_plan_in_one_line(run: Run) -> None:
     assert "exists already" in run("plan", "llama-3.1-8b", "8xH100", "-o", "long").output
 
 
+def test_a_folder_called_plan_is_compiled_and_a_cluster_makes_it_the_command(run: Run) -> None:
+    assert run("plan", "gpt2", "1x8xH100").exit_code == 0
+    Path("gpt2").rename("plan")
+    assert "nothing written: add -o DIR" in run("plan").output
+    assert run("plan", "--target", "megatron", "-o", "other").exit_code == 0
+    assert run("plan", "gpt2", "1x8xH100").exit_code != 0  # gpt2.json is there
+    assert "MODEL CLUSTER" in run("plan", "--help").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -124,7 +124,7 @@ def test_ranks_have_channels_of_their_own_and_the_norms_of_what_all_share() -> N
         ({"expert_layer_period": 0}, "expert_layer_period is 0: it has to be a whole number of 1 or more"),
         ({"expert_layer_offset": 2}, "expert_layer_offset 2 has to be smaller than expert_layer_period 2"),
         ({"mamba_dt_rank": "none"}, "mamba_dt_rank is 'none': it has to be a whole number of 1 or more"),
-        ({"num_local_experts": 8}, "num_experts and num_local_experts are the same key, and differ"),
+        ({"num_local_experts": 8}, "num_experts 16 and num_local_experts 8 are the same key, and differ"),
         ({"layer_types": ["full_attention"] * 32}, "layer_types: transformers computes it from attn_layer_period"),
         ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms: transformers builds the norms"),
         ({"use_mambapy": True}, "use_mambapy: the scan of mamba.py has not been compared"),
