@@ -30,7 +30,7 @@ from parcompile.runtime.engine.partial_gradients import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mpu import Mpu
-from parcompile.runtime.micro_batch import FIRST_SAMPLE
+from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
@@ -240,6 +240,7 @@ def _batch(mesh: Mesh) -> dict[str, Any]:
         "position_ids": tokens,
         "num_items_in_batch": count,
         FIRST_SAMPLE: 0,
+        DOCUMENTS: None,
     }
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,7 +423,7 @@ def test_a_refused_second_job_leaves_the_first_job_s_save_alone(tmp_path: Path) 
         plan = a_plan()
         note = Note(tmp_path / "step-3", 3, plan, file_layout(plan), {})
         with pytest.raises(RunError, match=rf"was not saved: .*process {other.pid} on \S+ saves into"):
-            Saver().save(None, note, keep=None, wait=True, on_error="raise")
+            Saver().save(SimpleNamespace(module=torch.nn.Linear(1, 1)), note, keep=None, wait=True, on_error="raise")
         assert written.read_bytes() == b"half of it"
     finally:
         torch.distributed.destroy_process_group()
