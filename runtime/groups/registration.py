@@ -81,8 +81,8 @@ def job_ids() -> dict[str, str]:
     found = {name: value for name in _IDS if (value := os.environ.get(name))}
     if _SEVERAL_SLURM_JOBS in os.environ:
         found.pop("SLURM_JOB_ID", None)
-    if (launcher := _deepspeed_launcher()) is not None:
-        # Ranks of other hosts have another launcher of the same job.
+    # Each node of a job has a launcher of its own, and several nodes may be one host.
+    if os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE") and (launcher := _deepspeed_launcher()) is not None:
         found[f"the launcher on host {socket.gethostname()}"] = f"process {launcher}"
     return found
 

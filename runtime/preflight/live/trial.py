@@ -64,7 +64,9 @@ def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:
     generator = torch.Generator().manual_seed(training.seed)
     tokens = torch.randint(plan.spec.model.shape.vocab_size, (training.sequence_length,), generator=generator)
     model = random_model(plan) if build is None else build()
-    engine, _, loader, _ = initialize(plan=plan, model=model, training_data=[tokens], measurements=False)
+    engine, _, loader, _ = initialize(
+        plan=plan, model=model, training_data=[tokens], measurements=False, stop_on_nonfinite=None
+    )
     assert loader is not None
     # Building the model may have taken more than training does.
     forget_peak(mesh.device)
