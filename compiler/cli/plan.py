@@ -42,9 +42,10 @@ FINE_TUNING: dict[str, Any] = {
 def command(model: str, cluster: str, length: str | None, output: Path | None, *, finetune: bool) -> None:
     """Write a spec and its plan in one line.
 
-    As in `parcompile plan llama-3.1-8b 2x8xH100 128k`. MODEL is as for `parcompile init`. CLUSTER is nodes x GPUs of a node x accelerator; of one node, 8xH100 is enough.
-    LENGTH are the tokens of a sequence, as 4096, 128k or 1M; left out, up to 8192. The fastest layout that fits is
-    taken; `parcompile init` offers others. The spec is written beside the folder of the plan.
+    As in `parcompile plan llama-3.1-8b 2x8xH100 128k`. MODEL is as for `parcompile init`. CLUSTER is nodes x GPUs of a
+    node x accelerator; of one node, 8xH100 is enough. LENGTH are the tokens of a sequence, as 4096, 128k or 1M; left
+    out, up to 8192. The fastest layout that fits is taken; `parcompile init` offers others. The spec is written beside
+    the folder of the plan.
     """
     nodes, ranks, accelerator = cluster_of(cluster)
     chosen = chosen_model(model, None, Path() if output is None else output.parent)
