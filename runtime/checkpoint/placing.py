@@ -15,7 +15,7 @@ from parcompile.atomic import sync_folder, write_file
 from parcompile.runtime.errors import RunError
 
 from .manifest import LATEST, NOTE, REPLACED, Note, read_note
-from .universal import leave_pointer
+from .universal import leave_script
 
 _UNFINISHED = "unfinished-"
 
@@ -72,7 +72,7 @@ def put_in_place(note: Note, *, same: bool) -> None:
         return
     write_file(new / NOTE, json.dumps(note.to_json(), indent=1) + "\n")
     sync_folder(new)
-    leave_pointer(place.parent)
+    leave_script(place.parent)
     aside = place.with_name(REPLACED + place.name)
     if place.exists():
         place.rename(aside)

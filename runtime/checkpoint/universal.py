@@ -2,7 +2,8 @@
 
 `ds_to_universal` puts slices together by `universal_checkpoint_info` in the files of weights (0.19.8,
 checkpoint/affine_ir_spec.md): of each parameter, which blocks of it a rank holds. Without it, every slice is taken for
-a block of rows. `zero_to_fp32.py`, which DeepSpeed writes beside a checkpoint, knows no slices; ours says what does.
+a block of rows. `zero_to_fp32.py`, which DeepSpeed writes beside a checkpoint, knows no slices, no padding, no stages,
+and no files but those of ZeRO's optimizers; ours runs it where there are none of these, and says elsewhere what to run.
 """
 
 from __future__ import annotations
@@ -18,11 +19,30 @@ from parcompile.plan import Plan
 
 SCRIPT = "zero_to_fp32.py"
 
-_POINTER = '''"""DeepSpeed's own zero_to_fp32.py does not join the slices of tensor-parallel ranks."""
+_SCRIPT = '''"""DeepSpeed's own zero_to_fp32.py, where each file of weights holds the whole model."""
+import argparse
+import json
 import pathlib
+import runpy
 import sys
 
-sys.exit(f"run: parcompile checkpoint export {pathlib.Path(__file__).resolve().parent} --hf OUTPUT")
+parser = argparse.ArgumentParser(add_help=False)
+parser.add_argument("folder", nargs="?", type=pathlib.Path, default=pathlib.Path())
+parser.add_argument("output", nargs="?")
+parser.add_argument("-t", "--tag")
+parser.add_argument("--max_shard_size")
+given = parser.parse_known_args()[0]
+latest = given.folder / "latest"
+tag = given.tag or (latest.read_text().strip() if latest.is_file() else ".")
+note = given.folder.resolve() / tag / "parcompile.json"
+if note.is_file():
+    plan = json.loads(note.read_text())["plan"]
+    of_ranks = [one["name"] for one in plan["tensors"] if one["shape"] != one["local_shape"]]
+    types = {plan["training"][key] for key in ("precision", "gradient_accumulation_dtype")}
+    if of_ranks or plan["parallelism"]["pp"] > 1 or plan["zero"]["stage"] == 0 or types == {"bf16", "fp32"}:
+        one = note.parent
+        sys.exit(f"DeepSpeed cannot read the weights of {one.name}: run parcompile checkpoint export {one} --hf OUTPUT")
+runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
 '''
 
 
@@ -58,15 +78,15 @@ def universal_checkpoint_info(plan: Plan, *, adapters: bool) -> dict[str, Any]:
     }
 
 
-def leave_pointer(folder: Path) -> None:
+def leave_script(folder: Path) -> None:
     """Writes the script that stands in for DeepSpeed's.
 
     Raises:
         OSError: it cannot be written.
     """
     file = folder / SCRIPT
-    if not file.is_file() or file.read_bytes() != _POINTER.encode():
-        write_file(file, _POINTER)
+    if not file.is_file() or file.read_bytes() != _SCRIPT.encode():
+        write_file(file, _SCRIPT)
 
 
 def _affine_map(layout: TensorLayout, tp: int) -> dict[str, Any]:

@@ -164,8 +164,8 @@ def _write_rank(
         weight = source.local(name, MASTER, tp_rank, first_ep_rank)
         assert weight is not None
         module[name] = weight.to(TORCH_DTYPES[precision])
-    if plan.spec.model.shape.tie_word_embeddings and held.has_head:
-        module["lm_head.weight"] = module[names[0]]
+    tied = {"lm_head.weight": names[0]} if plan.spec.model.shape.tie_word_embeddings and held.has_head else {}
+    module.update({name: module[other] for name, other in tied.items()})
     module.update(source.buffers)
     trained = {name for group in source.groups for name in group.names}
     frozen = OrderedDict((name, module[name]) for name in names if name not in trained)
@@ -175,7 +175,7 @@ def _write_rank(
         "optimizer": None,
         "param_shapes": [OrderedDict((name, module[name].shape) for name in group.names) for group in source.groups],
         "frozen_param_shapes": OrderedDict((name, one.shape) for name, one in frozen.items()) or None,
-        "shared_params": {},
+        "shared_params": tied,
         "frozen_param_fragments": frozen or None,
         "data_sampler": None,
         "random_ltd": None,
