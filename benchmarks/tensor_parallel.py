@@ -36,10 +36,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    SequenceParallelRMSNorm,
     column_parallel,
-    sum_partial_gradients,
+    sum_in_backward,
 )
+from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_together
 
 RANKS = 2
 SIZES = {  # name: hidden, intermediate, heads, kv heads, sequence length, layers
@@ -105,8 +105,9 @@ def ours(block: Block, sequence_parallel: bool, keep_gathered: bool = False) -> 
         layers = [getattr(module, name) for name in columns]
         module.project = lambda x, layers=layers: column_parallel(x, layers)
     if sequence_parallel:
-        block.attention_norm = SequenceParallelRMSNorm.from_norm(block.attention_norm, group, sum_later=True)
-        block.mlp_norm = SequenceParallelRMSNorm.from_norm(block.mlp_norm, group, sum_later=True)
+        for norm in (block.attention_norm, block.mlp_norm):
+            sum_in_backward(norm.weight, group)
+        leave_partial(block.parameters())
     return block
 
 
@@ -218,7 +219,9 @@ def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
         out = model(leaf)
         out.backward(out.detach())
         finish_partial_gradients(model)
-        sum_partial_gradients(model.parameters(), dist.group.WORLD)
+        partial = [one.grad for one in leave_partial(model.parameters()) if one.grad is not None]
+        if partial:
+            sum_together(partial, dist.group.WORLD)
         model.zero_grad(set_to_none=True)
         return out
 

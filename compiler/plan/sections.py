@@ -11,18 +11,15 @@ from typing import Any
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
-from parcompile.cost.parameters import stage_numel
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.group_families import GroupFamily
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, even_shard
-from parcompile.layout.ownership import OwnershipMap, Sizes, balanced, contiguous, round_robin
+from parcompile.layout.optimizer import even_shard
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import TensorLayout
 from parcompile.layout.topology import reach
-from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.workload import workload_of
@@ -219,53 +216,8 @@ def _stage_row(spec: Spec, held: tuple[Stage, ...], stage: Stage) -> dict[str, A
         "optimizer": {
             "padded": {"numel": padded, "shard_numel": groups.shard_numel, "padding": padded - numel},
             "even": {"largest_shard": larger, "ranks_with_largest": numel % shards or shards},
-            "by_layer": _ownership(spec, stage),
         },
     }
-
-
-def _ownership(spec: Spec, stage: Stage) -> dict[str, Any]:
-    shards, state = spec.optimizer_shards, MASTER_BYTES + ADAM_STATE_BYTES
-    sizes = _piece_sizes(spec, stage)
-    count = len(sizes.layers)
-
-    def row(found: OwnershipMap) -> dict[str, Any]:
-        load = found.load(sizes)
-        return {
-            "owners": list(found.owners),
-            "embedding": found.embedding,
-            "head": found.head,
-            "largest_bytes": max(load.values()) * state,
-            "even_bytes": -(-sizes.total // shards) * state,
-            "warning": found.warning(sizes),
-        }
-
-    return {
-        "round_robin": row(round_robin(count, shards)),
-        "contiguous": row(contiguous(count, shards)),
-        "balanced": row(balanced(sizes, shards)),
-    }
-
-
-def _piece_sizes(spec: Spec, stage: Stage) -> Sizes:
-    """Elements of each layer of a stage on one tp rank, of its embedding and of its head."""
-    table, parallelism = parameter_table(spec.model.shape), spec.parallelism
-
-    def numel(piece: Stage) -> int:
-        return stage_numel(
-            table,
-            piece,
-            parallelism.tp,
-            ep=parallelism.ep,
-            expert_tp=parallelism.expert_tp,
-            vocab_divisible_by=parallelism.make_vocab_size_divisible_by,
-            tied=spec.model.shape.tie_word_embeddings,
-        )
-
-    nothing = range(stage.layers.start, stage.layers.start)
-    layers = tuple(numel(Stage(range(layer, layer + 1), False, False)) for layer in stage.layers)
-    embedding = numel(Stage(nothing, stage.has_embedding, False))
-    return Sizes(layers, embedding, numel(Stage(nothing, stage.has_embedding, stage.has_head)) - embedding)
 
 
 def optimizer_shards(spec: Spec) -> dict[str, Any]:

@@ -20,9 +20,6 @@ from parcompile.runtime.errors import RunError
 MASTER = "fp32"
 """The kind of tensor that holds the weights in full precision."""
 
-WEIGHTS_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-"""Its group is the model-parallel rank."""
-
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 """Its groups are the shard and the model-parallel rank."""
 

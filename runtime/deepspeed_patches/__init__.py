@@ -1,7 +1,7 @@
 """Every place where the runtime changes DeepSpeed, or relies on names of it that are not documented.
 
 Read off DeepSpeed 0.19.8, the version that the tests run with. Whoever moves to another version goes through these
-lists.
+lists; `probe` looks for the names before an engine is made.
 
 Changed:
 

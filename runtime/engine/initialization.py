@@ -14,6 +14,7 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
+from parcompile.runtime.deepspeed_patches.probe import check_names
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, join
@@ -112,6 +113,7 @@ def initialize(
 
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
+    check_names()
     model = build_model(plan) if model is None else model
     rules, check = plan.spec.model.shape.user_module, None
     if mesh.rank == 0:

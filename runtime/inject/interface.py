@@ -21,8 +21,6 @@ from parcompile.runtime.errors import RunError
 from .alibi import biased, slopes_of
 from .positions import write_to_copies
 
-Core = Callable[..., tuple[Tensor, Any]]
-
 
 def put_on_interface(model: Any, family: Family) -> bool:
     """Lets the attention modules of a model that has its own attention call what is registered for the model.

@@ -8,6 +8,7 @@ slices that the plan gives it, bit for bit, and loss and gradient norm with thos
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import warnings
@@ -29,7 +30,6 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.slices import cut
-from parcompile.runtime.tensor_parallel.replicas import digest
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
@@ -190,7 +190,8 @@ def _samples(plan: Plan) -> Iterator[Tensor]:
 
 
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    return tuple(tensor.shape), str(tensor.dtype), digest(tensor)
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parcompile.layout.groups import EMBEDDING
@@ -32,11 +31,6 @@ class TiedEmbedding:
         self._weight = next(one for found, one in model.named_parameters() if plain_name(found) == name)
         if not Holding(mesh.plan, mesh.index("pp")).has_embedding:
             count_on_another_stage(self._weight)
-
-    def make_equal(self) -> None:
-        """The last stage takes the first one's values."""
-        if self._weight is not None:
-            dist.broadcast(self._weight.data, group=self._group, group_src=0)
 
     def sum_gradient(self, optimizer: Any) -> None:
         """Adds up what both stages have."""

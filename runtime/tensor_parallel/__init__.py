@@ -4,27 +4,19 @@ Usable on any process group, without the compiler and without DeepSpeed. With `g
 layer is its plain counterpart.
 """
 
-from .columns import ColumnParallelLinear, column_parallel, share_input
+from .columns import ColumnParallelLinear, column_parallel
 from .cross_entropy import vocab_parallel_cross_entropy
-from .dropout import ParallelDropout, rank_random
 from .embedding import VocabParallelEmbedding
 from .initialization import draw_slice, master_seed
 from .marking import is_sharded, mark_shard
-from .norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
-from .partial import sum_gradients, sum_partial_gradients
-from .replicas import ReplicasDifferError, check_replicated, watch_replicas
+from .partial import sum_in_backward
 from .rows import RowParallelLinear
-from .weights import even_range, merge_ranges, merge_shards, shard_weight, take_ranges
+from .weights import even_range, merge_ranges, take_ranges
 
 __all__ = [
     "ColumnParallelLinear",
-    "ParallelDropout",
-    "ReplicasDifferError",
     "RowParallelLinear",
-    "SequenceParallelLayerNorm",
-    "SequenceParallelRMSNorm",
     "VocabParallelEmbedding",
-    "check_replicated",
     "column_parallel",
     "draw_slice",
     "even_range",
@@ -32,13 +24,7 @@ __all__ = [
     "mark_shard",
     "master_seed",
     "merge_ranges",
-    "merge_shards",
-    "rank_random",
-    "shard_weight",
-    "share_input",
-    "sum_gradients",
-    "sum_partial_gradients",
+    "sum_in_backward",
     "take_ranges",
     "vocab_parallel_cross_entropy",
-    "watch_replicas",
 ]

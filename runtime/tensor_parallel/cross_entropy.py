@@ -2,14 +2,13 @@
 
 Shapes: T tokens, V vocabulary, v = (padded V)/tp columns of a rank. No rank ever holds [T, V]; and of its own [T, v] it
 holds, in float32, only a chunk of tokens at a time. The ranks exchange three numbers per token (the largest logit, the
-sum of the exponentials, the label's logit; a fourth with label smoothing), in one all-gather; backward needs no
-exchange. Kept for backward are the logits themselves, which the caller has anyway, and one number per token.
+sum of the exponentials, the label's logit), in one all-gather; backward needs no exchange. Kept for backward are the
+logits themselves, which the caller has anyway, and one number per token.
 
-With x the logits (after the soft-cap), ℓ = log Σⱼ exp xⱼ, y the label, ε the label smoothing and z the weight of the
-z-loss, a token costs  ℓ − (1−ε)·x_y − ε·mean(x) + z·ℓ²,  so that  d/dxⱼ = softmax(x)ⱼ·(1 + 2zℓ) − (1−ε)·[j = y] − ε/V.
+With x the logits, ℓ = log Σⱼ exp xⱼ, y the label and z the weight of the z-loss, a token costs  ℓ − x_y + z·ℓ²,  so
+that  d/dxⱼ = softmax(x)ⱼ·(1 + 2zℓ) − [j = y].
 
-Sources: Megatron-LM (arXiv 1909.08053, section 3); label smoothing as in torch.nn.functional.cross_entropy; z-loss,
-PaLM (arXiv 2204.02311, section 5); soft-cap cap·tanh(x/cap), Gemma 2 (arXiv 2408.00118, section 2).
+Sources: Megatron-LM (arXiv 1909.08053, section 3); z-loss, PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ def vocab_parallel_cross_entropy(
     group: Group = None,
     vocab_size: int | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_softcap: float | None = None,
     chunk_tokens: int | None = None,
     inplace_backward: bool = False,
     check_labels: bool | None = None,
@@ -49,9 +46,7 @@ def vocab_parallel_cross_entropy(
         group: The ranks that the vocabulary is spread over; None for this rank alone.
         vocab_size: V without padding: columns from V on count as −∞ and get no gradient. None: there is no padding.
         ignore_index: Tokens with this label cost 0 and give no gradient.
-        label_smoothing: ε in the equation above.
         z_loss: z in the equation above.
-        logit_softcap: Use cap·tanh(x/cap) in place of x.
         chunk_tokens: Tokens that are in float32 at a time; None chooses a chunk of a few megabytes.
         inplace_backward: Write the gradient over the logits. Saves [.., v], and asks that nothing else reads the logits
             afterwards; a second backward through the same graph then raises.
@@ -72,18 +67,7 @@ def vocab_parallel_cross_entropy(
     start = group_rank(group) * columns
     held = min(max(vocab_size - start, 0), columns)
     chunk_tokens = chunk_tokens or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // columns)
-    shard = _Shard(
-        group,
-        start,
-        held,
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        logit_softcap,
-        chunk_tokens,
-        inplace_backward,
-    )
+    shard = _Shard(group, start, held, ignore_index, z_loss, chunk_tokens, inplace_backward)
     function = cast(Any, _CrossEntropy)
     losses: Tensor = function.apply(logits.reshape(-1, columns), labels.reshape(-1), shard)
     return losses.view(labels.shape)
@@ -101,11 +85,8 @@ class _Shard:
     group: Group
     start: int
     held: int
-    vocab_size: int
     ignore_index: int
-    label_smoothing: float
     z_loss: float
-    softcap: float | None
     chunk_tokens: int
     inplace_backward: bool
 
@@ -118,8 +99,6 @@ class _Shard:
         for first in range(0, tokens, self.chunk_tokens):
             rows = slice(first, min(first + self.chunk_tokens, tokens))
             x = buffer[: rows.stop - rows.start].copy_(logits[rows, : self.held])
-            if self.softcap is not None:
-                x.div_(self.softcap).tanh_().mul_(self.softcap)
             yield rows, x
 
     def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,16 +111,13 @@ class _Shard:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: _Shard) -> Tensor:
-        # Rows: largest logit, Σ exp(x − largest), the label's logit, and with label smoothing Σ x.
-        smooth = shard.label_smoothing > 0
-        local = torch.zeros(4 if smooth else 3, len(labels), dtype=_exact(logits.dtype), device=logits.device)
+        # Rows: largest logit, Σ exp(x − largest), the label's logit.
+        local = torch.zeros(3, len(labels), dtype=_exact(logits.dtype), device=logits.device)
         local[0] = -torch.inf
         if shard.held:
             for rows, x in shard.chunks(logits):
                 held, column = shard.locate(labels[rows])
                 local[2, rows] = x.gather(1, column).squeeze(1).masked_fill_(~held, 0.0)
-                if smooth:
-                    local[3, rows] = x.sum(1)
                 largest = x.amax(1)
                 local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
         ranks = local.unsqueeze(0)
@@ -149,10 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
             ranks = start_all_gather(ranks, shard.group).wait(0)
         largest = ranks[:, 0].amax(0)
         log_sum = (ranks[:, 1] * (ranks[:, 0] - largest).exp()).sum(0).log_().add_(largest)
-        epsilon = shard.label_smoothing
-        losses = log_sum - (1 - epsilon) * ranks[:, 2].sum(0)
-        if smooth:
-            losses -= (epsilon / shard.vocab_size) * ranks[:, 3].sum(0)
+        losses = log_sum - ranks[:, 2].sum(0)
         if shard.z_loss:
             losses += shard.z_loss * log_sum.square()
         ctx.shard = shard
@@ -167,15 +140,10 @@ class _CrossEntropy(torch.autograd.Function):
         softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
         out = logits if shard.inplace_backward else torch.empty_like(logits)
         for rows, x in shard.chunks(logits):
-            slope = None if shard.softcap is None else 1 - (x / shard.softcap).square_()
             x.sub_(log_sum[rows].unsqueeze(1)).exp_().mul_(softmax_scale[rows].unsqueeze(1))
-            if shard.label_smoothing:
-                x.sub_((shard.label_smoothing / shard.vocab_size) * grad[rows].unsqueeze(1))
             held, column = shard.locate(labels[rows])
             if shard.held:
-                x.scatter_add_(1, column, ((shard.label_smoothing - 1) * grad[rows] * held).unsqueeze(1))
-            if slope is not None:
-                x.mul_(slope)
+                x.scatter_add_(1, column, (-grad[rows] * held).unsqueeze(1))
             out[rows, : shard.held] = x
         out[:, shard.held :] = 0.0
         return out, None, None

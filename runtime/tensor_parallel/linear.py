@@ -48,7 +48,6 @@ class ParallelLinear(nn.Module):
         group: Group,
         ranges: Ranges | None,
         replica_group: Group,
-        skip_bias_add: bool,
         sequence_parallel: bool,
         sequence_dim: int,
         device: torch.device | str | None,
@@ -60,7 +59,6 @@ class ParallelLinear(nn.Module):
         self.group = group if group_size(group) > 1 else None
         self.replica_group = replica_group if group_size(replica_group) > 1 else None
         self.sequence_parallel, self.sequence_dim = sequence_parallel and self.group is not None, sequence_dim
-        self.skip_bias_add = skip_bias_add
         size, what = ((out_features, "out_features"), (in_features, "in_features"))[self.split_dim]
         if ranges is None:
             ranges = (even_range(size, group_rank(group), group_size(group), what),)

@@ -27,7 +27,6 @@ class RowParallelLinear(ParallelLinear):
         ranges: The input features that this rank holds; without it an equal slice.
         input_is_parallel: The input is this rank's slice already; otherwise the full input is cut first (needs equal
             slices).
-        skip_bias_add: Return `(output without bias, bias)`, for a fused kernel that adds it later.
         sequence_parallel: Return the output split along `sequence_dim`.
         sequence_dim: The dim of the output that is the sequence.
         pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
@@ -50,7 +49,6 @@ class RowParallelLinear(ParallelLinear):
         group: Group = None,
         ranges: Ranges | None = None,
         input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         pad_sequence: bool = False,
@@ -66,7 +64,6 @@ class RowParallelLinear(ParallelLinear):
             group=group,
             ranges=ranges,
             replica_group=None,
-            skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             device=device,
@@ -74,14 +71,14 @@ class RowParallelLinear(ParallelLinear):
         )
         self.input_is_parallel, self.pad_sequence = input_is_parallel, pad_sequence
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[…, I/tp] to […, O]; the sequence of the output is split with `sequence_parallel`.
 
         Raises:
             ValueError: The ranks do not divide the sequence, and `pad_sequence` is not set.
         """
         if self.group is None:
-            return (F.linear(x, self.matrix), self.bias) if self.skip_bias_add else F.linear(x, self.matrix, self.bias)
+            return F.linear(x, self.matrix, self.bias)
         if not self.input_is_parallel:
             x = scatter_to_group(x, -1, self.group)
         if self.sequence_parallel and self.pad_sequence:
@@ -91,8 +88,6 @@ class RowParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             # Each rank adds the bias to its own tokens, so each has only a part of the bias's gradient.
             bias = None if bias is None else summing(bias, self.group)
-        if self.skip_bias_add:
-            return y, bias
         return y if bias is None else y + bias
 
     def _mark(self) -> None:

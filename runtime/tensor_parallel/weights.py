@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Ranges", "even_range", "merge_ranges", "merge_shards", "shard_weight", "slice_parameter", "take_ranges"]
+__all__ = ["Ranges", "even_range", "merge_ranges", "slice_parameter", "take_ranges"]
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open index ranges `(start, stop)` along one dim, in the order in which a rank holds them."""
@@ -33,16 +33,6 @@ def even_range(size: int, rank: int, world: int, what: str = "size") -> tuple[in
         )
     local = size // world
     return rank * local, (rank + 1) * local
-
-
-def shard_weight(tensor: Tensor, dim: int, rank: int, world: int) -> Tensor:
-    """The slice of `rank` along `dim`, as contiguous storage of its own; any strides are accepted.
-
-    Raises:
-        ValueError: `dim` or `rank` is out of range, or the size along `dim` is not divisible by `world`.
-    """
-    dim = _check_dim(tensor, dim)
-    return take_ranges(tensor, dim, [even_range(tensor.shape[dim], rank, world, f"size along dim {dim}")])
 
 
 def take_ranges(tensor: Tensor, dim: int, ranges: Ranges, *, padded_size: int | None = None) -> Tensor:
@@ -87,32 +77,6 @@ def slice_parameter(
     """`take_ranges` of a parameter, as a parameter that is trained if the full one is."""
     local = take_ranges(full.detach(), dim, ranges, padded_size=padded_size)
     return nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=full.requires_grad)
-
-
-def merge_shards(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate the ranks' slices along `dim`: the inverse of `shard_weight`. Sizes along `dim` may differ.
-
-    Raises:
-        ValueError: There is no shard, `dim` is out of range, or the shards differ in dtype, number of dims, or size
-            along another dim.
-    """
-    if not shards:
-        raise ValueError("no shards to merge")
-    first = shards[0]
-    dim = _check_dim(first, dim)
-    for rank, shard in enumerate(shards):
-        if shard.dtype != first.dtype:
-            raise ValueError(
-                f"shard {rank} is {shard.dtype}, shard 0 is {first.dtype}: shards of one weight have one dtype"
-            )
-        if shard.ndim != first.ndim:
-            raise ValueError(f"shard {rank} has {shard.ndim} dims, shard 0 has {first.ndim}")
-        for other, (size, expected) in enumerate(zip(shard.shape, first.shape, strict=True)):
-            if other != dim and size != expected:
-                raise ValueError(
-                    f"shard {rank} has size {size} along dim {other}, shard 0 has {expected}; only dim {dim} may differ"
-                )
-    return torch.cat(list(shards), dim)
 
 
 def merge_ranges(shards: Sequence[Tensor], dim: int, ranges: Sequence[Ranges], size: int) -> Tensor:

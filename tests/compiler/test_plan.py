@@ -239,9 +239,6 @@ def test_stages_hold_all_layers_and_their_shards_add_up(plan) -> None:
         assert padded["numel"] == others + experts
         assert padded["shard_numel"] == others // shards + experts // (shards // ep)
         assert padded["padding"] == padded["numel"] - stage["numel"]
-        for rule in stage["optimizer"]["by_layer"].values():
-            assert len(rule["owners"]) == sum(stop - start for start, stop in stage["layers"])
-            assert rule["largest_bytes"] >= rule["even_bytes"] - 12
     largest = max(tree["stages"], key=lambda stage: stage["numel"])
     assert tree["optimizer_shards"]["shard_numel"] == largest["optimizer"]["padded"]["shard_numel"]
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from parcompile.runtime import deepspeed_patches
+from parcompile.runtime.deepspeed_patches import probe
 from parcompile.runtime.deepspeed_patches.norm import norm_at_once
+from parcompile.runtime.engine import initialization
+from parcompile.runtime.errors import RunError
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 MODULES = {file.relative_to(RUNTIME).with_suffix("").as_posix(): file for file in RUNTIME.rglob("*.py")}
@@ -92,6 +95,17 @@ def test_deepspeed_still_has_what_is_read(name: str) -> None:
     defining = Path(deepspeed.__file__).parent / PRIVATE_NAMES[name]
     assert re.search(rf"\b{name}\b", defining.read_text(encoding="utf-8"))
     assert re.search(rf"\b{name}\b", deepspeed_patches.__doc__ or "")
+
+
+def test_every_name_is_looked_for_before_an_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe.missing() == []
+    assert set(PRIVATE_NAMES) - {"_hp_mapping"} <= {name for names in probe.NAMES.values() for name in names}
+    monkeypatch.setattr(probe, "NAMES", {"utils.groups": ("_GONE",), "moved.away": ("cdb",)})
+    assert probe.missing() == ["utils.groups._GONE", "moved.away.cdb"]
+    with pytest.raises(
+        RunError, match=r"no utils\.groups\._GONE, moved\.away\.cdb, on .* \"deepspeed>=0\.19\.8,<0\.20\""
+    ):
+        initialization.prepare(None, None, None)  # type: ignore[arg-type]
 
 
 def test_the_modules_that_the_lists_name_exist() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from . import words
 from .constructors import wrong_parameters, wrong_type
 from .json_schema import as_schema
 from .lax import How, Read, as_written, read
-from .table import ANY, ENTRY, Key, find, table
+from .table import ANY, ENTRY, Key, table
 from .versions import at, ended, facts, order, since
 
 AUTO = "auto"
@@ -296,8 +296,3 @@ _KEYWORDS = {
 
 def _violation(keyword: str, path: Path, value: Any, schema: dict[str, Any]) -> Violation:
     return Violation(keyword, schema.get(keyword), path, value, schema, 0, 0, is_key=False, context=())
-
-
-def knows(version: str, path: Sequence[str | int]) -> bool:
-    """Whether a version has a key at a path of a file."""
-    return find(version, *path) is not None

@@ -9,9 +9,6 @@ from typing import Any
 
 from parcompile.backends.reading import Undecided
 
-TRANSFORMERS_VERSION = "5.23.0"
-"""Version of transformers whose `TrainingArguments` were read."""
-
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "per_device_train_batch_size": 8,

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parcompile.runtime.tensor_parallel import VocabParallelEmbedding, shard_weight
+from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
-from .world import World
+from .world import World, shard_weight
 
 
 def check_lookup(num_embeddings: int, padded: int | None, sequence_parallel: bool, padding_idx: int | None) -> None:

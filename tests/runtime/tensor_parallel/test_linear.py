@@ -22,10 +22,9 @@ from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     is_sharded,
-    shard_weight,
 )
 
-from .world import World, relative_error
+from .world import World, relative_error, shard_weight
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32"])
@@ -84,28 +83,12 @@ def check_options() -> None:
     assert_close(local, linear(x).chunk(ranks, -1)[rank])
 
     x_full, x_local = x.clone().requires_grad_(), x.clone().requires_grad_()
-    gathering = ColumnParallelLinear.from_linear(linear, group=group, gather_output=True)
-    gathered = gathering(x_local)
-    assert gathered.shape == (5, 4)
-    assert_close(gathered, linear(x_full))
-    gathered.square().sum().backward()
-    linear(x_full).square().sum().backward()
-    assert_close(x_local.grad, x_full.grad)
-    assert_close(gathering.weight.grad, shard(linear.weight.grad, 0))
-
-    linear.zero_grad()
-    x_full, x_local = x.clone().requires_grad_(), x.clone().requires_grad_()
     cutting = RowParallelLinear.from_linear(linear, group=group, input_is_parallel=False)
     assert_close(cutting(x_local), linear(x_full))
     cutting(x_local).square().sum().backward()
     linear(x_full).square().sum().backward()
     assert_close(x_local.grad, x_full.grad)
     assert_close(cutting.weight.grad, shard(linear.weight.grad, 1))
-
-    y, bias = ColumnParallelLinear.from_linear(linear, group=group, skip_bias_add=True)(x)
-    assert_close(y + bias, linear(x).chunk(ranks, -1)[rank])
-    y, bias = RowParallelLinear.from_linear(linear, group=group, skip_bias_add=True)(x.chunk(ranks, -1)[rank])
-    assert_close(y + bias, linear(x))
 
 
 def check_shared_entry(sequence_parallel: bool) -> None:
@@ -206,7 +189,7 @@ def test_column_then_row_equals_the_full_layers(ranks: World, dtype: torch.dtype
 
 
 @pytest.mark.ranks
-def test_gathering_cutting_and_skipping_the_bias_equal_the_full_layer(ranks: World) -> None:
+def test_a_row_layer_that_cuts_its_input_equals_the_full_layer(ranks: World) -> None:
     ranks.run(check_options)
 
 
@@ -282,7 +265,6 @@ def test_marks_outlive_a_change_of_device() -> None:
     ("make", "message"),
     [
         (lambda: ColumnParallelLinear(8, 4, replica_group=object()), "replica_group needs ranges"),
-        (lambda: ColumnParallelLinear(8, 4, ranges=[(0, 2)], gather_output=True), "gather_output needs equal slices"),
         (lambda: RowParallelLinear(8, 4, ranges=[(0, 2)], input_is_parallel=False), "cuts equal slices"),
         (lambda: RowParallelLinear.from_linear(nn.Linear(8, 4), padded_out_features=6), "only the output features"),
         (
@@ -290,7 +272,7 @@ def test_marks_outlive_a_change_of_device() -> None:
             r"range 2\.\.6 is not within 0\.\.4",
         ),
     ],
-    ids=["replicas", "gather", "cut", "padding", "range"],
+    ids=["replicas", "cut", "padding", "range"],
 )
 def test_contradictions_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -22,13 +22,11 @@ from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parallel,
-    shard_weight,
-    share_input,
 )
 from parcompile.runtime.transport import PendingGather
 from parcompile.runtime.transport.pieces import MOST_PIECES
 
-from .world import World, as_on_gpus, each_transport, relative_error
+from .world import World, as_on_gpus, each_transport, relative_error, shard_weight
 
 CUT = {"gate": 0, "up": 0, "down": 1}
 
@@ -43,17 +41,6 @@ class GatedMlp(nn.Module):
             nn.Linear(16, 32, bias=False, dtype=dtype),
             nn.Linear(32, 16, bias=False, dtype=dtype),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class ForeignMlp(nn.Module):
-    """A model that is not ours: it calls one layer after the other."""
-
-    def __init__(self, parallel: ParallelMlp) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = parallel.gate, parallel.up, parallel.down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -176,31 +163,6 @@ def check_accumulation_and_frozen_weights() -> None:
     assert torch.equal(parallel.up.weight.grad, once["up.weight"])
 
 
-def check_shared_input(sequence_dim: int | None) -> None:
-    _, parallel, (_, own) = both(torch.float64, sequence_dim)
-    together, foreign = step(parallel, *own), ForeignMlp(parallel)
-    with CountCollectives() as apart:
-        step(foreign, *own)
-    share_input([parallel.gate, parallel.up])
-    with CountCollectives() as shared:
-        actual = step(foreign, *own)
-    assert shared.count == apart.count - (1 if sequence_dim is None else 3)  # dx; and x in forward, x in backward
-    for name in together:
-        assert torch.equal(actual[name], together[name]), name
-    for reentrant in (False, True):
-        again = step(foreign, *own, lambda x, mode=reentrant: checkpoint(foreign, x, use_reentrant=mode))
-        assert all(torch.equal(again[name], together[name]) for name in together)
-    assert parallel.gate.shared_forward.__self__.source is None
-    # A layer that is called alone, and one whose input has changed, compute anew.
-    with torch.no_grad():
-        x = own[0].clone()
-        first = parallel.gate(x)
-        assert torch.equal(parallel.gate(x), first)
-        x.mul_(2)
-        parallel.up(x)
-        assert relative_error(parallel.gate(x), first) > 0.1
-
-
 COLLECTIVES = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
 
 
@@ -229,13 +191,8 @@ def check_compile() -> None:
         plain = step(parallel, *own)
         torch._dynamo.reset()
         compiled = step(parallel, *own, torch.compile(parallel, backend="aot_eager", fullgraph=True))
-        share_input([parallel.gate, parallel.up])
-        foreign = ForeignMlp(parallel)
-        torch._dynamo.reset()
-        shared = step(parallel, *own, torch.compile(foreign, backend="aot_eager", fullgraph=True))
         for name in plain:
             assert_within(relative_error(compiled[name], plain[name]), 3e-6, name)
-            assert_within(relative_error(shared[name], plain[name]), 3e-6, name)
 
 
 def check_one_copy(rows: int) -> None:
@@ -300,11 +257,6 @@ def test_autocast_gives_what_it_gives_for_plain_linears(two_ranks: World, sequen
 @MODES
 def test_activation_checkpointing_gives_identical_gradients(two_ranks: World, sequence_dim: int | None) -> None:
     two_ranks.run(check_checkpointing, sequence_dim)
-
-
-@MODES
-def test_a_model_that_calls_layers_one_by_one_can_share_their_input(two_ranks: World, sequence_dim: int | None) -> None:
-    two_ranks.run(check_shared_input, sequence_dim)
 
 
 def test_gradients_accumulate_and_frozen_weights_get_none(two_ranks: World) -> None:

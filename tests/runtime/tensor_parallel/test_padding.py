@@ -24,10 +24,9 @@ from parcompile.runtime.collectives import (
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    SequenceParallelLayerNorm,
     VocabParallelEmbedding,
     column_parallel,
-    share_input,
+    sum_in_backward,
 )
 
 from .world import World, each_transport, relative_error
@@ -68,8 +67,9 @@ def parallel(full: Block, length: int, keep_gathered: bool) -> Block:
     group, block = dist.group.WORLD, Block()
     split = {"group": group, "sequence_parallel": True, "sequence_dim": 1}
     block.embedding = VocabParallelEmbedding.from_embedding(full.embedding, pad_sequence=True, **split)
-    block.first = SequenceParallelLayerNorm.from_norm(full.first, group)
-    block.last = SequenceParallelLayerNorm.from_norm(full.last, group)
+    block.first, block.last = full.first, full.last
+    for parameter in (*block.first.parameters(), *block.last.parameters()):
+        sum_in_backward(parameter, group)
     for name in "qkv":
         options = {"sequence_length": length, "keep_gathered": keep_gathered, **split}
         setattr(block, name, ColumnParallelLinear.from_linear(getattr(full, name), **options))
@@ -87,10 +87,9 @@ def check_block(length: int) -> None:
     expected.backward(upstream)
     own_upstream = upstream.chunk(ranks, -1)[rank]
     for keep_gathered in (False, True):
-        alone, together, shared = (parallel(copy.deepcopy(full), length, keep_gathered) for _ in range(3))
+        alone, together = (parallel(copy.deepcopy(full), length, keep_gathered) for _ in range(2))
         together.project = lambda x, block=together: column_parallel(x, (block.q, block.k, block.v))
-        share_input([shared.q, shared.k, shared.v])
-        for model in (alone, together, shared):
+        for model in (alone, together):
             for _ in each_transport():
                 model.zero_grad()
                 out = model(tokens)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.runtime.tensor_parallel import (
-    even_range,
-    merge_ranges,
-    merge_shards,
-    shard_weight,
-    take_ranges,
-)
+from parcompile.runtime.tensor_parallel import even_range, merge_ranges, take_ranges
+
+from .world import shard_weight
 
 
 def test_rows_of_8_by_4_are_halved_into_0_to_15_and_16_to_31() -> None:
@@ -20,7 +16,7 @@ def test_rows_of_8_by_4_are_halved_into_0_to_15_and_16_to_31() -> None:
     assert first.shape == second.shape == (4, 4)
     assert first.flatten().tolist() == list(range(16))
     assert second.flatten().tolist() == list(range(16, 32))
-    assert torch.equal(merge_shards([first, second], 0), full)
+    assert torch.equal(merge_ranges([first, second], 0, [[(0, 4)], [(4, 8)]], 8), full)
 
 
 def test_columns_of_2_by_4_are_halved() -> None:
@@ -38,13 +34,6 @@ def test_rows_of_4_by_2_are_halved() -> None:
 def test_half_of_1024_squared_has_524288_elements() -> None:
     assert [even_range(1024, rank, 2) for rank in range(2)] == [(0, 512), (512, 1024)]
     assert shard_weight(torch.empty(1024, 1024, device="meta"), 0, 1, 2).numel() == 524_288
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool])
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_merging_undoes_cutting(dtype: torch.dtype, dim: int) -> None:
-    full = (torch.arange(8 * 4 * 12).view(8, 4, 12) % 97 - 48).to(dtype)
-    assert torch.equal(merge_shards([shard_weight(full, dim, rank, 4) for rank in range(4)], dim), full)
 
 
 def test_a_strided_weight_is_cut_into_contiguous_storage_of_its_own() -> None:
@@ -71,7 +60,6 @@ def test_a_padded_weight_continues_with_zeros() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, 0, 2), "dim 2 is out of range for shape (8, 4)"),
         ((0, 2, 2), "rank 2 is not in 0..1"),
         ((0, -1, 2), "rank -1 is not in 0..1"),
         ((0, 0, 0), "there must be at least one rank"),
@@ -86,26 +74,12 @@ def test_a_bad_cut_is_refused_with_its_numbers(arguments: tuple[int, int, int], 
 def test_a_range_outside_the_weight_is_refused() -> None:
     with pytest.raises(ValueError, match=r"range 6\.\.9 is not within 0\.\.8"):
         take_ranges(torch.zeros(8, 4), 0, [(6, 9)])
+    with pytest.raises(ValueError, match=r"dim 2 is out of range for shape \(8, 4\)"):
+        take_ranges(torch.zeros(8, 4), 2, [(0, 1)])
 
 
-@pytest.mark.parametrize(
-    ("shards", "dim", "message"),
-    [
-        ([], 0, "no shards"),
-        ([torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.float64)], 0, "shard 1 is torch.float64"),
-        ([torch.zeros(2, 2), torch.zeros(2)], 0, "shard 1 has 1 dims"),
-        ([torch.zeros(2, 2), torch.zeros(2, 3)], 0, "size 3 along dim 1"),
-        ([torch.zeros(2, 2)], 2, "dim 2 is out of range"),
-    ],
-    ids=["empty", "dtype", "ndim", "shape", "dim"],
-)
-def test_shards_that_do_not_fit_are_refused(shards: list[torch.Tensor], dim: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        merge_shards(shards, dim)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool])
+@pytest.mark.parametrize("dim", [0, 1, -1])
 def test_packed_replicated_and_padded_slices_go_back_where_they_came_from(dtype: torch.dtype, dim: int) -> None:
     full = torch.arange(7 * 7).view(7, 7).to(dtype)
     # Two packed parts, an index that both ranks hold, and one row of padding.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from parcompile.runtime.local import LocalWorld, RankError
+from parcompile.runtime.tensor_parallel import even_range, take_ranges
 from parcompile.runtime.transport import gloo, pieces
 
 
@@ -43,6 +44,11 @@ class World:
 def _without_rank(_: int, check, args, test: str):
     os.environ["PYTEST_CURRENT_TEST"] = test  # for records of margins; the world is older than the test
     return check(*args)
+
+
+def shard_weight(tensor: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    """An equal slice along `dim`."""
+    return take_ranges(tensor, dim, [even_range(tensor.shape[dim], rank, world)])
 
 
 def each_transport() -> Iterator[str]:
