@@ -36,6 +36,7 @@ OWN = {
     "runtime/checkpoint/manifest.py": 1,
     "runtime/checkpoint/state_file.py": 1,
     "runtime/checkpoint/universal.py": 1,
+    "runtime/groups/registration.py": 1,
     "runtime/liveness/monitor.py": 1,
     "runtime/liveness/processes.py": 1,
     "runtime/preflight/live/facts.py": 5,

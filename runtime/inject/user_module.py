@@ -115,7 +115,6 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
     """
     rules, group = mesh.plan.spec.model.shape.user_module, mesh.parallel_group("tp")
     assert rules is not None
-    take_inputs(module, mesh, first=True)
     slices = Slices(mesh)
     if draws(module):
         layers = rules.prefix.rstrip(".")
@@ -123,6 +122,7 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
         widths = draw_by_place(module, mesh, names)
         if group is not None:
             record_widths(module, widths, mesh.plan.spec.training.sequence_length)
+    take_inputs(module, mesh, first=True)
     sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
     region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
     for name in _attentions(rules, mesh):

@@ -88,12 +88,13 @@ def order_of_sequence(
 def order_of_packing(packing: Packing, rank: int, device: torch.device) -> TokenOrder:
     """Packed documents, one after the other as the batch has them."""
     firsts = list(itertools.accumulate(packing.lengths, initial=0))
-    numbers = [torch.arange(start, stop) for start, stop in itertools.pairwise(firsts)]
-    dealt = [pack_tensors(numbers, packing, each, -1) for each in range(packing.cp)]
-    every = torch.cat(dealt)
-    gathered = torch.empty(firsts[-1], dtype=torch.int64)
-    gathered[every[every >= 0]] = (every >= 0).nonzero().flatten()
-    return _ordered(dealt[rank], gathered, _starts((tuple(firsts),), firsts[-1]), device)
+    with torch.device("cpu"):
+        numbers = [torch.arange(start, stop) for start, stop in itertools.pairwise(firsts)]
+        dealt = [pack_tensors(numbers, packing, each, -1) for each in range(packing.cp)]
+        every = torch.cat(dealt)
+        gathered = torch.empty(firsts[-1], dtype=torch.int64)
+        gathered[every[every >= 0]] = (every >= 0).nonzero().flatten()
+        return _ordered(dealt[rank], gathered, _starts((tuple(firsts),), firsts[-1]), device)
 
 
 def order_of_last(new: int, total: int, documents: Sequence[Sequence[int]] | None, device: torch.device) -> TokenOrder:

@@ -29,6 +29,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
+from parcompile.plan.tree import identified
 from parcompile.runtime import RunError
 from parcompile.runtime.model.configuration import folder_config
 from parcompile.runtime.model.model_class import causal_model
@@ -295,7 +296,7 @@ def test_a_trained_text_part_is_written_back_beside_what_was_left_alone(tmp_path
         plan = config_plan(name, config, 2, {"tp": 2})
         # A gradient that is zero but for rounding must not become a step: hence the large epsilon.
         training = replace(plan.spec.training, optimizer=replace(plan.spec.training.optimizer, eps=1e-3))
-        plans.append(replace(plan, spec=replace(plan.spec, training=training)))
+        plans.append(identified(replace(plan, spec=replace(plan.spec, training=training))))
     for said in run_ranks(2, train_text_parts, plans, str(tmp_path), timeout=120):
         assert said == [""] * len(plans)
     for plan in plans:

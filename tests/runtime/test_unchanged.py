@@ -17,6 +17,8 @@ from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.selfcheck import SelfCheck
 from parcompile.runtime.inject.shared_blocks import share_blocks
 from parcompile.runtime.inject.unchanged import unchanged
+from parcompile.runtime.ring_attention.kernels import cpu_tiles
+from parcompile.runtime.ring_attention.kernels.tiles import Band
 
 CPU = torch.device("cpu")
 
@@ -145,3 +147,10 @@ def test_what_a_run_leaves_is_put_back_whatever_it_is() -> None:
     assert (model.count, model.seen) == (count, seen)
     assert model.count is count
     assert model.seen is seen
+
+
+def test_masks_that_are_kept_have_values_though_preflight_asked_first() -> None:
+    """Preflight calls what training calls, on tensors without values and in the same process."""
+    with torch.device("meta"):
+        cpu_tiles._mask(6, 6, 0, Band(None, 0), torch.float32, False)
+    assert not cpu_tiles._mask(6, 6, 0, Band(None, 0), torch.float32, False).is_meta

@@ -25,7 +25,9 @@ def steps(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
 
     # DeepSpeed takes no fp16 on CPUs, which compute in it nonetheless.
     get_accelerator().is_fp16_supported = lambda: True
-    engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
+    engine, _, loader, _ = initialize(
+        plan=plan, model=initial_model(plan), training_data=samples(plan), stop_on_nonfinite=None
+    )
     batches, found = iter(loader), []
     for step in range(4):
         spoilt = rank == 1 and step == 1

@@ -104,13 +104,14 @@ def _adjust(scores_NGnw: Tensor, queries: slice, keys: slice, band: Band, terms:
 @functools.lru_cache(maxsize=8)
 def _mask(rows: int, columns: int, ahead: int, band: Band, dtype: torch.dtype, transposed: bool) -> Tensor:
     """0 where row i sees column j, which is `ahead + j − i` tokens before or behind it, and −inf elsewhere."""
-    distance = torch.arange(columns) + ahead - torch.arange(rows).unsqueeze(-1)
-    unseen = torch.zeros(rows, columns, dtype=torch.bool)
-    if band.lower is not None:
-        unseen |= distance < band.lower
-    if band.upper is not None:
-        unseen |= distance > band.upper
-    mask = torch.zeros(rows, columns, dtype=dtype).masked_fill_(unseen, -math.inf)
+    with torch.device("cpu"):  # kept for later calls: preflight makes tensors without values
+        distance = torch.arange(columns) + ahead - torch.arange(rows).unsqueeze(-1)
+        unseen = torch.zeros(rows, columns, dtype=torch.bool)
+        if band.lower is not None:
+            unseen |= distance < band.lower
+        if band.upper is not None:
+            unseen |= distance > band.upper
+        mask = torch.zeros(rows, columns, dtype=dtype).masked_fill_(unseen, -math.inf)
     return mask.T.contiguous().T if transposed else mask
 
 
