@@ -30,17 +30,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
 
-BATCH = 2000
-"""Mutants of one process."""
+BATCH = 10_000
+"""Mutants of one process, and of one draw from the schemas."""
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 -- files that live for a millisecond
 
 
-def chosen_kinds(names: Sequence[str], made: Path, corpus: Path) -> list[Kind]:
-    """The kinds of these names, or all.
+def chosen_kinds(names: Sequence[str], made: Path, corpus: Path, first: int) -> list[Kind]:
+    """The kinds of these names, or all, with the files of the batch of a seed.
 
     Raises:
         SystemExit: there is no such kind.
     """
-    found = all_kinds(made, corpus)
+    found = all_kinds(made, corpus, number=first // BATCH)
     known = [one.name for one in found]
     if unknown := sorted(set(names) - set(known)):
         sys.exit(f"there is no kind {', '.join(unknown)}; there are {', '.join(known)}")
@@ -75,9 +77,9 @@ def work(folder: Path, kinds: Sequence[Kind], first: int, count: int, keep: Path
 
 def run_all(options: argparse.Namespace) -> int:
     """All mutants in processes of their own, a few at a time; the number of failures."""
-    root = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-"))
+    root = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None))
     keep = options.keep or root / "failed"
-    chosen_kinds(options.kinds, root / "made", options.corpus)
+    chosen_kinds(options.kinds, root / "made", options.corpus, options.seed * 10**9)
     seeds = [(first, min(BATCH, options.mutants - first)) for first in range(0, options.mutants, BATCH)]
     running: list[tuple[subprocess.Popen[str], Path, int, int]] = []
     lines: list[Mapping[str, Any]] = []
@@ -177,7 +179,7 @@ def places(failures: Iterable[Mapping[str, Any]]) -> str:
 def again(seed: int, names: Sequence[str], corpus: Path) -> int:
     """Prints the damaged file of a seed and runs its command, whose traceback is not caught."""
     folder = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-"))
-    attack = Attack(folder, chosen_kinds(names, folder / "made", corpus))
+    attack = Attack(folder, chosen_kinds(names, folder / "made", corpus, seed))
     kind, base, words, content = attack.chosen(seed)
     attack.run(seed)
     print(content[:20_000].decode("utf-8", "replace"))
@@ -203,7 +205,7 @@ def main() -> int:
     if options.again is not None:
         return again(options.again, options.kinds, options.corpus)
     if options.work:
-        kinds = chosen_kinds(options.kinds, options.made, options.corpus)
+        kinds = chosen_kinds(options.kinds, options.made, options.corpus, options.first)
         work(options.work, kinds, options.first, options.mutants, options.keep)
         return 0
     return int(bool(run_all(options)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import random
 import resource
@@ -12,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Attack:
         base = chance.choice(kind.bases)
         donors = [one.tree for one in chance.sample(list(kind.bases), min(3, len(kind.bases))) if one.tree is not None]
         content = mutant(base.text, base.form, base.tree, donors, chance)
+        if kind.sealed is not None and chance.random() < 0.7:
+            content = _sealed(content, kind.sealed)
         return kind, base, chance.choice(kind.commands), content
 
     def _warm(self, kind: Kind, own: Path) -> None:
@@ -112,6 +115,15 @@ class Attack:
             kept = str(name)
         what, place, message = wrong
         return kind, End(code, seconds, growth, Failure(kind.name, seed, tuple(words), what, place, message, kept))
+
+
+def _sealed(content: bytes, seal: Callable[[dict[str, Any]], object]) -> bytes:
+    with contextlib.suppress(ValueError, RecursionError):
+        tree = json.loads(content)
+        if isinstance(tree, dict):
+            seal(tree)
+            return json.dumps(tree).encode()
+    return content
 
 
 def _remove_outputs(folder: Path) -> None:

@@ -7,18 +7,21 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fuzzing.schemas import drawn as from_schema
+
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT.parent / "shared" / "data" / "configs"
 """Public files by tool (`ds`, `megatron`, `neox`, `hf`), which are read where they lie when they are there."""
 _LARGEST = 200_000
 Words = tuple[str, ...]
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Base:
         try:
             if self.form == "json":
                 return json.loads(self.text)
-            found = yaml.safe_load(self.text) if self.form == "yaml" else None
+            found = yaml.load(self.text, Loader=_Loader) if self.form == "yaml" else None
             json.dumps(found)  # no dates, no sets
         except (ValueError, TypeError, yaml.YAMLError, RecursionError):
             return None
@@ -52,6 +55,7 @@ class Kind:
         commands: in which `@` stands for that file and `%` for the folder.
         weight: how often it is chosen beside the others.
         beside: a folder whose files lie beside it.
+        sealed: the tree with the hashes of what it says, where a reader refuses a tree without them at once.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Kind:
     commands: Sequence[Words]
     weight: float = 1.0
     beside: Path | None = None
+    sealed: Callable[[dict[str, Any]], object] | None = None
 
     def path(self, folder: Path, base: Base) -> Path:
         """Where the file lies; its suffix is that of the base where the name leaves it open."""
@@ -428,15 +433,43 @@ _LENGTH: Words = (*_CLUSTER, "--model", "llama-3-8b", "--precision", "bf16")
 _VOCABULARY: Words = ("import", "@", "--gpus-per-node", "8", "--accelerator", "h100-sxm", "--vocab-size", "50304")
 
 
-def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> list[Kind]:
-    """Every kind, with its files; `made` is where those of plans and checkpoints are made."""
+def _plan_sealed(tree: dict[str, Any]) -> None:
+    from parcompile.plan.tree import digest
+
+    tree["plan_hash"] = digest({key: value for key, value in tree.items() if key != "plan_hash"})
+
+
+def _note_sealed(tree: dict[str, Any]) -> None:
+    if isinstance(tree.get("plan"), dict):
+        _plan_sealed(tree["plan"])
+        tree["plan_hash"] = tree["plan"]["plan_hash"]
+
+
+def all_kinds(
+    made: Path, corpus: Path = CORPUS, *, runtime: bool = True, drawn: int = 150, number: int = 0
+) -> list[Kind]:
+    """Every kind, with its files.
+
+    Args:
+        made: where those of plans and checkpoints are made.
+        corpus: public files of other tools.
+        runtime: with the files of checkpoints, which need torch.
+        drawn: how many files hypothesis draws from each schema.
+        number: which of them.
+    """
+
+    def of_schema(name: str, share: float = 1.0) -> list[Base]:
+        return _json(*from_schema(name, round(drawn * share), number))
+
     plan = _compiled(made / "plan")
     golden = ROOT / "tests" / "golden"
     plans = [Base((plan / "plan.json").read_text(encoding="utf-8"), "json"), *_files(golden, "*/plan.json")]
-    locks = [Base((plan / "parcompile.lock.json").read_text(encoding="utf-8"), "json")]
+    plans += of_schema("plan", 0.03)
+    locks = [Base((plan / "parcompile.lock.json").read_text(encoding="utf-8"), "json"), *of_schema("lock", 0.1)]
     examples, specs = _files(ROOT / "examples", "*.json"), ROOT / "tests" / "specs"
     specs_of_tests = [*_files(specs / "positive"), *_files(specs / "negative"), *_files(golden, "*.json")]
     deepspeed = [*_json(_DEEPSPEED, _COSINE), *_files(corpus / "ds"), *_files(golden, "*/ds_config.json")]
+    deepspeed += of_schema("ds_config")
     scripts = [Base(MEGATRON, "sh"), *_files(golden, "*/megatron_args.sh")]
     arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
     for one in _files(corpus / "megatron", "**/*"):
@@ -446,7 +479,7 @@ def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> lis
         Kind(
             "spec",
             "spec.?",
-            [*_json(SPEC), *examples, *specs_of_tests],
+            [*_json(SPEC), *examples, *specs_of_tests, *of_schema("spec")],
             [
                 *(("check", "@"), ("check", "--format", "sarif", "@"), ("check", "--format", "json", "@")),
                 *(("check", "--fix", "--unsafe-fixes", "@"), ("check", "--show-values", "@"), ("check", "-v", "@")),
@@ -468,6 +501,7 @@ def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> lis
                 *(("diff", "@", "%/before.json"), ("estimate", "@"), ("@", "-o", "%/out")),
             ],
             beside=plan.parent,
+            sealed=_plan_sealed,
         ),
         Kind(
             "lock",
@@ -523,7 +557,7 @@ def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> lis
         Kind(
             "machine",
             "machine.json",
-            _json(_MACHINE),
+            [*_json(_MACHINE), *of_schema("accelerator", 0.3)],
             [("check", "%/held.json"), ("estimate", "%/held.json")],
             0.3,
             beside=_held(
@@ -540,7 +574,7 @@ def all_kinds(made: Path, corpus: Path = CORPUS, *, runtime: bool = True) -> lis
         inspected = [("checkpoint", word, "%/checkpoint") for word in ("inspect", "verify")]
         imported = ("checkpoint", "import", "--hf", "%/model", "--plan", "%/plan", "-o", "%/new")
         kinds += [
-            Kind("note", "checkpoint/parcompile.json", [note], inspected, 0.5, made / "note"),
+            Kind("note", "checkpoint/parcompile.json", [note], inspected, 0.5, made / "note", _note_sealed),
             Kind("index", "model/model.safetensors.index.json", [index], [imported], 0.2, made / "index"),
         ]
     return kinds

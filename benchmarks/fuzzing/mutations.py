@@ -164,6 +164,7 @@ def _renamed(key: str, donors: Sequence[Tree], chance: random.Random) -> str:
     return key[:at] + chance.choice(("", "x", "_", "-", "S", " ", ".", "\u0000", "é")) + key[at + 1 :]
 
 
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MARK = "\ue000{}\ue001"
 
 
@@ -181,7 +182,7 @@ def dumped(tree: Tree, form: str = "json", indent: int | None = None) -> str:
 
     found = plain(tree)
     if form == "yaml":
-        text = yaml.safe_dump(found, allow_unicode=True, sort_keys=False, width=10**6)
+        text = yaml.dump(found, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=10**6)
     else:
         text = json.dumps(found, indent=indent, ensure_ascii=False)
     for number, one in enumerate(raw):
