@@ -8,7 +8,7 @@ Files are taken from `examples/`, `tests/` and, where they are there, public fil
 Each mutant goes through the command line in a process that has imported it already. A mutant fails when it ends with an
 exception or an exit code but 0, 1 and 2, takes more than 10 s of processor time, or lets memory grow by more than
 300 MB. Failures are printed by the place in the code, and their files kept; the table stands in `benchmarks/README.md`.
-A seed and the same files give the same mutants.
+A seed and the same files give the same mutants. SIGTERM ends it behind the batches under way, with the table so far.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
 
-BATCH = 10_000
+BATCH = 5_000
 """Mutants of one process, and of one draw from the schemas."""
 
-_MEMORY = Path("/dev/shm")  # noqa: S108 -- files that live for a millisecond
+_MEMORY = Path("/dev/shm")
 
 
 def chosen_kinds(names: Sequence[str], made: Path, corpus: Path, first: int) -> list[Kind]:
@@ -84,6 +85,7 @@ def run_all(options: argparse.Namespace) -> int:
     running: list[tuple[subprocess.Popen[str], Path, int, int]] = []
     lines: list[Mapping[str, Any]] = []
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: seeds.clear())  # the batches under way are the last
     while seeds or running:
         while seeds and len(running) < options.jobs:
             first, count = seeds.pop(0)
@@ -101,6 +103,9 @@ def run_all(options: argparse.Namespace) -> int:
             process, folder, first, count = one
             found = [json.loads(line) for line in (folder / "lines").read_text(encoding="utf-8").splitlines()]
             lines += found
+            for line in found:
+                if "failure" in line:
+                    print(json.dumps(line["failure"]), file=sys.stderr)
             if process.returncode and not (folder / "now").is_file():
                 sys.exit((folder / "errors").read_text(encoding="utf-8"))  # before the first mutant
             if process.returncode:

@@ -17,7 +17,7 @@ from typing import Any
 from . import schema
 from .backends.architecture import InexpressibleError
 from .backends.importer import Importer, RefusedError
-from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided
+from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided, UndecidedError
 from .diagnostics import Diagnostic, has_errors
 from .pipeline import check_read
 from .plan import Plan, compile_plan
@@ -86,6 +86,9 @@ def import_tree(
         importer.read(source, draft)
     except WrongValueError as error:
         raise RefusedError(f"{error}, as in {importer.tool}") from None
+    except UndecidedError as error:
+        said = f'{error.option} is "{error.value.text}", which {error.value.decided_by} decides'
+        raise RefusedError(f"{said}: write its value into the file") from None
     _answer(draft, answers)
     spec = _pruned(draft)
     questions = [*draft.questions.values()]

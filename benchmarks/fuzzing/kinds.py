@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from fuzzing.schemas import drawn as from_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -459,7 +458,7 @@ def all_kinds(
     """
 
     def of_schema(name: str, share: float = 1.0) -> list[Base]:
-        return _json(*from_schema(name, round(drawn * share), number))
+        return _json(*from_schema(name, max(1, round(drawn * share)), number))
 
     plan = _compiled(made / "plan")
     golden = ROOT / "tests" / "golden"

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.layout.grid import Axis
+from parcompile.machines.accelerator import find_accelerator
 from parcompile.machines.preset import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
+from parcompile.text.typed import Reader, WrongValueError
 from parcompile.user_files import MAX_TABLE_BYTES, read_text
 
 from .workload import Workload
@@ -58,16 +60,23 @@ def read_plain(path: Path) -> list[Measurement]:
             raise MeasurementError(f"{path}: columns {', '.join(missing)} are missing or empty")
         try:
             found.append(_plain(row))
-        except (ValueError, KeyError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise MeasurementError(f"{path}: line {line}: {error}") from None
     return found
 
 
 def _plain(row: Mapping[str, str]) -> Measurement:
-    given: dict[str, Any] = {name: int(row[name]) for name in PLAIN_COLUMNS if name not in ("model", "accelerator")}
-    machine = preset_from_tree(json.loads(row["preset"])) if row.get("preset") else None
+    read = Reader(row)
+    counted = (*PLAIN_COLUMNS[1:3], *PLAIN_COLUMNS[4:])
+    given: dict[str, Any] = {name: read.integer(name, least=1) for name in counted}
+    machine = preset_from_tree(_described(row["preset"], "preset")) if row.get("preset") else None
     work = Workload(shape=_plain_shape(row), accelerator=row["accelerator"], preset=machine, **given)
-    changes: dict[str, Any] = {name: int(row[name]) for name in _PLAIN_SIZES if row.get(name)}
+    if machine is None:
+        find_accelerator(work.accelerator)
+    least = {"zero_stage": 0}
+    changes: dict[str, Any] = {
+        name: read.integer(name, least=least.get(name, 1)) for name in _PLAIN_SIZES if row.get(name)
+    }
     changes |= {name: row[name] for name in _PLAIN_NAMES if row.get(name)}
     if row.get("recompute"):
         words = tuple(row["recompute"].split())
@@ -82,13 +91,25 @@ def _plain(row: Mapping[str, str]) -> Measurement:
     if row.get("cp_sizes"):
         inner, outer = row["cp_sizes"].split("x")
         changes["cp_sizes"] = (int(inner), int(outer))
-    memory, seconds = (float(row[name]) if row.get(name) else None for name in ("peak_bytes", "step_seconds"))
+    memory, seconds = (read.number(name) if row.get(name) else None for name in ("peak_bytes", "step_seconds"))
+    for name, measured in (("peak_bytes", memory), ("step_seconds", seconds)):
+        if measured is not None and measured <= 0:
+            raise WrongValueError(name, measured, "more than 0, or empty where the run crashed")
     return Measurement(row["model"], replace(work, **changes), memory, seconds)
+
+
+def _described(text: str, name: str) -> Mapping[str, Any]:
+    """The JSON object of a column.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return Reader(json.loads(text), name).tree
 
 
 def _plain_shape(row: Mapping[str, str]) -> ModelShape:
     if row.get("hf_config"):
-        return shape_from_config(json.loads(row["hf_config"]))
+        return shape_from_config(_described(row["hf_config"], "hf_config"))
     preset = find_preset(row["model"])
     if preset is None:
         raise ValueError(f"{row['model']!r} is no preset, and there is no column hf_config")

@@ -241,7 +241,8 @@ class ModelShape:
     @property
     def kv_head_counts(self) -> tuple[int, ...]:
         """How many kv heads layers have, each count once, the largest first."""
-        return tuple(sorted({one.num_key_value_heads for _, one in self.by_kind}, reverse=True))
+        alike = {self.num_key_value_heads} if not self.kinds and self.attends else set()
+        return tuple(sorted(alike.union(one.shape.num_key_value_heads for one in self.kinds), reverse=True))
 
     @property
     def kv_units(self) -> tuple[int, ...]:

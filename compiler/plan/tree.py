@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_type_hints
 
 from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import CpImplementation
@@ -27,6 +28,7 @@ from parcompile.spec import (
     Training,
 )
 from parcompile.spec.workload import workload_of
+from parcompile.text.typed import shown
 from parcompile.version import __version__
 
 from .plan import Plan, PlanError, Refusal
@@ -146,15 +148,17 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     if not isinstance(training["activation_checkpointing"], str):
         training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
     config = tree["model"]["hf_config"]
-    return Spec(
+    spec = Spec(
         name=tree["name"],
         model=Model(tree["model"]["source"], shape_from_config(config), config),
-        cluster=Cluster(**{**cluster, "preset": None if preset is None else preset_from_tree(preset)}),
-        parallelism=Parallelism(**parallelism),
-        training=Training(
-            **training,
-            optimizer=Optimizer(**optimizer),
-            lr_scheduler=None if schedule is None else LrScheduler(**schedule),
+        cluster=_typed(Cluster(**{**cluster, "preset": None if preset is None else preset_from_tree(preset)})),
+        parallelism=_typed(Parallelism(**parallelism)),
+        training=_typed(
+            Training(
+                **training,
+                optimizer=_typed(Optimizer(**optimizer)),
+                lr_scheduler=None if schedule is None else _typed(LrScheduler(**schedule)),
+            )
         ),
         zero_stage=tree["zero"]["stage"],
         deepspeed=tree["deepspeed"],
@@ -163,6 +167,24 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
             for path, found in tree["provenance"].items()
         },
     )
+    return _typed(spec)
+
+
+Values = TypeVar("Values")
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def _typed(values: Values) -> Values:
+    """The values, whose plain ones have the types that their class names.
+
+    Raises:
+        TypeError: one has another.
+    """
+    for name, hint in get_type_hints(type(values)).items():
+        kinds, value = hint.__args__ if isinstance(hint, UnionType) else (hint,), getattr(values, name)
+        if _PLAIN.issuperset(kinds) and type(value) not in kinds and not (float in kinds and type(value) is int):
+            raise TypeError(f"{name} is {shown(value)}")
+    return values
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:

@@ -62,8 +62,9 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
     """Each layer that has no keys of its own, and the layer whose keys it uses: the last with the same window."""
     own: dict[int | None, int] = {}
     found = []
+    kinds = {layer: one for layers, one in shape.by_kind for layer in layers}
     for layer in range(shape.num_hidden_layers):
-        one = shape.of_layer(layer)
+        one = kinds.get(layer, shape)
         if one.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER:
             found.append((layer, own[one.sliding_window]))
         else:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 _MOST = 2**63 - 1
 """No tool counts further."""
+_LARGEST = 3.4e38
+"""What fp32 holds. Figures that are multiplied stay finite."""
 _SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
@@ -56,13 +58,13 @@ def integer(value: object, name: str, *, least: int = -_MOST) -> int:
 
 
 def number(value: object, name: str) -> float:
-    """A finite number, also as text.
+    """A number that fp32 holds, also as text.
 
     Raises:
         WrongValueError: it is something else.
     """
     found = _float_of(value)
-    if found is None or not math.isfinite(found):
+    if found is None or not abs(found) <= _LARGEST:
         raise WrongValueError(name, value, "a number")
     return found
 
@@ -130,7 +132,7 @@ class Reader:
         return integer(self.value(key), self.name(key), least=least)
 
     def number(self, key: str) -> float:
-        """A finite number."""
+        """A number that fp32 holds."""
         return number(self.value(key), self.name(key))
 
     def word(self, key: str) -> str:

@@ -100,6 +100,7 @@ def _note(place: Path, read: Reader) -> Note:
         raise ValueError("its plan is not the one that it was saved with")
     files = {name: (one.integer("bytes", least=0), one.word("sha256")) for name, one in read.mapping("files").items()}
     plan = Plan(spec_from_tree(written.tree), written.word("spec_hash"), written.word("plan_hash"))
+    plan_tree(plan)  # what follows from its values can be computed
     layout = read.mapping("layout").tree
     groups = None if read.tree.get("groups") is None else read.list_of("groups", _sizes)
     step = read.integer("step", least=0)

@@ -110,6 +110,14 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(run: Run, tmp_pat
     code, _, err = run("calibrate", "wrong.csv")
     assert code == 2
     assert "columns model, nodes" in err
+    write(tmp_path / "runs.csv")
+    good = (tmp_path / "runs.csv").read_text(encoding="utf-8")
+    for old, new, why in (("h100-sxm", "h101", "no accelerator 'h101'"), (",8,", ",8.5,", "a whole number")):
+        (tmp_path / "wrong.csv").write_text(good.replace(old, new, 1), encoding="utf-8")
+        code, _, err = run("calibrate", "wrong.csv")
+        assert code == 2
+        assert "wrong.csv: line 2: " in err
+        assert why in err
     (tmp_path / "own.json").write_text("{}", encoding="utf-8")
     (tmp_path / "spec.json").write_text("{}", encoding="utf-8")
     assert "was not written by parcompile calibrate" in run("estimate", "spec.json", "--coefficients", "own.json")[2]

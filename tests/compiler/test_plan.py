@@ -149,6 +149,10 @@ def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fi
             tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
             with contextlib.suppress(PlanError):
                 assert plan_tree(plan_from_tree(tree)) == tree
+    tree = {**written, "name": value}
+    tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
+    with contextlib.nullcontext() if isinstance(value, str) else pytest.raises(PlanError, match="name is"):
+        plan_from_tree(tree)
 
 
 def test_a_section_is_made_without_the_whole_plan(plan, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec import Spec
+from parcompile.text.typed import list_of, word
 
 ORDERS = (("tp", "cp", "ep", "dp", "pp"), ("tp", "cp", "ep", "pp", "dp"))
 """The orders of the axes that Megatron-LM knows, innermost first; the second is --use-tp-pp-dp-mapping."""
@@ -66,12 +67,12 @@ def _read_context(source: Source, draft: Draft) -> None:
     except UndecidedError as error:
         draft.leave_open(source, error, _IMPLEMENTATION)
         return
-    kinds = kinds if isinstance(kinds, list) else [kinds]
     if not isinstance(cp, int) or cp == 1:
         source.ignore("cp_comm_type", "one rank holds the whole sequence")
         source.ignore("hierarchical_context_parallel_sizes", "one rank holds the whole sequence")
         return
-    if len(set(kinds)) > 1 or kinds[0] not in _IMPLEMENTATIONS:
+    kinds = list_of(word, kinds if isinstance(kinds, list) else [kinds], "cp_comm_type")
+    if len(set(kinds)) != 1 or kinds[0] not in _IMPLEMENTATIONS:
         source.lose("cp_comm_type", "a spec has one implementation for all layers: p2p, all_gather, a2a or a2a+p2p")
         return
     draft.set(_IMPLEMENTATION, _IMPLEMENTATIONS[kinds[0]].value, said=source.has("cp_comm_type"))

@@ -94,7 +94,16 @@ def stated(table: Table, config: Mapping[str, Any]) -> tuple[tuple[str, Hashable
     """
     _by_own_names(table, config, once=True)
     values = given(table, config)
-    return tuple((key, frozen(values[key])) for key in keys_read(table) if key in values)
+    return tuple((key, _told(key, values[key])) for key in keys_read(table) if key in values)
+
+
+def _told(key: str, value: Any) -> Hashable:
+    found = frozen(value)
+    try:
+        hash(found)
+    except TypeError:
+        raise TableError(f"{key} is or holds a mapping: parameters follow from numbers, texts and lists", key) from None
+    return found
 
 
 def frozen(value: Any) -> Hashable:
