@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -33,7 +33,9 @@ RULES, TARGETS, IMPORTERS, FAMILIES = (
 VARIABLE = "PARCOMPILE_PLUGINS"
 """The environment variable that leaves all plug-ins out when it is 0."""
 SECONDS = 10.0
-"""How long one rule of a plug-in may take."""
+"""How long one call of a plug-in may take."""
+IMPORT_SECONDS = 60.0
+"""How long its import may take, with all that it imports itself."""
 _NOUNS = {RULES: "rules", TARGETS: "target", IMPORTERS: "importer", FAMILIES: "family"}
 
 Loaded = TypeVar("Loaded")
@@ -91,17 +93,54 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
     offer = offers(group)[name]
     if offer.rivals:
         raise PluginError(f"{offer.title} is offered by {' and '.join(offer.rivals)} too: uninstall one of them")
+
+    def tried() -> None:
+        offer.point.load()
+
+    # An import that ends its process, or never ends, is found out by a process that may be lost.
+    (outcome,) = apart([tried], IMPORT_SECONDS)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output may be one JSON document
-            found = offer.point.load()
+        with _aside():
+            found = None if isinstance(outcome, Failure) else offer.point.load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the code of others may fail in any way
-        raise PluginError(f"{offer.title} cannot be loaded: {said(error)}") from error
+        outcome = Failure(said(error))
+    if isinstance(outcome, Failure):
+        raise PluginError(f"{offer.title} cannot be loaded: {outcome.why}")
     try:
         return judge(found)
     except (TypeError, ValueError) as error:
         raise PluginError(f"{offer.title} cannot be used: {error}") from error
+
+
+def called(group: str, name: str, work: Callable[[], Loaded]) -> Loaded:
+    """What a work of a plug-in returns, which is pickled, done in a process of its own.
+
+    Raises:
+        PluginError: it failed, ended its process or took too long.
+    """
+    (found,) = apart([work], SECONDS)
+    if isinstance(found, Failure):
+        raise PluginError(f"{offers(group)[name].title} failed: {found.why}")
+    return found
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Standard output, which may be one JSON document, goes to standard error, whatever writes to it."""
+    sys.stdout.flush()
+    kept = None
+    with contextlib.suppress(OSError):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def said(error: BaseException) -> str:
@@ -120,7 +159,7 @@ class Failure:
     why: str
 
 
-def apart(works: Sequence[Callable[[], Loaded]], seconds: float = SECONDS) -> list[Loaded | Failure]:
+def apart(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
     """What each work returns, done in a process of its own, so that none can end, block or print into this one.
 
     Where a process cannot be forked, or has threads, they are done here.
@@ -130,7 +169,7 @@ def apart(works: Sequence[Callable[[], Loaded]], seconds: float = SECONDS) -> li
         seconds: how long one may take.
     """
     if not hasattr(os, "fork") or threading.active_count() > 1:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _aside():
             return [_outcome(work) for work in works]
     found: list[Loaded | Failure] = []
     while len(found) < len(works):

@@ -17,11 +17,14 @@ from typing import Any
 from . import schema
 from .backends.architecture import InexpressibleError
 from .backends.importer import Importer, RefusedError
+from .backends.importers import IMPORTERS, importer
 from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided, UndecidedError
 from .diagnostics import Diagnostic, has_errors
+from .entry_points import IMPORTERS as GROUP
+from .entry_points import called
 from .pipeline import check_read
 from .plan import Plan, compile_plan
-from .text import parse
+from .text import Document, parse
 from .text.typed import WrongValueError
 
 NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
@@ -56,6 +59,33 @@ class Imported:
     def complete(self) -> bool:
         """Whether the spec can be compiled."""
         return not self.questions and not has_errors(self.diagnostics)
+
+
+def import_document(kind: str, document: Document, answers: Mapping[SpecPath, Any], folder: Path) -> Imported:
+    """The spec that a file of a kind describes; arguments as for `import_tree`.
+
+    Raises:
+        ImportConflictError, RefusedError: as `import_tree`.
+        PluginError: the plug-in that reads the kind cannot be used, or failed.
+    """
+    reader = importer(kind)
+    if kind in IMPORTERS:
+        return import_tree(reader.tree(document), reader, answers, folder)
+
+    def judged() -> Imported | ImportConflictError | RefusedError:
+        try:
+            found = import_tree(reader.tree(document), reader, answers, folder)
+        except (ImportConflictError, RefusedError) as error:
+            return type(error)(str(error))
+        json.dumps(found.spec, allow_nan=False)
+        if not all(type(text) is str for one in found.accounts for text in (one.option, one.detail)):
+            raise TypeError("its accounts are texts")
+        return found
+
+    outcome = called(GROUP, kind, judged)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def import_tree(

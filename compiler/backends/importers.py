@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -68,18 +69,18 @@ def added_kind(tree: Mapping[str, Any]) -> str | None:
     for kind in kinds():
         if kind in IMPORTERS:
             continue
-        try:
-            if importer(kind).recognises(tree):
-                return kind
-        except entry_points.PluginError:
-            raise
-        except Exception as error:
-            title = entry_points.offers(entry_points.IMPORTERS)[kind].title
-            raise entry_points.PluginError(f"{title} failed: {entry_points.said(error)}") from error
+        if entry_points.called(entry_points.IMPORTERS, kind, functools.partial(_recognises, importer(kind), tree)):
+            return kind
     return None
+
+
+def _recognises(one: Importer, tree: Mapping[str, Any]) -> bool:
+    return bool(one.recognises(tree))
 
 
 def _as_importer(given: object) -> Importer:
     if not isinstance(given, Importer):
         raise TypeError(f"it has to be a parcompile.plugins.Importer, and is of type {type(given).__name__}")
+    if type(given.tool) is not str:
+        raise TypeError("tool is the name of one, a text")
     return given

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from parcompile import entry_points
+from parcompile.atomic import is_plain
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.process_groups import process_groups
 from parcompile.spec import Origin
@@ -33,8 +34,6 @@ from .torchtitan import write as torchtitan
 
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1
-
-Called = TypeVar("Called")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +92,41 @@ def _added(name: str) -> Target:
             raise TypeError(f"it has to be a parcompile.plugins.Target, and is of type {type(given).__name__}")
         if given.name != name:
             raise ValueError(f"its entry point is called {name!r} and the target {given.name!r}")
+        if not all(type(one) is str for one in (given.name, given.backend, given.version)):
+            raise TypeError("name, backend and version are texts")
         return given
 
     return entry_points.load(entry_points.TARGETS, name, judged)
 
 
-def _call(name: str, called: Callable[[Plan], Called], plan: Plan) -> Called:
-    """What a target answers for a plan; of a plug-in, a failure is one message."""
-    if name in TARGETS:
-        return called(plan)
-    try:
-        return called(plan)
-    except Exception as error:
-        title = entry_points.offers(entry_points.TARGETS)[name].title
-        raise entry_points.PluginError(f"{title} failed: {entry_points.said(error)}") from error
+def _losses(name: str, plan: Plan) -> list[Loss]:
+    """What a target cannot express; of a plug-in, what is none is refused."""
+    found = target(name).losses
+
+    def judged() -> list[Loss]:
+        losses = list(found(plan))
+        for one in losses:
+            if type(one) is not Loss or {type(one.what), type(one.why), type(one.instead)} != {str}:
+                raise TypeError(f"its losses hold {type(one).__name__}, not a Loss of three texts")
+        return losses
+
+    return found(plan) if name in TARGETS else entry_points.called(entry_points.TARGETS, name, judged)
 
 
 def _files(name: str, plan: Plan) -> dict[str, Any]:
     """The files of a target; those of a plug-in stand in a folder of its name, and cannot take another's place."""
-    found = dict(_call(name, target(name).files, plan))
-    if name in TARGETS:
-        return found
-    title = entry_points.offers(entry_points.TARGETS)[name].title
-    for file in found:
-        path = PurePosixPath(file)
-        if path.parts[:1] != (name,) or len(path.parts) < 2 or ".." in path.parts:
-            raise entry_points.PluginError(f"{title} wants to write {file!r}: its files have to stand in {name}/")
-    return found
+    found = target(name).files
+
+    def judged() -> dict[str, Any]:
+        files = {}
+        for file, content in dict(found(plan)).items():
+            if type(file) is not str or not file.startswith(f"{name}/") or not is_plain(file):
+                raise ValueError(f"it wants to write {file!r}: its files have to stand in {name}/")
+            # Trees come out as they will be read.
+            files[file] = content if type(content) is str else json.loads(json.dumps(content, allow_nan=False))
+        return files
+
+    return dict(found(plan)) if name in TARGETS else entry_points.called(entry_points.TARGETS, name, judged)
 
 
 def losses(plan: Plan, names: Sequence[str]) -> dict[str, list[Loss]]:
@@ -128,7 +135,7 @@ def losses(plan: Plan, names: Sequence[str]) -> dict[str, list[Loss]]:
     Raises:
         ValueError: there is no target of one of the names, or that of a plug-in cannot be used.
     """
-    return {name: _call(name, target(name).losses, plan) for name in chosen(names)}
+    return {name: _losses(name, plan) for name in chosen(names)}
 
 
 def render(plan: Plan, names: Sequence[str] = ()) -> dict[str, str]:
@@ -141,7 +148,7 @@ def render(plan: Plan, names: Sequence[str] = ()) -> dict[str, str]:
     trees: dict[str, Any] = {"plan.json": plan_tree(plan), "process_groups.json": process_groups(plan)}
     report: dict[str, Any] = {}
     for name in wanted:
-        found = _call(name, target(name).losses, plan)
+        found = _losses(name, plan)
         expressible = not any(loss.fatal for loss in found)
         files = _files(name, plan) if expressible else {}
         trees |= files

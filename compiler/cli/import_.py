@@ -11,12 +11,11 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.backends.importer import RefusedError
-from parcompile.backends.importers import added_kind, importer, kinds
+from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, SpecPath
-from parcompile.entry_points import PluginError
 from parcompile.foreign import recognised
-from parcompile.importing import ImportConflictError, Imported, import_tree
+from parcompile.importing import ImportConflictError, Imported, import_document
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
@@ -82,12 +81,8 @@ def command(
     if found.document is None or not isinstance(found.document.tree, dict):
         why = found.why_unread or "a configuration is an object of keys and values"
         raise click.ClickException(f"{file} cannot be read: {why}")
-    try:
-        known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
-        reader = importer(known) if known else None
-    except PluginError as error:
-        raise click.ClickException(str(error)) from None
-    if reader is None:
+    known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
+    if known is None:
         raise click.ClickException(
             f"{file} is not recognised as a configuration of {TOOLS}; --kind says what it is: {', '.join(kinds())}"
         )
@@ -103,7 +98,7 @@ def command(
     }
     answers = {path: value for path, value in given.items() if value is not None} | dict(map(_setting, settings))
     try:
-        result = import_tree(reader.tree(found.document), reader, answers, folder)
+        result = import_document(known, found.document, answers, folder)
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)

@@ -116,7 +116,7 @@ def main() -> NoReturn:
         click.echo(printable(said.getvalue()), err=True, nl=False)
         code = USAGE
     except PluginError as error:
-        click.echo(f"Error: the {printable(str(error))}", err=True)
+        click.echo(f"Error: [E001] the {printable(str(error))}", err=True)
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("parcompile: interrupted", err=True)

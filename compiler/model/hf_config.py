@@ -5,6 +5,7 @@ Defaults are those of the family; a key that a family cannot do without is an er
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
@@ -17,7 +18,7 @@ from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_facts import facts_of
 from .derived_rows import by_hand
-from .families import FAMILIES
+from .families import FAMILIES, try_family
 from .family import Family, Latent, Norm
 from .indexer import IndexerShape, indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
@@ -64,8 +65,16 @@ def shape_from_config(config: Config) -> ModelShape:
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
+        try_family(name, lambda: _tried(config))
         _KNOWN[key] = _shape(config)
     return _KNOWN[key]
+
+
+def _tried(config: Config) -> None:
+    from .parameters import parameter_table  # it needs shapes
+
+    with contextlib.suppress(ModelConfigError):
+        parameter_table(_shape(config))
 
 
 _KNOWN: dict[tuple[str, int | None], ModelShape] = {}

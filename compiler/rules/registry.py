@@ -179,7 +179,7 @@ def _as_rules(given: object, known: frozenset[str]) -> tuple[Rule, ...]:
 def _of_plug_ins(entries: Sequence[Rule], resolution: Resolution, targets: Collection[str]) -> Iterator[Diagnostic]:
     """What rules of plug-ins find; that one fails is a finding under its code, and an error."""
     works = [functools.partial(_judged, entry, resolution) for entry in entries]
-    for entry, outcome in zip(entries, entry_points.apart(works), strict=True):
+    for entry, outcome in zip(entries, entry_points.apart(works, entry_points.SECONDS), strict=True):
         if isinstance(outcome, entry_points.Failure):
             outcome = [
                 Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,8 +159,8 @@ def test_a_target_writes_into_a_folder_of_its_own_and_is_compared_like_others(ru
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("gone", "the target 'gone' of acme 1.2 (acme.nowhere:TARGET) cannot be loaded: ModuleNotFoundError"),
-        ("outside", "(acme:OUTSIDE) wants to write '../ds_config.json': its files have to stand in outside/"),
+        ("gone", "[E001] the target 'gone' of acme 1.2 (acme.nowhere:TARGET) cannot be loaded: ModuleNotFoundError"),
+        ("outside", "it wants to write '../ds_config.json': its files have to stand in outside/"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_refused_when_it_is_named(
@@ -296,3 +297,108 @@ def test_nothing_that_a_rule_does_ends_a_check_or_reaches_its_output(tmp_path: P
     assert all("the rules 'bad' of bad 1.2 (bad:RULES) failed: " in found[f"BAD00{number}"] for number in range(7))
     assert "longer than 10 s" in found["BAD006"]
     assert "a place that is not there" in found["BAD007"]
+
+
+MODULE = """
+import os
+from parcompile.plugins import Family, Importer, Loss, Refusal, Target
+
+os.write(1, b"written at import")
+print("printed at import", flush=True)
+cycle = {}
+cycle["self"] = cycle
+FILES = {"nul": {"nul/a\\0": ""}, "cycle": {"cycle/a": cycle}, "nan": {"nan/a": float("nan")}, "no": 7}
+
+
+def ends(*_):
+    os._exit(0)
+
+
+def turns(*_):
+    print("printed by a target", flush=True)
+    while True:
+        pass
+
+
+for name, files in FILES.items():
+    globals()[name] = Target(name, lambda plan, files=files: files)
+exits, loops = Target("exits", ends), Target("loops", lambda plan: {}, turns)
+junk = Target("junk", lambda plan: {}, lambda plan: [7])
+prints = Target("prints", lambda plan: print("printed by a target") or {"prints/a": "b"})
+importer = Importer("X", dict, dict, lambda source, draft: ends(), lambda plan: {}, recognises=lambda tree: "x" in tree)
+family = Family(refusals=(Refusal("x", ends, "no"),))
+wrong = Family(up=7)
+"""
+DRIVER = """
+import json, sys
+from parcompile import entry_points
+from parcompile.cli.main import main
+
+entry_points.IMPORT_SECONDS, entry_points.SECONDS = 2, 0.5
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as error:
+        print("ended", error.code, " ".join(words), file=sys.stderr, flush=True)
+"""
+
+
+def test_nothing_that_a_plug_in_does_ends_a_command_or_reaches_its_output(tmp_path: Path) -> None:
+    targets = {
+        "nul": "it wants to write",
+        "cycle": "Circular reference",
+        "nan": "not JSON compliant",
+        "no": "'int' object",
+        "exits": "it ended its process",
+        "loops": "it took longer than 0.5 s",
+        "junk": "its losses hold int, not a Loss",
+        "dies": "cannot be loaded: it ended its process",
+        "hangs": "cannot be loaded: it took longer than 2 s",
+    }
+    points = [f"{name} = {name if name in ('dies', 'hangs') else f'rude:{name}'}" for name in (*targets, "prints")]
+    points += ["[parcompile.importers]", "x = rude:importer", "[parcompile.families]", "f = rude:family"]
+    points = ["[parcompile.targets]", *points, "wrong = rude:wrong"]
+    site = install(tmp_path / "site", "rude", "\n".join(points), MODULE)
+    (site / "dies.py").write_text("import os; os._exit(0)")
+    (site / "hangs.py").write_text("while True: pass")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    model = {**sizes, "vocab_size": 256, "max_position_embeddings": 4096}
+    for name, spec in (
+        ("spec", SPEC),
+        ("x", {"x": 1}),
+        *((name, {**SPEC, "model": {"model_type": name, **model}}) for name in ("f", "wrong")),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(spec))
+    commands = [["spec.json", "-o", "out", "-t", name] for name in targets]
+    checks = [["check", "--format", "json", f"{name}.json"] for name in ("f", "wrong", "spec")]
+    commands += [["import", "x.json"], *checks, ["check", "--format", "json", "-t", "prints", "spec.json"]]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    parts = re.split(r"ended (\d) (.*)\n", done.stderr)
+    said = {words: (int(code), " ".join(text.split())) for text, code, words in zip(*[iter(parts)] * 3, strict=False)}
+    for name, why in targets.items():
+        code, text = said[f"spec.json -o out -t {name}"]
+        assert code == 2
+        assert f"Error: [E001] the target {name!r} of rude 1.2" in text
+        assert why in text
+    assert said["import x.json"][0] == 2
+    assert "[E001] the importer 'x' of rude 1.2 (rude:importer) failed: it ended" in said["import x.json"][1]
+    assert not (tmp_path / "out").exists()
+    # Standard output is the JSON of the four checks and nothing else.
+    decoder, rest, found = json.JSONDecoder(), done.stdout, []
+    while rest.strip():
+        tree, end = decoder.raw_decode(rest.lstrip())
+        rest = rest.lstrip()[end:]
+        found.append([one for one in tree["diagnostics"] if one["code"] == "E001"])
+    assert [len(one) for one in found] == [1, 1, 0, 0]
+    assert "the family 'f' of rude 1.2 (rude:family) failed: it ended its process" in found[0][0]["message"]
+    assert "the family 'wrong' of rude 1.2 (rude:wrong) failed: TypeError" in found[1][0]["message"]

@@ -5,6 +5,6 @@ Source: the modeling files and configuration classes of transformers 5.23; the t
 
 from __future__ import annotations
 
-from .added import BUILT_IN, FAMILIES, added_families, family_problem
+from .added import BUILT_IN, FAMILIES, added_families, family_problem, try_family
 
-__all__ = ["BUILT_IN", "FAMILIES", "added_families", "family_problem"]
+__all__ = ["BUILT_IN", "FAMILIES", "added_families", "family_problem", "try_family"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from parcompile import entry_points
 from parcompile.model.family import Family
@@ -63,7 +63,7 @@ class _Families(Mapping[str, Family]):
         if name in BUILT_IN:
             return BUILT_IN[name]
         found = _added(name)
-        if not isinstance(found, Family):
+        if not isinstance(found, Family) or name in _FAILED:
             raise KeyError(name)
         return found
 
@@ -87,7 +87,25 @@ def added_families() -> tuple[str, ...]:
 def family_problem(name: object) -> str | None:
     """What is wrong with the plug-in that offers this family; None when nothing is, or when there is none."""
     found = _added(name) if isinstance(name, str) and name not in BUILT_IN else None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) else _FAILED.get(name) if isinstance(name, str) else None
+
+
+_FAILED: dict[str, str] = {}
+"""What families of plug-ins failed with, by name."""
+
+
+def try_family(name: object, work: Callable[[], None]) -> None:
+    """Tries work that calls a plug-in's family; one that fails is no family from then on, and `family_problem` says it.
+
+    Args:
+        name: of any family; nothing is done for those of this package.
+        work: raises nothing that a sound family causes.
+    """
+    if isinstance(name, str) and name not in BUILT_IN and name not in _FAILED and isinstance(_added(name), Family):
+        try:
+            entry_points.called(entry_points.FAMILIES, name, work)
+        except entry_points.PluginError as error:
+            _FAILED[name] = str(error)
 
 
 @functools.cache
