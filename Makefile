@@ -42,7 +42,7 @@ demo: install
 	$(RANKS) $(BIN)/deepspeed --num_gpus 4 --master_port $$($(BIN)/python examples/free_port.py) -q \
 		examples/train.py --plan $(DEMO)
 	@echo
-	@echo "Next: look at $(DEMO)/loss.png, go on training with"
+	@echo "Next: look at $(DEMO)/loss.svg, go on training with"
 	@echo "  DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 4 examples/train.py --plan $(DEMO) --resume --steps 200"
 	@echo "or change parallelism in $(SPEC) (tp 1, cp 4, say) and run make demo again."
 

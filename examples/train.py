@@ -9,8 +9,6 @@ The same script runs on GPUs (compile the spec for their number) and, for a plan
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 import time
 import warnings
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from parcompile.plan import load_plan
 from parcompile.runtime import RunError, Stopped, StopSignals, initialize, report_errors
 from parcompile.runtime.checkpoint import load, save
+from parcompile.runtime.run_log import RunLog
 
 
 def arguments() -> argparse.Namespace:
@@ -40,51 +39,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     return parser.parse_args()
-
-
-class Metrics:
-    """metrics.jsonl, one line per step; a resumed run goes on behind the step it resumes from."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / "metrics.jsonl"
-        kept = self.rows()[:first_step] if first_step else []
-        self.file.write_text("", encoding="utf-8")
-        for row in kept:
-            self.add(**row)
-
-    def rows(self) -> list[dict[str, float]]:
-        if not self.file.exists():
-            return []
-        lines = self.file.read_text(encoding="utf-8").splitlines()
-        return [
-            {name: math.nan if value is None else value for name, value in json.loads(line).items()} for line in lines
-        ]
-
-    def add(self, **row: float) -> None:
-        # JSON has no NaN and no infinity.
-        values = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(values, allow_nan=False) + "\n")
-
-    def draw(self) -> Path | None:
-        """The loss curve; None without matplotlib."""
-        try:
-            import matplotlib
-        except ImportError:
-            return None
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        rows = self.rows()
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        axes.plot([row["step"] for row in rows], [row["loss"] for row in rows])
-        axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
-        axes.grid(alpha=0.3)
-        picture = self.file.with_name("loss.png")
-        figure.savefig(picture, dpi=120)
-        plt.close(figure)
-        return picture
 
 
 def train(options: argparse.Namespace) -> None:
@@ -108,39 +62,36 @@ def train(options: argparse.Namespace) -> None:
     loader.step = first_step
 
     speaker = engine.mesh.rank == 0
-    metrics = Metrics(output, first_step) if speaker else None
     # A log file gets a line now and then, a terminal a moving bar.
     interval = 0.5 if sys.stderr.isatty() else 10.0
     progress = tqdm(total=steps, initial=first_step, unit="step", disable=not speaker, mininterval=interval)
     tokens = training.global_batch_size * training.sequence_length
     batches = iter(loader)
-    for step in range(first_step + 1, steps + 1):
-        started = time.perf_counter()
-        loss = float(engine.train_batch(batches))
-        norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
-        if metrics:
-            metrics.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
-            progress.set_postfix_str(
-                f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s", refresh=False
-            )
+    with RunLog(output, first_step, writes=speaker) as log:
+        for step in range(first_step + 1, steps + 1):
+            started = time.perf_counter()
+            loss = float(engine.train_batch(batches))
+            norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
+            log.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
+            said = f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s"
+            progress.set_postfix_str(said, refresh=False)
             progress.update()
-        stops = stop.due(step)
-        if stops or (options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps)):
-            save(engine, checkpoints, step)
-        if stops:
-            progress.close()
-            raise Stopped(f"stopped by {stop.signal}: step {step} is saved, --resume auto goes on from there")
+            stops = stop.due(step)
+            if stops or (options.checkpoint_every and (step % options.checkpoint_every == 0 or step == steps)):
+                save(engine, checkpoints, step)
+            if stops:
+                progress.close()
+                raise Stopped(f"stopped by {stop.signal}: step {step} is saved, --resume auto goes on from there")
     progress.close()
-    if metrics:
-        report(metrics, options, checkpoints)
+    if speaker:
+        report(log, options, checkpoints)
 
 
-def report(metrics: Metrics, options: argparse.Namespace, checkpoints: Path) -> None:
-    rows = metrics.rows()
-    picture = metrics.draw()
+def report(log: RunLog, options: argparse.Namespace, checkpoints: Path) -> None:
+    rows = log.rows()
     print(f"\nloss {rows[0]['loss']:.3f} → {rows[-1]['loss']:.3f} nats per byte in {len(rows)} steps")
-    print(f"metrics      {metrics.file}")
-    print(f"loss curve   {picture or 'not drawn: pip install matplotlib'}")
+    print(f"metrics      {log.file}")
+    print(f"loss curve   {log.file.with_name('loss.svg')}")
     if options.checkpoint_every:
         print(f"checkpoints  {checkpoints}")
 

@@ -15,6 +15,9 @@ from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
+from .plan import fine_tuning, fine_tuning_line
+
+_EXISTING = click.Path(exists=True, path_type=Path)
 
 _SMALL = {
     "version": 1,
@@ -52,6 +55,12 @@ _SMALL = {
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
 @click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+@click.option("--weights", type=_EXISTING, help="Folder of safetensors to start from; its config.json is the model.")
+@click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")
+@click.option("--data", type=_EXISTING, help="Text, JSON lines, parquet, Megatron's .bin, or a folder of one of them.")
+@click.option("--finetune", is_flag=True, help="Learning rate, schedule and batch of fine-tuning, not of pre-training.")
+@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate, in place of the usual one.")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences of an optimizer step, in place of the usual.")
 def command(
     directory: Path,
     model: str | None,
@@ -60,29 +69,56 @@ def command(
     gpus_per_node: int,
     accelerator: str,
     sequence_length: int | None,
+    weights: Path | None,
+    tokenizer: Path | None,
+    data: Path | None,
+    lr: float | None,
+    batch: int | None,
+    *,
+    finetune: bool,
 ) -> None:
     """Create a project that trains as it stands.
 
-    DIR gets a spec, a training script with data loading, checkpoints and resume, launch scripts and a CI workflow.
-    Without --model and --hf-config the spec has a tiny model for two processes of a CPU. A Hugging Face config.json is
-    copied into the project.
+    DIR gets a spec, a training script with data loading, evaluation, checkpoints, resume and export, launch scripts
+    and a CI workflow. Without --model, --hf-config and --weights the spec has a tiny model for two processes of a CPU.
+    A Hugging Face config.json is copied into the project; --weights, --tokenizer and --data are written to its
+    train.args.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise click.ClickException(f"{directory} exists already and is not an empty folder")
+    if weights is not None and model is None and hf_config is None:
+        hf_config = weights
+    if tokenizer is None and weights is not None and any(weights.glob("tokenizer*")):
+        tokenizer = weights
+    named = {"weights": weights, "tokenizer": tokenizer, "data": data}
+    arguments = {key: str(path.resolve()) for key, path in named.items() if path is not None}
     lines: list[str] = []
     extra = {}
     if model is None and hf_config is None:
         spec = json.dumps(_SMALL, indent=2) + "\n"
+        if lr is not None or batch is not None or finetune:
+            raise click.UsageError("--lr, --batch and --finetune go with a model: name it, or its --weights")
     else:
         chosen = chosen_model(model, hf_config, Path())
         length = sequence_length or sequence_length_of(chosen.config)
         cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-        offer = offered(chosen, cluster, length, Path())[0]
-        spec, lines = spec_text(offer), offer_lines((offer,), Style.of(sys.stdout))
+        training = fine_tuning(nodes * gpus_per_node, length) if finetune else {}
+        if lr is not None:
+            training["optimizer"] = {"type": "adamw", **training.get("optimizer", {}), "lr": lr}
+            if "lr_scheduler" in training:
+                training["lr_scheduler"] = {**training["lr_scheduler"], "min_lr": lr / 10}
+        if batch is not None:
+            training["global_batch_size"] = batch
+        precision = "fp32" if accelerator == "cpu" else "bf16"
+        offer = offered(chosen, cluster, length, Path(), precision, training=training or None)[0]
+        style = Style.of(sys.stdout)
+        spec, lines = spec_text(offer), offer_lines((offer,), style)
+        if finetune:
+            lines.append(fine_tuning_line(training, length, directory / "spec.json", style))
         if (file := chosen.section.get("hf_config")) is not None:
             extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')
-    files = project_files(directory.resolve().name, spec) | extra
+    files = project_files(directory.resolve().name, spec, arguments) | extra
     try:
         _write(directory, files)
     except OSError as error:

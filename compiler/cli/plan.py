@@ -55,23 +55,33 @@ def command(model: str, cluster: str, length: str | None, output: Path | None, *
     for one in (folder, file):
         if one.exists():
             raise click.ClickException(f"{one} exists already: name another folder with -o")
-    training = dict(FINE_TUNING, global_batch_size=batch_of(nodes * ranks, tokens, FINE_TUNING_TOKENS))
+    training = fine_tuning(nodes * ranks, tokens) if finetune else None
     section = {"nodes": nodes, "gpus_per_node": ranks, "accelerator": accelerator}
-    offer = offered(chosen, section, tokens, file.parent, training=training if finetune else None)[0]
+    offer = offered(chosen, section, tokens, file.parent, training=training)[0]
     style = Style.of(sys.stderr)
     for line in offer_lines((offer,), style):
         click.echo(line, err=True)
-    if finetune:
-        rates, schedule = training["optimizer"], training["lr_scheduler"]
-        said = (
-            f"lr {rates['lr']:g}, {schedule['type']} to {schedule['min_lr']:g} over {training['train_steps']} steps "
-            f"with {schedule['warmup_steps']} of warm-up, {training['global_batch_size']} sequences "
-            f"({training['global_batch_size'] * tokens:,} tokens) a step: change them in {file}"
-        )
-        click.echo(hanging("fine-tuning: ", said, style.width), err=True)
+    if training is not None:
+        click.echo(fine_tuning_line(training, tokens, file, style), err=True)
     write_file(file, spec_text(offer))
     click.echo(f"wrote {file}")
     click.get_current_context().invoke(compile_command, spec=str(file), output=folder)
+
+
+def fine_tuning(world: int, tokens: int) -> dict[str, Any]:
+    """`FINE_TUNING`, and the batch of a step for so many ranks and tokens of a sequence."""
+    return dict(FINE_TUNING, global_batch_size=batch_of(world, tokens, FINE_TUNING_TOKENS))
+
+
+def fine_tuning_line(training: dict[str, Any], tokens: int, file: Path, style: Style) -> str:
+    """What `--finetune` has set in a spec."""
+    rates, schedule = training["optimizer"], training["lr_scheduler"]
+    said = (
+        f"lr {rates['lr']:g}, {schedule['type']} to {schedule['min_lr']:g} over {training['train_steps']} steps "
+        f"with {schedule['warmup_steps']} of warm-up, {training['global_batch_size']} sequences "
+        f"({training['global_batch_size'] * tokens:,} tokens) a step: change them in {file}"
+    )
+    return hanging("fine-tuning: ", said, style.width)
 
 
 def cluster_of(text: str) -> tuple[int, int, str]:

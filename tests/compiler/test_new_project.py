@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -205,6 +206,31 @@ def test_a_new_project_checks_and_compiles(run: Run, options: tuple[str, ...]) -
     for file in ("plan/launch/deepspeed.sh", "plan/launch/slurm.sbatch"):
         assert file in texts["run.sh"] + texts["submit.sh"]
         assert (project / file).is_file()
+
+
+def test_weights_are_the_model_of_a_new_project_and_bring_their_tokenizer(run: Run) -> None:
+    Path("weights").mkdir()
+    Path("weights/config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    Path("weights/tokenizer.json").write_text("{}", encoding="utf-8")
+    Path("chats.jsonl").write_text("", encoding="utf-8")
+    options = ("--weights", "weights", "--data", "chats.jsonl", "--finetune", "--lr", "2e-5", "--batch", "16")
+    done = run("new", "project", *options)
+    assert done.exit_code == 0, done.output
+    lines = Path("project/train.args").read_text(encoding="utf-8").splitlines()
+    named = {"data": "chats.jsonl", "weights": "weights", "tokenizer": "weights"}
+    assert lines == [f"--{key}={Path(value).resolve()}" for key, value in named.items()]
+    training = json.loads(Path("project/spec.json").read_text(encoding="utf-8"))["training"]
+    assert (training["global_batch_size"], training["optimizer"]["lr"]) == (16, 2e-5)
+    assert training["lr_scheduler"]["min_lr"] == pytest.approx(2e-6)
+    assert not Path("project/data").exists()
+    assert "go with a model" in run("new", "other", "--finetune").output
+
+
+def test_the_readme_of_a_new_project_names_every_flag(run: Run) -> None:
+    assert run("new", "project").exit_code == 0
+    flags = set(re.findall(r'add_argument\("(--[\w-]+)"', Path("project/train.py").read_text(encoding="utf-8")))
+    named = set(re.findall(r"`(--[\w-]+)", Path("project/README.md").read_text(encoding="utf-8")))
+    assert flags - {"--plan"} <= named
 
 
 def test_the_workflow_of_a_new_project_runs_commands_that_pass(run: Run) -> None:

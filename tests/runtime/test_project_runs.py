@@ -1,4 +1,4 @@
-"""The project that `parcompile new` writes trains, saves and resumes, with the commands of its README."""
+"""Projects that `parcompile new` writes train, save, resume, export and generate, with the commands of their pages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ranks import free_port
+from test_training_files import write_model
 
 pytestmark = pytest.mark.ranks
 
+GUIDE = Path(__file__).parents[2] / "docs" / "finetune.md"
+TINY = {
+    "--nodes 2 --gpus-per-node 8": "--gpus-per-node 1 --accelerator cpu",
+    "--sequence-length 8192": "--sequence-length 64",
+    "--lr 1e-5 --batch 64": "--lr 3e-2 --batch 2",
+}
+"""One process of a CPU, and fewer tokens: what several ranks compute together is proved elsewhere."""
+Shell = Callable[[str, Path], str]
 
-def test_a_new_project_trains_and_resumes(tmp_path: Path) -> None:
+
+@pytest.fixture
+def shell() -> Shell:
     pytest.importorskip("deepspeed", reason="the project trains: it needs the extra [runtime]")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
-    def shell(line: str, folder: Path) -> str:
+    def run(line: str, folder: Path) -> str:
         settings = {**environment, "MASTER_PORT": str(free_port())}
         done = subprocess.run(
             line, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=600, check=False
@@ -27,20 +40,50 @@ def test_a_new_project_trains_and_resumes(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
 
+    return run
+
+
+def losses(output: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)]
+
+
+def test_a_new_project_trains(tmp_path: Path, shell: Shell) -> None:
     shell("parcompile new project", tmp_path)
     project = tmp_path / "project"
-    # One process and no tp: what two ranks compute together is proved elsewhere, and this takes half the time.
     spec = json.loads((project / "spec.json").read_text(encoding="utf-8"))
-    spec["cluster"]["gpus_per_node"] = 1
-    spec["parallelism"] = {}
+    spec["cluster"]["gpus_per_node"], spec["parallelism"] = 1, {}
     (project / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     shown = re.findall(r"^\$ (.*)$", (project / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown[1:] == ["./run.sh --steps 20", "./run.sh --steps 40 --resume"]
+    assert shown[:2] == ["parcompile check spec.json", "./run.sh --steps 20"]
     shell(shown[0], project)
-    first, second = shell(shown[1], project), shell(shown[2], project)
-    losses = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", first + second)]
-    assert [step for step, _ in losses] == list(range(1, 41))
-    assert losses[-1][1] < 0.8 * losses[0][1]
+    found = losses(shell(shown[1], project))
+    assert [step for step, _ in found] == list(range(1, 21))
+    assert found[-1][1] < 0.8 * found[0][1]
+
+
+def test_the_guide_fine_tunes_from_weights_to_generation(tmp_path: Path, shell: Shell) -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    write_model(tmp_path / "Llama-3.1-8B-Instruct")
+    files = dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', page, re.DOTALL))
+    (tmp_path / "chats.jsonl").write_text(files["chats.jsonl"], encoding="utf-8")
+    folder, output = tmp_path, ""
+    for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE):
+        if line.startswith("cd "):
+            folder = folder / line[3:]
+            (folder / "generate.py").write_text(files["generate.py"], encoding="utf-8")
+            continue
+        for real, tiny in TINY.items():
+            line = line.replace(real, tiny)
+        output += shell(line, folder)
+    found = losses(output)
+    assert [step for step, _ in found] == list(range(1, 41))
     # The second run begins where the first one ended, not with new weights.
-    assert losses[20][1] < 0.9 * losses[0][1]
-    assert (project / "checkpoints" / "latest").read_text(encoding="utf-8").strip().endswith("40")
+    assert found[20][1] < 0.9 * found[0][1]
+    assert "2 conversations or documents" in output
+    assert len((folder / "output" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 40
+    assert "<polyline" in (folder / "output" / "loss.svg").read_text(encoding="utf-8")
+    assert (folder / "tuned" / "model.safetensors").read_bytes() == (
+        folder / "exported" / "model.safetensors"
+    ).read_bytes()
+    assert (folder / "tuned" / "tokenizer.json").is_file()
+    assert output.splitlines()[-1].startswith("2")  # the answer that it was taught

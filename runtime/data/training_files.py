@@ -1,0 +1,214 @@
+"""A data set of sequences for `PlanLoader`, read from a user's files: text, JSON lines, parquet, Megatron's tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parcompile.plan import Plan
+from parcompile.runtime.labels import IGNORED_LABEL
+
+from .conversations import Ids, is_instruction, tokens_and_labels
+from .megatron_tokens import megatron_tokens
+from .rows_of_files import data_files, rows, unusable
+
+
+def read_training_data(path: str | Path, plan: Plan, tokenizer: str | Path | None = None) -> SequencesOfFiles:
+    """The sequences of a file or a folder of files, in an order drawn from the plan's seed, the same on every rank.
+
+    Text (.txt, or rows with `text`) is one stream of tokens, cut into sequences; documents are separated by the
+    end-of-sequence token. Rows with `messages`, `prompt` and `completion`, or `instruction` and `output` are
+    conversations: only answers are predicted, and as many conversations as a sequence has room for share it, none of
+    which attends to another. Rows with `input_ids` (and `labels`) are taken as they are and share sequences likewise.
+    Megatron's NAME.bin is read where it is; all other data are tokenized by every rank as it starts.
+
+    Args:
+        path: a file, a folder of files of one format, a prefix of Megatron's files, or a folder that `datasets` saved.
+        plan: the plan, for its sequence length, vocabulary and seed.
+        tokenizer: a folder with a Hugging Face tokenizer. None: a token is a byte.
+
+    Raises:
+        RunError: which file and row cannot be used, and why.
+    """
+    spec, files = plan.spec, data_files(path)
+    room, words = spec.training.sequence_length, None
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        words = AutoTokenizer.from_pretrained(str(tokenizer))
+    if files[0].suffix == ".idx":
+        parts = [megatron_tokens(file) for file in files]
+        found: SequencesOfFiles = _Windows(parts, room, spec.training.seed)
+    else:
+        found = _of_rows(files, words, room, spec.training.seed)
+    largest, vocab_size = found.largest_token(), spec.model.shape.vocab_size
+    if largest >= vocab_size:
+        raise unusable(
+            f"{path} has the token {largest}, and the model's vocabulary {vocab_size} (vocab_size): the tokenizer is "
+            "another model's"
+        )
+    return found
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """0 … count − 1 in an order drawn from the seed."""
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
+
+
+def packed(numbers: Sequence[int], lengths: Sequence[int], room: int, at_once: int = 64) -> list[list[int]]:
+    """Documents in groups of at most `room` tokens: each into the first of `at_once` open groups that has room."""
+    full: list[list[int]] = []
+    open_groups: list[list[int]] = []
+    left: list[int] = []
+    for number in numbers:
+        into = next((at for at, free in enumerate(left) if free >= lengths[number]), len(left))
+        if into == len(left):
+            open_groups.append([])
+            left.append(room)
+        open_groups[into].append(number)
+        left[into] -= lengths[number]
+        if len(left) > at_once:
+            fullest = left.index(min(left))
+            full.append(open_groups.pop(fullest))
+            del left[fullest]
+    return full + open_groups
+
+
+class SequencesOfFiles(ABC):
+    """Sequences of the plan's length, by number; `summary` says what was read, in one line."""
+
+    summary: str
+    _order: list[int]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _shuffle(self, count: int, seed: int) -> None:
+        self._order = shuffled(count, seed)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input_ids` and `labels` [S], and of packed documents `position_ids` and `attention_mask`."""
+
+    @abstractmethod
+    def largest_token(self) -> int:
+        """Of all; of Megatron's files, of the first 16 million tokens of each."""
+
+
+class _Windows(SequencesOfFiles):
+    """A stream of tokens, cut; a stream that is shorter than one sequence is padded with places that count nothing."""
+
+    def __init__(self, parts: Sequence[NDArray[np.integer]], length: int, seed: int) -> None:
+        self._parts, self._length = parts, length
+        self._counts = [len(part) // length for part in parts]
+        tokens = sum(map(len, parts))
+        if not tokens:
+            raise unusable("the training data hold no token")
+        if not any(self._counts):
+            self._parts = [np.concatenate([np.asarray(part) for part in parts])[:length]]
+            self._counts = [1]
+        self._shuffle(sum(self._counts), seed)
+        self.summary = f"{tokens:,} tokens, {len(self):,} sequences of {length:,}"
+        if tokens < length:
+            self.summary += f", of which {length - tokens:,} are padding"
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, part = self._order[index], 0
+        while number >= self._counts[part]:
+            number, part = number - self._counts[part], part + 1
+        cut = self._parts[part][number * self._length : (number + 1) * self._length]
+        ids = torch.from_numpy(np.asarray(cut).astype(np.int64))
+        padding = self._length - len(ids)
+        if not padding:
+            return {"input_ids": ids, "labels": ids}
+        pad = torch.nn.functional.pad
+        return {"input_ids": pad(ids, (0, padding)), "labels": pad(ids, (0, padding), value=IGNORED_LABEL)}
+
+    def largest_token(self) -> int:
+        return max(int(part[: 2**24].max()) for part in self._parts if len(part))
+
+
+class _Packed(SequencesOfFiles):
+    """Documents with labels, as many in a sequence as fit, none attending to another; the rest is padding."""
+
+    def __init__(self, documents: Sequence[tuple[NDArray[Any], NDArray[Any]]], length: int, seed: int) -> None:
+        self._documents, self._length = documents, length
+        lengths = [len(ids) for ids, _ in documents]
+        self._packs = packed(shuffled(len(documents), seed), lengths, length)
+        self._shuffle(len(self._packs), seed)
+        predicted = sum(int((labels != IGNORED_LABEL).sum()) for _, labels in documents)
+        tokens = sum(lengths)
+        self.summary = (
+            f"{len(documents):,} conversations or documents, {tokens:,} tokens of which {predicted:,} are predicted, "
+            f"{len(self):,} sequences of {length:,}"
+        )
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.zeros(self._length, dtype=torch.long)
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        positions, mask, at = torch.zeros_like(ids), torch.zeros_like(ids), 0
+        for number in self._packs[self._order[index]]:
+            tokens, targets = (torch.from_numpy(one.astype(np.int64)) for one in self._documents[number])
+            place = slice(at, at + len(tokens))
+            ids[place], labels[place], mask[place] = tokens, targets, 1
+            positions[place] = torch.arange(len(tokens))
+            at += len(tokens)
+        positions[at:] = torch.arange(self._length - at)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask}
+
+    def largest_token(self) -> int:
+        return max(int(ids.max()) for ids, _ in self._documents)
+
+
+def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> SequencesOfFiles:
+    stream: list[NDArray[Any]] = []
+    documents: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    shortened = dropped = 0
+    end: Ids = list(b"\n\n")
+    if tokenizer is not None:
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for file in files:
+        for where, row in rows(file):
+            if "input_ids" not in row and isinstance(row.get("text"), str):
+                text = row["text"]
+                words = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
+                stream.append(np.array([*words, *end], np.int32))
+                continue
+            ids, labels = _tokens(row, tokenizer, where)
+            shortened += len(ids) > room
+            if len(ids) > 1 and any(one != IGNORED_LABEL for one in labels[1:room]):
+                documents.append((np.array(ids[:room], np.int32), np.array(labels[:room], np.int32)))
+            else:
+                dropped += 1
+    if stream and documents:
+        raise unusable(f"{files[0].parent}: some rows are text and others conversations: train on one of them")
+    if stream:
+        return _Windows([np.concatenate(stream)], room, seed)
+    if not documents:
+        raise unusable(f"{files[0]}: no row has a token to predict in its first {room} tokens")
+    found = _Packed(documents, room, seed)
+    if shortened:
+        found.summary += f"; {shortened:,} are longer and end there"
+    if dropped:
+        found.summary += f"; {dropped:,} left out: nothing to predict in them"
+    return found
+
+
+def _tokens(row: Any, tokenizer: Any, where: str) -> tuple[Ids, Ids]:
+    if "input_ids" in row:
+        ids = list(row["input_ids"])
+        return ids, list(row.get("labels") or ids)
+    if is_instruction(row):
+        return tokens_and_labels(row, tokenizer, where)
+    raise unusable(
+        f"{where} has {', '.join(row) or 'nothing'}: expected text, messages, prompt and completion, instruction and "
+        "output, or input_ids",
+    )
