@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import Style, hanging, writable
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.machines.accelerator import Accelerator, accelerators
 from parcompile.units import format_bandwidth, format_bytes, format_compute
+
+from .saying import say
 
 
 @click.command("accelerators")
@@ -30,11 +32,11 @@ def command(name: str | None, form: str) -> None:
     chosen = list(known.values()) if name is None else [known[name]]
     if form == "json":
         trees = [_tree(one) for one in chosen]
-        click.echo(json.dumps(trees if name is None else trees[0], indent=2))
+        say(json.dumps(trees if name is None else trees[0], indent=2))
     elif name is None:
-        click.echo(writable(sys.stdout, _table(chosen)))
+        say(_table(chosen))
     else:
-        click.echo(writable(sys.stdout, _figures(chosen[0])))
+        say(_figures(chosen[0]))
 
 
 def _memory(one: Accelerator) -> str:

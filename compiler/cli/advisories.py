@@ -13,6 +13,8 @@ from parcompile.advisories.advisory import DEEPSPEED, MEGATRON
 from parcompile.backends.deepspeed.versions import UnknownVersionError, order
 from parcompile.diagnostics.reporters.style import Style
 
+from .saying import say
+
 
 @click.command("advisories")
 @click.option("--tool", type=click.Choice([DEEPSPEED, MEGATRON]), help="Only those of this tool.")
@@ -33,11 +35,9 @@ def command(tool: str | None, deepspeed_version: str | None, format_: str) -> No
             raise click.UsageError(str(error)) from None
         found = [one for one in found if one.tool == DEEPSPEED and one.affects(deepspeed_version)]
     if format_ == "json":
-        click.echo(
-            json.dumps({"format": 1, "advisories": [one.as_tree() for one in found]}, indent=2, ensure_ascii=False)
-        )
+        say(json.dumps({"format": 1, "advisories": [one.as_tree() for one in found]}, indent=2, ensure_ascii=False))
         return
-    click.echo("\n\n".join(_entry(one) for one in found) or "no advisory")
+    say("\n\n".join(_entry(one) for one in found) or "no advisory")
 
 
 def _entry(one: Advisory) -> str:

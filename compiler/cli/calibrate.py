@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, Coe
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import writable
 from parcompile.user_files import read_text
+
+from .saying import say
 
 FEWEST = 5
 """Runs below which a part is not fitted."""
@@ -61,14 +61,14 @@ def command(
     models_fitted = ", ".join(sorted({one.model for one in rows}))
     found = CoefficientSet("own", f"{names}, {models_fitted}", rows[0].work.accelerator, memory, time)
     text = _text(found, time_bounds(rows[0].work), judge(rest, found) if rest else None)
-    click.echo(writable(sys.stdout, text), nl=False)
+    say(text, nl=False)
     if output is not None:
         tree = {"sets": {"own": found.to_json()}}
         try:
             write_file(output, json.dumps(tree, indent=1) + "\n")
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-        click.echo(f"wrote {output}")
+        say(f"wrote {output}")
 
 
 def _chosen(paths: Sequence[Path], models: Sequence[str]) -> list[Measurement]:

@@ -16,12 +16,12 @@ from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
 from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
-from parcompile.diagnostics.reporters.style import writable
 from parcompile.rules import rule_targets
 
 from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
 from .resolved import table_of, values_of
+from .saying import say
 from .selection import Selection, codes_of
 from .targets import chosen_targets, no_estimate_option, target_option
 
@@ -80,7 +80,7 @@ def command(
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
     _print(run, found, format_, show_values=show_values, folded=not verbose)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
-        click.echo(line, err=True)
+        say(line, err=True)
     if run.unreadable or (run.skipped and not run.checked and not skip_unrecognised):
         raise click.exceptions.Exit(USAGE)
     if has_errors(found):
@@ -142,7 +142,7 @@ def _print(run: Run, found: list[Diagnostic], format_: str, *, show_values: bool
         report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)
         tree = json.loads(stream.getvalue())
         tree["values"] = {file: values_of(one) for file, one in zip(run.files, run.checked, strict=True)}
-        click.echo(json.dumps(tree, indent=2, default=str))
+        say(json.dumps(tree, indent=2, default=str))
         return
     report(
         found,
@@ -159,9 +159,9 @@ def _print(run: Run, found: list[Diagnostic], format_: str, *, show_values: bool
         return
     if show_values:
         for file, one in zip(run.files, run.checked, strict=True):
-            click.echo(writable(sys.stdout, table_of(file, values_of(one))))
+            say(table_of(file, values_of(one)))
     if run.fixed:
-        click.echo(f"{run.fixed} fixed")
+        say(f"{run.fixed} fixed")
     if run.checked and not found:
         count = len(run.checked)
-        click.echo(f"{count} file{'s' if count > 1 else ''} checked: no errors, no remarks")
+        say(f"{count} file{'s' if count > 1 else ''} checked: no errors, no remarks")

@@ -15,6 +15,8 @@ from parcompile.backends.writing import to_text
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.plan import PlanError, load_plan
 
+from .saying import say
+
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 
@@ -62,10 +64,10 @@ def inspect(folder: Path, form: str) -> None:
         "bytes": sum(size for size, _ in note.files.values()),
     }
     if form == "json":
-        click.echo(to_text(found), nl=False)
+        say(to_text(found), nl=False)
         return
     for name, value in found.items():
-        click.echo(f"{name.replace('_', ' '):<18}{value:,}" if isinstance(value, int) else f"{name:<18}{value}")
+        say(f"{name.replace('_', ' '):<18}{value:,}" if isinstance(value, int) else f"{name:<18}{value}")
 
 
 @command.command()
@@ -81,10 +83,10 @@ def verify(context: click.Context, folder: Path) -> None:
 
         found = verified(folder)
     for sentence in found:
-        click.echo(sentence)
+        say(sentence)
     if found:
         context.exit(1)
-    click.echo(f"{folder}: every file has the size and hash that it was saved with")
+    say(f"{folder}: every file has the size and hash that it was saved with")
 
 
 @command.command()
@@ -99,7 +101,7 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     with _explained():
         from parcompile.runtime.checkpoint.converting import convert as converted
 
-        click.echo(converted(folder, load_plan(plan), output))
+        say(str(converted(folder, load_plan(plan), output)))
 
 
 @command.command()
@@ -128,7 +130,7 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool, into:
         else:
             files = exported(folder, output, shard_bytes=max_file_bytes, into=into)
         for file in files:
-            click.echo(file)
+            say(str(file))
 
 
 @command.command("import")
@@ -140,4 +142,4 @@ def import_(folder: Path, plan: Path, output: Path) -> None:
     with _explained():
         from parcompile.runtime.checkpoint.converting import import_pretrained
 
-        click.echo(import_pretrained(folder, load_plan(plan), output))
+        say(str(import_pretrained(folder, load_plan(plan), output)))

@@ -11,7 +11,7 @@ from parcompile.backends.on_disk import differences, locked_targets
 from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import write
 from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.style import Style, hanging, writable
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.plan.summary import summary
@@ -19,6 +19,7 @@ from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
+from .saying import say
 from .targets import chosen_targets, no_estimate_option, target_option
 
 
@@ -72,12 +73,12 @@ def command(
         return
     written = _write(plan, output, targets) if output else []
     if not quiet:
-        click.echo(writable(sys.stdout, summary(plan, Style.of(sys.stdout).width, estimate=not no_estimate)))
+        say(summary(plan, Style.of(sys.stdout).width, estimate=not no_estimate))
         _print_losses(plan, targets)
         for file in written:
-            click.echo(f"wrote {file}")
+            say(f"wrote {file}")
         if not output:
-            click.echo("nothing written: add -o DIR to write the plan")
+            say("nothing written: add -o DIR to write the plan")
 
 
 def _print_diagnostics(checked: Checked, *, quiet: bool, verbose: bool) -> None:
@@ -91,7 +92,7 @@ def _print_losses(plan: Plan, targets: tuple[str, ...]) -> None:
         for loss in found:
             effect = "not written" if loss.fatal else loss.instead
             line = hanging(f"{name}: ", f"{loss.what}: {loss.why} ({effect})", Style.of(sys.stdout).width)
-            click.echo(writable(sys.stdout, line))
+            say(line)
 
 
 def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool) -> None:
@@ -101,11 +102,11 @@ def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool)
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be read: {error.strerror}") from None
     if found:
-        click.echo(found, nl=False)
-        click.echo(f"{output} is not what the spec compiles to: compile it again with -o {output}", err=True)
+        say(found, nl=False)
+        say(f"{output} is not what the spec compiles to: compile it again with -o {output}", err=True)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     if not quiet:
-        click.echo(f"{output} is up to date: all {len(contents)} files are what the spec compiles to")
+        say(f"{output} is up to date: all {len(contents)} files are what the spec compiles to")
 
 
 def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:

@@ -7,11 +7,12 @@ import sys
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import Style, hanging, writable
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.show.diff_markdown import as_markdown
 
 from .plans import read_plan
+from .saying import say
 
 
 @click.command("diff")
@@ -30,7 +31,7 @@ def command(before: str, after: str, form: str) -> None:
         text = to_text(found.to_json())
     else:
         text = as_markdown(old, new, found) if form == "markdown" else _text(found, Style.of(sys.stdout))
-    click.echo(writable(sys.stdout, text), nl=False)
+    say(text, nl=False)
 
 
 def _text(found: Difference, style: Style) -> str:

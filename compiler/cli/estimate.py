@@ -20,7 +20,7 @@ from parcompile.cost.table import columns, headed, table
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.style import Style, writable
+from parcompile.diagnostics.reporters.style import Style
 from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file, is_plan, whole_spec
 from parcompile.plan import Plan, PlanError, compile_plan, load_plan
@@ -35,6 +35,7 @@ from parcompile.units import format_bytes, format_seconds
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
 from .numbers import positive_number
+from .saying import say
 
 MOST_CELLS = 4096
 
@@ -104,10 +105,10 @@ def command(
     if plot:
         _plot(plot, compile_plan(decided, checked.resolution.tree, []), result)
     if form == "json":
-        click.echo(json.dumps(result.to_json(), indent=2))
+        say(json.dumps(result.to_json(), indent=2))
     else:
         text = table(result, Style.of(sys.stdout))
-        click.echo(writable(sys.stdout, text), nl=False)
+        say(text, nl=False)
 
 
 def _name_other_implementation(work: Workload) -> None:
@@ -116,7 +117,7 @@ def _name_other_implementation(work: Workload) -> None:
         return
     better = cheapest(work, candidates(work)[0]).context
     if better != work.context:
-        click.echo(
+        say(
             f"cp_implementation auto: a plan has {work.context.name}, chosen for whole sequences, and so has this "
             f"estimate. For documents of {work.document_length:,} tokens {better.name} is better: write it into the "
             "spec",
@@ -228,7 +229,7 @@ def _print_sweep(
             {**dict(zip(axes, cell, strict=True)), **(one.to_json() if isinstance(one, Estimate) else {"refused": one})}
             for cell, one in found
         ]
-        click.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return
     lines = [(*axes, Axis.DP, "memory", "fits", "step", "tokens/s/GPU", "MFU")]
     for cell, one in found:
@@ -248,7 +249,7 @@ def _print_sweep(
                 f"{one.time.utilisation:.1%}",
             )
         )
-    click.echo(writable(sys.stdout, "\n".join(headed(columns(lines), Style.of(sys.stdout)))))
+    say("\n".join(headed(columns(lines), Style.of(sys.stdout))))
 
 
 def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]]) -> None:

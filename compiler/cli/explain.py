@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from parcompile.diagnostics.reporters.style import writable
 from parcompile.diagnostics.suggest import closest
 from parcompile.rules.pages import Page, pages
+
+from .saying import say
 
 _WIDTH = 80
 
@@ -79,4 +79,4 @@ def _contents(all_pages: list[Page]) -> str:
 
 
 def _echo(text: str) -> None:
-    click.echo(writable(sys.stdout, text))
+    say(text)

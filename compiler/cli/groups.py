@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import Style, writable
+from parcompile.diagnostics.reporters.style import Style
 from parcompile.plan.process_groups import rank_groups
 
 from .plans import read_plan
+from .saying import say
 
 
 @click.command("groups")
@@ -38,8 +39,8 @@ def command(plan: str, rank: int, names: tuple[str, ...], form: str) -> None:
     if form == "csv":
         text = _csv(found, loaded.spec.cluster.gpus_per_node)
     else:
-        text = writable(sys.stdout, _table(found, style)) if form == "table" else to_text(found)
-    click.echo(text, nl=False)
+        text = _table(found, style) if form == "table" else to_text(found)
+    say(text, nl=False)
 
 
 def _csv(found: dict[str, Any], per_node: int) -> str:

@@ -19,6 +19,7 @@ from parcompile.importing import ImportConflictError, Imported, import_document
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
+from .saying import say
 
 TOOLS = "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl or LLaMA-Factory"
 
@@ -102,7 +103,7 @@ def command(
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)
-    click.echo(_as_json(result) if form == "json" else _account(result, file), err=True)
+    say(_as_json(result) if form == "json" else _account(result, file), err=True)
     if not result.complete:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
@@ -135,7 +136,7 @@ def _setting(text: str) -> tuple[SpecPath, Any]:
 def _write_spec(result: Imported, output: Path | None) -> None:
     text = json.dumps(result.spec, indent=2, ensure_ascii=False) + "\n"
     if output is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
         return
     try:
         write_file(output, text)

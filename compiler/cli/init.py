@@ -17,6 +17,7 @@ from parcompile.model.presets import find_preset, near_presets, preset_alike, pr
 from parcompile.searching.first import Offer, first_spec, sequence_length_of
 from parcompile.user_files import read_text
 
+from .saying import say
 from .search import progress_bar
 from .targets import no_estimate_option
 
@@ -81,11 +82,11 @@ def command(
     cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
     offers = offered(chosen, cluster, sequence_length, folder, estimate=not no_estimate)
     for line in offer_lines(offers, Style.of(sys.stderr)):
-        click.echo(line, err=True)
+        say(line, err=True)
     taken = offers[0] if yes or len(offers) == 1 else _asked_offer(offers)
     text = spec_text(taken)
     if output is None:
-        click.echo(text, nl=False)
+        say(text, nl=False)
         return
     try:
         with output.open("x", encoding="utf-8") as stream:
@@ -94,7 +95,7 @@ def command(
         raise click.ClickException(f"{output} exists already") from None
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {output} ({taken.word}); compile it with: parcompile {output} -o plan")
+    say(f"wrote {output} ({taken.word}); compile it with: parcompile {output} -o plan")
 
 
 def _asked_offer(offers: tuple[Offer, ...]) -> Offer:
@@ -108,7 +109,7 @@ def _asked_offer(offers: tuple[Offer, ...]) -> Offer:
 
 def _asked_model() -> str:
     """The model that a user names: a preset, or a path."""
-    click.echo(hanging("Presets: ", ", ".join(presets()), Style.of(sys.stderr).width), err=True)
+    say(hanging("Presets: ", ", ".join(presets()), Style.of(sys.stderr).width), err=True)
     return str(click.prompt("Model (a preset, or the path of a Hugging Face config.json)", err=True))
 
 
@@ -130,7 +131,7 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
             return chosen_model(None, Path(model), folder)
         if preset is None and (preset := preset_alike(model)) is not None:
             said = f"{model} is read as the preset {preset.name} ({preset.hf_name}): where its config.json differs, "
-            click.echo(hanging("", f"{said}name that file", Style.of(sys.stderr).width), err=True)
+            say(hanging("", f"{said}name that file", Style.of(sys.stderr).width), err=True)
         if preset is None:
             near = near_presets(model) or tuple(filter(None, [closest(model, list(presets()))]))
             hint = f"did you mean {', '.join(near)}?" if near else "`parcompile init` in a terminal lists them."

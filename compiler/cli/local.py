@@ -8,6 +8,7 @@ from parcompile.backends.writing import to_text
 
 from .numbers import positive_number
 from .plans import read_plan
+from .saying import say
 
 
 @click.command("local")
@@ -34,6 +35,6 @@ def command(context: click.Context, plan: str, timeout: float, form: str) -> Non
         found = run_and_compare(loaded, timeout)
     except (RunError, RankError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
+    say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.equal:
         context.exit(1)

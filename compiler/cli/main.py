@@ -12,9 +12,10 @@ from typing import NoReturn
 
 import click
 
-from parcompile.diagnostics.reporters.style import printable
 from parcompile.entry_points import PluginError
 from parcompile.version import __version__
+
+from .saying import say
 
 _COMMANDS = (
     "accelerators",
@@ -113,13 +114,13 @@ def main() -> NoReturn:
     except click.ClickException as error:
         said = io.StringIO()
         error.show(said)
-        click.echo(printable(said.getvalue()), err=True, nl=False)
+        say(said.getvalue(), err=True, nl=False)
         code = USAGE
     except PluginError as error:
-        click.echo(f"Error: [E001] the {printable(str(error))}", err=True)
+        say(f"Error: [E001] the {error}", err=True)
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
-        click.echo("parcompile: interrupted", err=True)
+        say("parcompile: interrupted", err=True)
         code = 130
     except BrokenPipeError:
         # Whoever reads standard output has left: closing it quietly avoids a second error at exit.
@@ -127,7 +128,7 @@ def main() -> NoReturn:
         code = OK
     except OSError as error:
         where = error.filename or "standard output"
-        click.echo(f"Error: {printable(str(where))} cannot be written: {error.strerror}", err=True)
+        say(f"Error: {where} cannot be written: {error.strerror}", err=True)
         code = USAGE
     sys.exit(_flushed(code))
 
@@ -140,7 +141,7 @@ def _flushed(code: int) -> int:
         sys.stderr.close()
     except OSError as error:
         if code != USAGE:
-            click.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
+            say(f"Error: standard output cannot be written: {error.strerror}", err=True)
         # What is still buffered would fail once more when the interpreter closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USAGE

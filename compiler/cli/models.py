@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import writable
 from parcompile.diagnostics.suggest import closest
 from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
@@ -19,6 +17,8 @@ from parcompile.model.reasons import REASONS
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
 from parcompile.user_files import read_text
+
+from .saying import say
 
 _NEAR = 0.8
 """How alike a name is to the type that was meant: others are as alike to `glm` as `chatglm` is."""
@@ -57,7 +57,7 @@ def command(name: str | None, only: str | None, file: Path | None, form: str) ->
         else:
             ending = summary_of(model_types().values())
             shown = "\n".join([*columns([("model type", "", ""), *map(_row, chosen)]), "", ending])
-    click.echo(writable(sys.stdout, shown))
+    say(shown)
 
 
 def _row(one: ModelType) -> tuple[str, str, str]:

@@ -16,6 +16,7 @@ from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
 from .plan import fine_tuning, fine_tuning_line
+from .saying import say
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 
@@ -124,10 +125,10 @@ def command(
     except OSError as error:
         raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from None
     for name in files:
-        click.echo(f"wrote {directory / name}")
+        say(f"wrote {directory / name}")
     for line in lines:
-        click.echo(line)
-    click.echo(f"next: cd {directory} && ./run.sh --steps 20")
+        say(line)
+    say(f"next: cd {directory} && ./run.sh --steps 20")
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:

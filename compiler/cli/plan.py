@@ -16,6 +16,7 @@ from parcompile.searching.first import batch_of, sequence_length_of
 
 from .compile import command as compile_command
 from .init import chosen_model, offer_lines, offered, spec_text
+from .saying import say
 
 _CLUSTER = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<ranks>\d+)x(?P<accelerator>[a-z].*)", re.IGNORECASE)
 _LENGTH = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[km]?)", re.IGNORECASE)
@@ -60,11 +61,11 @@ def command(model: str, cluster: str, length: str | None, output: Path | None, *
     offer = offered(chosen, section, tokens, file.parent, training=training)[0]
     style = Style.of(sys.stderr)
     for line in offer_lines((offer,), style):
-        click.echo(line, err=True)
+        say(line, err=True)
     if training is not None:
-        click.echo(fine_tuning_line(training, tokens, file, style), err=True)
+        say(fine_tuning_line(training, tokens, file, style), err=True)
     write_file(file, spec_text(offer))
-    click.echo(f"wrote {file}")
+    say(f"wrote {file}")
     click.get_current_context().invoke(compile_command, spec=str(file), output=folder)
 
 

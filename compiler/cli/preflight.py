@@ -16,6 +16,7 @@ from parcompile.backends.writing import to_text
 from .numbers import positive_number
 from .plans import read_plan
 from .preflight_live import check_job
+from .saying import say
 
 _SECONDS = positive_number
 
@@ -74,7 +75,7 @@ def command(
         found = preflight(loaded, chosen, None if model is None else _builder(model))
     except RunError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
+    say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.agrees:
         context.exit(1)
 

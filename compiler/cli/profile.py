@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import click
 from parcompile import schema
 from parcompile.backends.writing import to_text, write
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import writable
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import SCHEMA, is_preset_file
 from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds
+
+from .saying import say
 
 _LIKE = click.Choice(list(accelerators()))
 
@@ -52,13 +52,13 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
     wrong = schema.validate(tree, SCHEMA).diagnostics
     if wrong:
         raise click.ClickException(f"nothing is written: {wrong[0].message}")
-    click.echo(writable(sys.stdout, _text(tree)), nl=False)
+    say(_text(tree), nl=False)
     if output is not None:
         try:
             write({output.name: to_text(tree)}, output.resolve().parent)
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-        click.echo(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')
+        say(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')
 
 
 def _measured(

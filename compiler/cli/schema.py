@@ -9,6 +9,8 @@ import click
 from parcompile import schema
 from parcompile.schema.draft07 import draft07
 
+from .saying import say
+
 
 @click.command("schema")
 @click.argument("name", required=False)
@@ -19,7 +21,7 @@ def command(name: str | None, *, older: bool) -> None:
     NAME is spec, plan, ds-config, process-groups and so on, or the $id of a schema. Without NAME, list the names.
     """
     if name is None:
-        click.echo("\n".join(one.replace("_", "-") for one in schema.names()))
+        say("\n".join(one.replace("_", "-") for one in schema.names()))
         return
     try:
         text = schema.text(name)
@@ -27,4 +29,4 @@ def command(name: str | None, *, older: bool) -> None:
         raise click.UsageError(str(error)) from None
     if older:
         text = json.dumps(draft07(schema.load(name)), indent=2, ensure_ascii=False)
-    click.echo(text, nl=not text.endswith("\n"))
+    say(text, nl=not text.endswith("\n"))

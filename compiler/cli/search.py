@@ -14,7 +14,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.table import columns, headed
-from parcompile.diagnostics.reporters.style import Style, writable
+from parcompile.diagnostics.reporters.style import Style
 from parcompile.layout.grid import Axis
 from parcompile.searching.cuts import VIRTUAL
 from parcompile.searching.ranking import Ranked, SearchResult, search
@@ -25,6 +25,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
 from .estimate import checked_spec, refuse_longer
+from .saying import say
 
 
 @click.command("search")
@@ -79,11 +80,11 @@ def command(
     found = search(space, progress_bar, read_set(coefficients) if coefficients else None)
     chosen = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     if form == "json":
-        click.echo(json.dumps(_json(found, chosen), indent=2))
+        say(json.dumps(_json(found, chosen), indent=2))
     else:
         if space.assumes_accelerator:
-            click.echo(f"cluster.accelerator is not given: {space.tree['cluster']['accelerator']} is assumed", err=True)
-        click.echo(writable(sys.stdout, _text(found, top, Style.of(sys.stdout), losers=losers)), nl=False)
+            say(f"cluster.accelerator is not given: {space.tree['cluster']['accelerator']} is assumed", err=True)
+        say(_text(found, top, Style.of(sys.stdout), losers=losers), nl=False)
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
@@ -92,7 +93,7 @@ def command(
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         if form == "text":
-            click.echo(f"wrote {output}")
+            say(f"wrote {output}")
 
 
 PROGRESS_SECONDS = 10
@@ -106,7 +107,7 @@ def progress_bar(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, ob
         for count, one in enumerate(listed):
             if time.monotonic() - said >= PROGRESS_SECONDS:
                 said = time.monotonic()
-                click.echo(f"predicted {count:,} of {len(listed):,} settings of the axes", err=True)
+                say(f"predicted {count:,} of {len(listed):,} settings of the axes", err=True)
             yield one
         return
     with click.progressbar(list(settings), label="predicting", file=sys.stderr) as bar:

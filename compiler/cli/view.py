@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from parcompile.atomic import write_file
-from parcompile.diagnostics.reporters.style import Style, writable
+from parcompile.diagnostics.reporters.style import Style
 from parcompile.plan import Plan
 from parcompile.plan.summary import summary
 from parcompile.show.page.render import page
@@ -21,6 +21,7 @@ from parcompile.show.pictures.subject import Subject
 from parcompile.show.pictures.svg import svg
 
 from .plans import read_plan
+from .saying import say
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
 FORMATS = ("text", "html", "svg", "png", "md")
@@ -78,13 +79,13 @@ def command(
         raise click.ClickException(str(error)) from None
     if output is None:
         assert isinstance(content, str)
-        click.echo(writable(sys.stdout, content), nl=False)
+        say(content, nl=False)
         return
     try:
         write_file(output, content)
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def _subject(plan: Plan) -> Subject:

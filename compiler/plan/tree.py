@@ -163,7 +163,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         zero_stage=tree["zero"]["stage"],
         deepspeed=tree["deepspeed"],
         provenance={
-            path: Provenance(found["value"], Origin(found["origin"]), found["detail"])
+            path: _typed(Provenance(found["value"], Origin(found["origin"]), found["detail"]))
             for path, found in tree["provenance"].items()
         },
     )

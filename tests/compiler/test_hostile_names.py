@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,60 @@ def test_no_control_character_reaches_the_terminal(tmp_path: Path, format_: str)
     assert done.returncode == 1
     shown = (done.stdout + done.stderr).decode()
     assert not {one for one in shown if not one.isprintable()} - {"\n"}
+
+
+DRIVER = """
+import json, sys
+from parcompile.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as error:
+        print("\\x00", error.code)
+"""
+
+
+def test_no_command_lets_a_value_speak_to_the_terminal(tmp_path: Path) -> None:
+    rude = "\x1b]0;owned\x07\x9b\u202e\U000e0001\r"
+    spec = {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"gpus_per_node": 8, "accelerator": "machine\x9b.json"},
+        "training": {"sequence_length": 4096, "global_batch_size": 8},
+    }
+    machine = {"version": 1, "name": f"x{rude}", "title": f"x{rude}", "source": f"x{rude}", "memory_gib": 800}
+    (tmp_path / "machine\x9b.json").write_text(json.dumps({**machine, "bf16_tflops": 900}))
+    name = "a\x9b.json"
+    (tmp_path / name).write_text(json.dumps(spec))
+    (tmp_path / "other.json").write_text(json.dumps({**spec, "training": {**spec["training"], "seed": 7}}))
+    (tmp_path / "ds\x9b.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, rude: rude}))
+    json_commands = [["check", "--format", one, name] for one in ("json", "sarif")]
+    json_commands += [["estimate", "--format", "json", name], ["groups", name, "--format", "json"]]
+    others = [["view", name], ["diff", name, "other.json"], ["import", "--kind", "ds_config", "ds\x9b.json"]]
+    others += [
+        ["check", "--show-values", name],
+        [name, "-o", "p\x9b"],
+        ["view", "p\x9b", "-o", "v\x9b.html"],
+        ["p\x9b"],
+    ]
+    others += [["checkpoint", "verify", "p\x9b"], ["init", "--hf-config", name], ["models", "--config", name]]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps([*json_commands, *others])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr, done.stderr
+    parts = re.split(r"\x00 \d\n", done.stdout.decode())
+    assert len(parts) == len(json_commands) + len(others) + 1
+    shown = "".join(parts) + done.stderr.decode()
+    assert {one for one in shown if not one.isprintable()} == {"\n"}
+    for text in parts[: len(json_commands)]:
+        json.loads(text)
 
 
 @pytest.mark.parametrize("command", [["view"], ["check"], ["compile"], ["estimate"], ["view", "-o", "page.html"]])

@@ -63,8 +63,26 @@ def _encodes(stream: TextIO, text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """`text` with every character that would move a terminal's cursor, or speak to it, as its escape."""
-    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+    """`text` with every character that would move a terminal's cursor, or speak to it, as its escape in JSON.
+
+    The colours of `Style` stay: no other colours or effects do.
+    """
+    parts = _PAINT.split(text)
+    parts[::2] = [_ODD.sub(_escaped, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+_PAINT = re.compile(r"(\x1b\[(?:0|1(?:;3[1346])?)m)")
+_ODD = re.compile(r"[^\n\x20-\x7e]+")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "".join(one if one.isprintable() else _escape(one) for one in found[0])
+
+
+def _escape(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def hanging(label: str, text: str, width: int) -> str:
