@@ -22,7 +22,7 @@ from parcompile.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("concepts", "estimates", "migration", "quickstart")
+PAGES = ("choosing", "concepts", "estimates", "migration", "moe", "quickstart")
 FAILS = "# exits with 1"
 
 
@@ -57,21 +57,21 @@ def exit_code(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_every_command_of_a_page_runs_on_the_files_that_it_shows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "quickstart":
+    if name in ("moe", "quickstart"):
         pytest.importorskip("deepspeed", reason="the page trains: it needs the extra [runtime]")
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for file, text in files(page).items():
         (tmp_path / file).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     shown = commands(page)
-    assert len(shown) >= 7
+    assert len(shown) >= 6
     for line in shown:
         found = exit_code(line, monkeypatch)
         assert found == (1 if line.endswith(FAILS) else 0), f"{line}\n{capfd.readouterr()}"
-    if name == "concepts":
+    if name in ("choosing", "concepts"):
         drawn = {picture.name: picture.read_bytes() for picture in tmp_path.glob("*.svg")}
-        stored = {picture.name: picture.read_bytes() for picture in (DOCS / "pictures" / "concepts").glob("*.svg")}
-        assert drawn == stored, f"draw docs/pictures/concepts anew with the commands of docs/{name}.md"
+        stored = {picture.name: picture.read_bytes() for picture in (DOCS / "pictures" / name).glob("*.svg")}
+        assert drawn == stored, f"draw docs/pictures/{name} anew with the commands of docs/{name}.md"
 
 
 def test_every_console_block_is_run_by_a_test() -> None:

@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
@@ -45,7 +49,7 @@ def test_the_terminal_shows_what_appears(tmp_path: Path) -> None:
         printed = done.stdout + done.stderr
         assert printed.rstrip() == output.rstrip() if not line.startswith("estimate") else printed.startswith(output)
         assert done.returncode == (1 if "error[" in output else 0)
-    for file in re.findall(r"^\| `([\w.]+\.json)` \|", README, re.MULTILINE):
+    for file in re.findall(r"^\| `([\w.]+\.json)` \|", page("training"), re.MULTILINE):
         assert (tmp_path / "plan" / file).is_file()
 
 
@@ -80,7 +84,7 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     tree["training"].update(sequence_length=32, global_batch_size=2, micro_batch_size=2)
     (tmp_path / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
     assert parcompile("spec.json", "-o", "plan", folder=tmp_path).returncode == 0
-    (snippet,) = blocks("python")
+    (snippet,) = blocks("python", page("training"))
     done = subprocess.run(
         [sys.executable, "-c", snippet],
         cwd=tmp_path,
@@ -99,13 +103,21 @@ def test_the_readme_says_first_what_has_not_run() -> None:
     assert "No GPU has run the runtime yet." in README.partition("## ")[0]
 
 
+def test_the_readme_is_short_and_its_first_command_runs(tmp_path: Path) -> None:
+    assert len(README.split()) <= 900
+    assert "not on a package index yet" in README
+    (line,) = re.findall(r"^\$ parcompile (plan .*)$", README, re.MULTILINE)
+    done = parcompile(*shlex.split(line), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_readme_counts_the_models_that_work() -> None:
     types = model_types().values()
     for count, words in (
         (sum(one.works and one.causal for one in types), r"injects\s+more than (\d+)\s+types"),
         (sum(one.text_works for one in types), r"text parts of\s+more than (\d+)\s+multimodal types"),
     ):
-        (said,) = map(int, re.findall(words, README))
+        (said,) = map(int, re.findall(words, page("status")))
         assert said < count <= said + 20
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from parcompile.user_files import read_start
+
 from .rows_of_files import unusable
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
@@ -29,7 +31,7 @@ def megatron_tokens(index: Path) -> NDArray[np.integer]:
     for file in (index, tokens):
         if not file.is_file():
             raise unusable(f"{file} is missing: Megatron's data are NAME.bin and NAME.idx")
-    head = index.read_bytes()[: _HEADER.size]
+    head, _ = read_start(index, _HEADER.size)
     magic, version, code, sequences, _ = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
     if magic != _MAGIC or version != 1 or code not in _TYPES:
         raise unusable(f"{index} is no index of Megatron's version 1 with tokens that are whole numbers")

@@ -29,6 +29,9 @@ USES = {
     "cp-outer": "attention, across",
     Axis.EP: "routed experts",
     "expert-dp": "gradients of experts",
+    "expert-tp": "one expert",
+    "expert-tp-ep": "all experts of a layer",
+    "expert-tp-ep-pp": "all experts",
 }
 
 

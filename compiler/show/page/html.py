@@ -32,6 +32,14 @@ def joined(content: Iterable[Content]) -> Html:
     return Html("".join(one if isinstance(one, Html) else escape(one, quote=False) for one in content))
 
 
+def with_code(text: str) -> list[Content]:
+    """Text of messages: what stands between backticks is code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return [text]
+    return [tag("code", part) if index % 2 else part for index, part in enumerate(parts)]
+
+
 def table(rows: Sequence[Sequence[Content]], *, caption: str, **attributes: object) -> Html:
     """A table whose first row is its head, in a frame that scrolls when it is too wide.
 

@@ -54,7 +54,8 @@ def page(
         drawn += shown
     more.append(section("launch", "Launch", launching(subject)))
     more.append(section("values", "Values", values(subject)))
-    links = [("ranks", "Ranks"), ("cuts", "Cuts"), ("memory", "Memory"), ("traffic", "Traffic"), ("ring", "Ring")]
+    links = [("ranks", "Ranks"), ("cuts", "Shards"), ("memory", "Memory"), ("traffic", "Traffic")]
+    links += [("ring", "Ring")] if plan.spec.parallelism.cp > 1 else []
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
     links += [
         *([("search", "Search")] if search is not None else []),
@@ -70,7 +71,7 @@ def page(
     }
     dark = f"@media screen and (prefers-color-scheme:dark){{{colours['dark']}}}"
     return Template(_read("page.html")).substitute(
-        title=joined([plan.spec.name]),
+        title=joined([_title(subject)]),
         style=colours["light"] + dark + _read("page.css"),
         summary=joined([summary_line(subject)]),
         links=joined(tag("a", name, href=f"#{anchor}") for anchor, name in links),
@@ -83,6 +84,16 @@ def page(
         data=script_json(page_data(plan)),
         script="\n".join(_read(name) for name in SCRIPTS),
     )
+
+
+def _title(subject: Subject) -> str:
+    """The name of the run; of one without a name, its model and its axes."""
+    spec = subject.plan.spec
+    ep = (Axis.EP,) if spec.parallelism.ep > 1 else ()
+    mesh = " · ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (*subject.axes, *ep))
+    if spec.name != "unnamed":  # the default
+        return spec.name
+    return f"{spec.model.hf_config.get('model_type', 'model')}, {mesh}"
 
 
 def _layout(subject: Subject) -> dict[str, object]:

@@ -18,7 +18,7 @@ from parcompile.show.pictures.subject import Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
-from .html import Content, Html, folded, joined, table, tag
+from .html import Content, Html, folded, joined, table, tag, with_code
 
 _PEAK = "Peak memory"
 
@@ -44,10 +44,11 @@ def tiles(subject: Subject) -> Html:
             f"90 % interval {format_seconds(low)} to {format_seconds(high)}",
         ),
         ("Throughput", f"{found.time.tokens_per_second_per_gpu:,.0f}", "tokens/s per GPU"),
-        ("MFU", f"{found.time.utilisation:.1%}", "of the peak rate in use"),
+        ("MFU", f"{found.time.utilisation:.1%}", "of peak FLOP/s"),
     ]
     if found.work.ep > 1:
-        entries.append(("Experts", f"ep {found.work.ep}", imbalance_text(found.work)))
+        balance = imbalance_text(found.work) if found.work.imbalance != 1 else "assumes balanced experts"
+        entries.append(("Experts", f"ep {found.work.ep}", balance))
     return tag(
         "dl",
         *(
@@ -80,12 +81,11 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
         ("schedule", "ring"),
         ("timeline", "step"),
     ):
+        if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
+            continue
         wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
         drawn += [wide, narrow]
         body = [tag("p", wide.subtitle, class_="note")]
-        if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
-            parts.append(section(anchor, wide.title, *body))
-            continue
         body += [
             tag("div", Html(inline(wide)), class_="picture wide"),
             tag("div", Html(inline(narrow)), class_="picture narrow"),
@@ -115,13 +115,13 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
             place = f"{one.file}:{one.position.line}:{one.position.column} {place}"
         body = [tag("b", one.code), " ", tag("span", one.severity.value, class_=f"severity {one.severity.value}")]
         body += [" ", tag("code", place)] if place else []
-        body.append(tag("p", one.message))
+        body.append(tag("p", *with_code(one.message)))
         if one.help:
-            body.append(tag("p", f"Help: {one.help}", class_="note"))
-        body += [tag("p", f"Fix: {fix.title}{_changes(fix)}", class_="note") for fix in one.fixes]
+            body.append(tag("p", *with_code(f"Help: {one.help}"), class_="note"))
+        body += [tag("p", *with_code(f"Fix: {fix.title}{_changes(fix)}"), class_="note") for fix in one.fixes]
         if one.code in pages:
             rule = pages[one.code]
-            body.append(folded(rule.title, tag("p", rule.explanation)))
+            body.append(folded(rule.title, tag("p", *with_code(rule.explanation))))
         entries.append(tag("li", *body))
     counts = Counter(one.severity.value for one in found)
     runs = "The runtime executes this plan." if not subject.plan.refusals else "The runtime refuses this plan."
@@ -165,8 +165,15 @@ def launching(subject: Subject) -> Html:
             "as the job itself: it compares the ranks, measures the links and runs two steps",
         ),
     ]
-    note = "`parcompile SPEC -o plan` writes these files; `--target` adds those of Kubernetes and SkyPilot."
-    return joined([tag("p", note, class_="note"), table(rows, caption="Commands that start the plan")])
+    note = tag(
+        "p",
+        tag("code", "parcompile SPEC -o plan"),
+        " writes these files; ",
+        tag("code", "--target"),
+        " adds those of Kubernetes and SkyPilot.",
+        class_="note",
+    )
+    return joined([note, table(rows, caption="Commands that start the plan")])
 
 
 def values(subject: Subject) -> Html:
@@ -190,8 +197,11 @@ def summary_line(subject: Subject) -> str:
     """The plan in a sentence, for the headline."""
     spec = subject.plan.spec
     machine = subject.estimate.work.machine.title
+    source = (
+        spec.model.hf_config.get("model_type", "A model") if spec.model.source == "dimensions" else spec.model.source
+    )
     return (
-        f"{spec.model.source} on {spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "
+        f"{source} on {spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "
         f"{spec.training.global_batch_size:,} sequences of {spec.training.sequence_length:,} tokens, "
         f"{spec.training.precision.value}, ZeRO-{spec.zero_stage}."
     )

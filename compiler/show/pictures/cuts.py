@@ -1,10 +1,11 @@
-"""What each axis cuts: tp the weights, cp the tokens, dp the batch, pp the layers, ZeRO-1 the optimizer state."""
+"""What each axis splits: tp weights, cp tokens, dp the batch, pp layers, ep experts, ZeRO the optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from parcompile.cost.memory import static_memory
+from parcompile.layout.experts import owned_experts
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.sequence import token_ranges
@@ -24,13 +25,13 @@ BAR = 30.0
 
 
 def draw(subject: Subject, width: float, *, axis: str | None = None) -> Picture:
-    """One panel for each axis larger than 1, and for ZeRO; with `axis` (tp, cp, dp, pp or zero) that panel only.
+    """One panel for each axis larger than 1, and for ZeRO; with `axis` (tp, cp, dp, pp, ep or zero) that panel only.
 
     Raises:
         ValueError: there is no such panel.
     """
     if axis is not None and axis not in _PANELS:
-        raise ValueError(f"there is no panel {axis!r}: what is cut is shown for {', '.join(_PANELS)}")
+        raise ValueError(f"there is no panel {axis!r}: what is split is shown for {', '.join(_PANELS)}")
     names = [axis] if axis else _cut(subject)
     sketch = Sketch(width)
     said = []
@@ -38,16 +39,17 @@ def draw(subject: Subject, width: float, *, axis: str | None = None) -> Picture:
         if sketch.y:
             sketch.y += 16
         said.append(_PANELS[name](sketch, subject))
-    title = "What each axis cuts" if axis is None else f"What {_NAMES.get(axis, axis)} cuts"
+    title = "What each axis splits" if axis is None else f"What {_NAMES.get(axis, axis)} splits"
     parallelism = subject.plan.spec.parallelism
     world = " × ".join(f"{axis} {parallelism.size(axis)}" for axis in DENSE_AXES)
+    world += f", ep {parallelism.ep}" if parallelism.ep > 1 else ""
     return sketch.picture(title, f"{subject.plan.spec.name}: {world}", " ".join(said))
 
 
 def _cut(subject: Subject) -> list[str]:
     """The panels that show a cut."""
     spec = subject.plan.spec
-    found = [axis for axis in DENSE_AXES if spec.parallelism.size(axis) > 1]
+    found = [axis for axis in (*DENSE_AXES, Axis.EP) if spec.parallelism.size(axis) > 1]
     return [*found, *(["zero"] if spec.zero_stage and spec.parallelism.zero_shards > 1 else [])] or [Axis.TP]
 
 
@@ -55,7 +57,9 @@ def _weights(sketch: Sketch, subject: Subject) -> str:
     """The matrices of a layer side by side, each in the shades of the ranks that hold its pieces."""
     tp = subject.plan.spec.parallelism.tp
     said = (
-        f"tp {tp} cuts the weights: each rank holds 1/{tp} of every matrix." if tp > 1 else "tp 1: weights are whole."
+        f"tp {tp} splits the weights: each rank holds 1/{tp} of every matrix."
+        if tp > 1
+        else "tp 1: weights are not split."
     )
     sketch.caption(said, strong=True)
     found = [pair for pair in subject.plan.tensors().values() if pair[0].layers is not None and len(pair[0].shape) > 1]
@@ -85,7 +89,7 @@ def _matrix(
     height, width = max(rows * scale, 8.0), max(columns * scale, 8.0)
     y = bottom - height
     if layout.ranges is None:
-        sketch.add(Box(x, y, width, height, "hidden", f"{parameter.name}: whole on every rank"))
+        sketch.add(Box(x, y, width, height, "hidden", f"{parameter.name}: replicated"))
     else:
         drawn: set[tuple[int, int]] = set()
         for rank, pieces in enumerate(layout.ranges):
@@ -101,7 +105,7 @@ def _matrix(
                     first, last = width * start / columns, width * stop / columns
                     sketch.add(Box(x + first, y, max(last - first - 0.6, 0.4), height, role, title))
     name = parameter.name.removesuffix(".weight").rsplit(".", 1)[-1]
-    how = "whole on each rank" if layout.dim is None else "cut by rows" if layout.dim == 0 else "cut by columns"
+    how = "replicated" if layout.dim is None else "split by rows" if layout.dim == 0 else "split by columns"
     sketch.add(Text(x, bottom + 15, fitted(name, 118, SMALL + 1), SMALL + 1, strong=True))
     sketch.add(Text(x, bottom + 29, f"{rows} × {columns}", SMALL, "soft"))
     sketch.add(Text(x, bottom + 42, how, SMALL, "soft"))
@@ -111,7 +115,7 @@ def _tokens(sketch: Sketch, subject: Subject) -> str:
     """The sequence as a bar, each stretch in the shade of the rank that holds it."""
     parallelism, length = subject.plan.spec.parallelism, subject.plan.spec.training.sequence_length
     cp, layout = parallelism.cp, parallelism.cp_layout
-    said = f"cp {cp} cuts each sequence of {length:,} tokens: a rank holds {length // cp:,} of them ({layout.value})."
+    said = f"cp {cp} splits each sequence of {length:,} tokens: a rank holds {length // cp:,} of them ({layout.value})."
     sketch.caption(said, strong=True)
     top = sketch.y + 8
     step = max(1, cp // MOST_PARTS)
@@ -147,7 +151,7 @@ def _batch(sketch: Sketch, subject: Subject) -> str:
     training, dp = subject.plan.spec.training, subject.plan.spec.parallelism.dp
     micro, steps = training.micro_batch_size, training.gradient_accumulation_steps
     said = (
-        f"dp {dp} cuts the batch of {training.global_batch_size:,} sequences: each copy of the model reads "
+        f"dp {dp} splits the batch of {training.global_batch_size:,} sequences: each copy of the model reads "
         f"{micro * steps:,} of them, {micro} at a time in {steps:,} micro-batches."
     )
     sketch.caption(said, strong=True)
@@ -176,7 +180,7 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
     """The layers as a bar, each in the shade of its stage."""
     spec = subject.plan.spec
     pp, layers = spec.parallelism.pp, spec.model.shape.num_hidden_layers
-    said = f"pp {pp} cuts the {layers} layers into stages."
+    said = f"pp {pp} splits the {layers} layers into stages."
     sketch.caption(said, strong=True)
     top, wide = sketch.y + 8, sketch.width / (layers + 2)
     # The embedding stands before the layers, the head behind them.
@@ -203,25 +207,70 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     memory = static_memory(work)
     shards = spec.optimizer_shards
     state = memory.master_bytes + memory.optimizer_bytes
-    experts = f" (of experts: {work.expert_shards})" if work.dealt_parameters(spec.stages[0]) else ""
     said = (
-        f"ZeRO-{spec.zero_stage} cuts the optimizer state of dp · cp = {shards} ranks{experts}: "
-        f"{format_bytes(state)} on each instead of {format_bytes(memory.numel * (MASTER_BYTES + ADAM_STATE_BYTES))}."
+        f"ZeRO-{spec.zero_stage} splits the optimizer state: {format_bytes(state)} on each rank instead of "
+        f"{format_bytes(memory.numel * (MASTER_BYTES + ADAM_STATE_BYTES))}."
     )
     sketch.caption(said, strong=True)
     whole = {"weights": ("weights", spec.zero_stage >= 3), "gradients": ("gradients", spec.zero_stage >= 2)}
     for name, (role, cut) in whole.items():
-        sketch.caption(f"{name}: {'cut as well' if cut else 'whole on each rank'}", size=SMALL + 1)
+        sketch.caption(f"{name}: {'split as well' if cut else 'in full on each rank'}", size=SMALL + 1)
         sketch.add(Box(0, sketch.y + 2, sketch.width, 16, role, name))
         sketch.y += 24
-    sketch.caption("fp32 master weights and Adam's two moments: one piece each", size=SMALL + 1)
-    y = sketch.y + 2
-    shown = min(shards, MOST_PARTS)
+    dealt = max(map(work.dealt_parameters, spec.stages))
+    what = "of what is not a routed expert" if dealt else "one shard each"
+    _shards(sketch, f"fp32 master weights and Adam's two moments, {what}: dp · cp = {shards} shards", shards)
+    if dealt:
+        held = (
+            f"of the routed experts of a rank: expert-dp = {work.expert_shards} shard{'s' * (work.expert_shards > 1)}"
+        )
+        _shards(sketch, held, work.expert_shards)
+    return said
+
+
+def _shards(sketch: Sketch, said: str, shards: int) -> None:
+    sketch.caption(said, size=SMALL + 1)
+    y, shown = sketch.y + 2, min(shards, MOST_PARTS)
     wide = sketch.width / shown
     for index in range(shown):
         rank = index * shards // shown
         _part(sketch, index * wide, y, wide, shade(Axis.DP, rank, shards), str(rank), f"shard {rank} of {shards}")
-    _ends(sketch, y + BAR, "parameter 0", f"{memory.padded_numel:,}")
+    _ends(sketch, y + BAR, "first parameter", "last")
+
+
+def _experts(sketch: Sketch, subject: Subject) -> str:
+    """The routed experts of a layer as a bar, each in the shade of the ep index that holds it."""
+    plan, ep = subject.plan, subject.plan.spec.parallelism.ep
+    moe = plan.spec.model.shape.moe
+    count = moe.num_experts if moe else 0
+    if not count or ep == 1:
+        said = f"ep 1: each rank holds all {count} experts of a layer." if count else "The model has no experts."
+        sketch.caption(said, strong=True)
+        return said
+    slices = workload_of(plan.spec).expert_slices
+    each = f", 1/{slices} of each" if slices > 1 else ""
+    said = f"ep {ep} splits the {count} routed experts of each layer: a rank holds {count // ep} of them{each}."
+    sketch.caption(said, strong=True)
+    ranks = plan.groups.of_rank(Axis.EP, 0)
+    top, wide = sketch.y + 8, sketch.width / count
+    for index in range(ep):
+        role = shade(Axis.EP, index, ep)
+        for start, stop in owned_experts(count, ep, index):
+            for expert in range(start, stop):
+                _part(sketch, expert * wide, top, wide, role, str(expert), f"expert {expert}: ep {index}")
+    _ends(sketch, top + BAR, "expert 0", f"{count - 1}")
+    shown = min(ep, 8)
+    sketch.legend([(shade(Axis.EP, index, ep), f"ep {index}: rank {ranks[index]}") for index in range(shown)])
+    more = f" of the first {shown} of {ep} ranks" if shown < ep else ""
+    sketch.caption(f"The colours are those of the ep group of rank 0{more}; other groups hold copies.", size=SMALL + 1)
+    for one in subject.estimate.traffic:
+        if one.group == Axis.EP:
+            place = "between nodes" if one.leaves_node else "in a node"
+            sent = (
+                f"All-to-all: a rank sends {format_bytes(one.wire_bytes)} in a step, {one.messages:,} messages {place}."
+            )
+            sketch.caption(sent, size=SMALL + 1)
+            said += f" {sent}"
     return said
 
 
@@ -242,6 +291,7 @@ _PANELS: dict[str, Callable[[Sketch, Subject], str]] = {
     Axis.CP: _tokens,
     Axis.DP: _batch,
     Axis.PP: _layers,
+    Axis.EP: _experts,
     "zero": _optimizer,
 }
 _NAMES = {"zero": "ZeRO"}

@@ -17,6 +17,8 @@ LABELLED = 22
 """Cells of at least so many pixels carry the number of their rank."""
 NODE_COLUMNS = 8
 MOST_LINES = 16
+SPLITS = {Axis.TP: "weights", Axis.CP: "sequences", Axis.DP: "the batch", Axis.PP: "layers"}
+"""What the ranks of a group of one axis each hold a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
     for axis in subject.axes:
         ranks = AxisGroups(grid, (axis,)).of_rank(rank)
         nodes = len({one // per_node for one in ranks})
-        found.append((axis, f"{axis}: {len(ranks)} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"))
+        found.append((axis, f"{axis}: splits {SPLITS[axis]}, {len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}"))
     return found
 
 

@@ -76,7 +76,7 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
     if not times:
         return
     sketch.y += 12
-    sketch.caption("Communication: waited for (coloured) and hidden behind computation (grey)", strong=True)
+    sketch.caption("Communication: exposed (coloured) and overlapped with computation (grey)", strong=True)
     left, right = 56.0, 128.0 if sketch.narrow else 250.0
     longest = max(map(sum, times.values()))
     top = sketch.y + 4
@@ -85,8 +85,8 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
         sketch.add(Text(0, top + 14, group))
         sketch.add(Box(left, top + 3, max(exposed * room, 1.5 if exposed else 0), 14, AXIS_OF_GROUP.get(group, group)))
         sketch.add(Box(left + exposed * room, top + 3, hidden * room, 14, "hidden"))
-        text = f"{format_seconds(exposed)} + {format_seconds(hidden)} hidden" if hidden else format_seconds(exposed)
-        text = f"all {format_seconds(hidden)} hidden" if hidden and not exposed else text
+        text = f"{format_seconds(exposed)} + {format_seconds(hidden)} overlapped" if hidden else format_seconds(exposed)
+        text = f"all {format_seconds(hidden)} overlapped" if hidden and not exposed else text
         sketch.add(Text(sketch.width, top + 14, fitted(text, right - 8, SMALL + 1), SMALL + 1, "soft", "end"))
         top += 24
     sketch.y = top
@@ -105,10 +105,12 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
     shortest = min(one.stop - one.start for one in laid.passes)
     windows = [(0.0, whole, left, room)]
     if shortest / whole * room < LEAST_PASS:
-        # The filling and the draining of the pipeline, with the middle left out.
-        span = min(shortest * (room - 30) / LEAST_PASS / 2, whole / 2)
-        half = (room - 30) / 2
-        windows = [(0.0, span, left, half), (whole - span, whole, left + half + 30, half)]
+        # The filling, the steady state and the draining of the pipeline; what lies between is left out.
+        third = (room - 60) / 3
+        span = shortest * third / LEAST_PASS
+        steady = max(laid.resumes - span if laid.left_out else (whole - span) / 2, span)
+        starts = (0.0, steady, whole - span)
+        windows = [(start, start + span, left + part * (third + 30), third) for part, start in enumerate(starts)]
     top = sketch.y + 6
     for stage in range(laid.stages):
         y = top + stage * lane
@@ -123,8 +125,8 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         sketch.add(Text(x, bottom + 13, format_seconds(start) if start else "0 s", SMALL, "soft"))
         sketch.add(Text(x + length, bottom + 13, format_seconds(stop), SMALL, "soft", "end"))
     if len(windows) > 1:
-        middle = left + room / 2
-        sketch.add(Text(middle, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))
+        for _, _, x, _ in windows[1:]:
+            sketch.add(Text(x - 15, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))
     sketch.y = bottom + 18
     sketch.legend(
         [
@@ -136,7 +138,10 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         ]
     )
     if len(windows) > 1:
-        sketch.caption("The middle of the step is like its edges and is left out.", size=SMALL + 1)
+        sketch.caption(
+            "The pipeline fills, runs in its steady state, and drains; what lies between is like the steady state.",
+            size=SMALL + 1,
+        )
     estimate = step.seconds - step.gradients - step.optimizer
     if abs(laid.seconds - estimate) > 0.005 * estimate:
         sketch.caption(

@@ -60,9 +60,9 @@ def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note
 
 def _time(subject: Subject, one: GroupTraffic) -> str:
     exposed, hidden = subject.estimate.exposed_seconds(one.group), subject.estimate.hidden_seconds(one.group)
-    if hidden and not exposed:
-        return f"{format_seconds(hidden)} hidden behind computation"
-    return f"{format_seconds(exposed)} waited for" + (f", {format_seconds(hidden)} hidden" if hidden else "")
+    if not exposed:
+        return f"fully overlapped{f' ({format_seconds(hidden)})' if hidden else ''}"
+    return f"{format_seconds(exposed)} exposed" + (f", {format_seconds(hidden)} overlapped" if hidden else "")
 
 
 def _subtitle(subject: Subject) -> str:
@@ -94,7 +94,7 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG0
 
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table."""
-    head = ("group", "operation", "messages", "sent", "link", "waited for", "hidden")
+    head = ("group", "operation", "messages", "sent", "link", "exposed", "overlapped")
     return [
         head,
         *(
