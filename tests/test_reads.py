@@ -36,15 +36,17 @@ OWN = {
     "runtime/checkpoint/manifest.py": 1,
     "runtime/checkpoint/state_file.py": 1,
     "runtime/checkpoint/universal.py": 1,
+    "runtime/data/rows_of_files.py": 2,
     "runtime/groups/registration.py": 1,
     "runtime/liveness/monitor.py": 1,
     "runtime/liveness/processes.py": 1,
     "runtime/preflight/live/facts.py": 5,
     "runtime/profiling/machine.py": 1,
     "runtime/profiling/recorder.py": 2,
+    "runtime/run_log.py": 2,
 }
-"""How many such calls a file has. They read what is installed with the package, /proc, or pieces of a checkpoint, or
-they write; text/reading.py asks what a file is before it opens it, and reads so many bytes of it.
+"""How many such calls a file has. They read what is installed with the package, /proc, or pieces of a checkpoint or
+data to train on, or they write; text/reading.py asks what a file is before it opens it, and reads so many bytes of it.
 """
 
 
