@@ -13,6 +13,8 @@ BUILT_IN = (
 ALL = "all"
 DEFAULT = ("deepspeed", "torchrun", "slurm")
 """Targets that are written when none is named."""
+LAUNCHERS = (*DEFAULT, "kubernetes", "skypilot")
+"""Targets whose files start a script under the runtime; the others are tools that train by themselves."""
 
 
 def names() -> tuple[str, ...]:

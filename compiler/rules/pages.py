@@ -116,6 +116,16 @@ def _with_use(rule: FileRule) -> str:
     return f"{rule.explanation} The examples are meant for {' '.join(options)}." if options else rule.explanation
 
 
+def _with_tools(rule: Rule) -> str:
+    """The explanation, with the tools without which what the rule finds is an error."""
+    if not rule.run_by:
+        return rule.explanation
+    return (
+        f"{rule.explanation} This is an error unless the files of {' or '.join(rule.run_by)} are asked for (--target): "
+        "nobody could run such a plan."
+    )
+
+
 def titles() -> Mapping[str, str]:
     """The title of every code."""
     return {code: page.title for code, page in pages().items()}
@@ -127,7 +137,7 @@ def _of_rule(rule: Rule) -> Page:
         rule.code,
         rule.severity,
         rule.title,
-        rule.explanation,
+        _with_tools(rule),
         wrong,
         right,
         "json",

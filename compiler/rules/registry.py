@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile import entry_points
+from parcompile.backends.target_names import LAUNCHERS
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.model.blocks import KNOWN
 from parcompile.model.families import family_problem
@@ -25,6 +26,8 @@ CONCERNED = ("deepspeed", "runtime", "megatron", ESTIMATE)
 """What a rule may concern. A rule that concerns one of them fires only when the plan is meant for it."""
 LAUNCHED = "launched"
 """What a plan is asked for when its targets are known: that one of them, or the runtime, can run it."""
+OTHER_TOOL = "another tool"
+"""Stands for each target that does not launch the runtime."""
 DEFAULT_TARGETS = ("deepspeed", "runtime", ESTIMATE)
 
 PEAK_RULE = "H004"
@@ -35,7 +38,9 @@ MEMORY_RULES = ("H001", PEAK_RULE)
 
 def rule_targets(targets: Collection[str], *, estimate: bool = True) -> tuple[str, ...]:
     """What the rules are asked for when files of these targets are wanted: every plan runs, some have rules beside."""
-    found = (*DEFAULT_TARGETS, LAUNCHED, *(one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS))
+    others = (OTHER_TOOL,) if set(targets) - set(LAUNCHERS) else ()
+    added = (one for one in CONCERNED if one in targets and one not in DEFAULT_TARGETS)
+    found = (*DEFAULT_TARGETS, LAUNCHED, *others, *added)
     return found if estimate else tuple(one for one in found if one != ESTIMATE)
 
 
@@ -260,12 +265,13 @@ def _model_type(resolution: Resolution) -> object:
 
 def _diagnostic(entry: Rule, finding: Finding, targets: Collection[str]) -> Diagnostic:
     nobody_runs_it = LAUNCHED in targets and entry.run_by and not set(entry.run_by) & set(targets)
+    elsewhere = f"; or ask for the files of {' or '.join(entry.run_by)} with --target" if nobody_runs_it else ""
     return Diagnostic(
         code=entry.code,
         severity=Severity.ERROR if nobody_runs_it else finding.severity or entry.severity,
         message=finding.message,
         path=finding.path,
-        help=finding.help,
+        help=finding.help and finding.help + elsewhere,
         fixes=finding.fixes,
         related=finding.related,
     )

@@ -17,7 +17,7 @@ _ROWS = {
     "layers.*.attention.wo.weight": [64, 64],
     "head.weight": [1024, 64],
 }
-_RULES = {
+RULES = {
     "embed": "vocab",
     "layers.*.attention": "attention",
     "layers.*.attention.wq": "column",
@@ -32,7 +32,7 @@ MODULE = {
     "vocab_size": 1024,
     "max_position_embeddings": 8192,
     "parameters": _ROWS,
-    "injection": _RULES,
+    "injection": RULES,
 }
 
 
@@ -42,7 +42,7 @@ MODULE = {
     """Each rule names a module or a parameter of model.parameters; "column" and "row" are for linears (weight
     [out, in]), "vocab" for tables of vocab_size rows, "attention" for the modules that attend. Rows of the layers stand
     together, with * in the place of their number.""",
-    wrong={"model": {**MODULE, "injection": {**_RULES, "layers.*.attention.wk": "column"}}},
+    wrong={"model": {**MODULE, "injection": {**RULES, "layers.*.attention.wk": "column"}}},
     right={"model": MODULE},
 )
 def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:

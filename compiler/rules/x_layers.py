@@ -13,7 +13,7 @@ from parcompile.spec.resolve import Resolution
 
 from .examples import SHARED_KEYS
 from .places import also, model_path
-from .registry import Finding, rule
+from .registry import OTHER_TOOL, Finding, rule
 
 
 @rule(
@@ -31,6 +31,7 @@ from .registry import Finding, rule
     },
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires for the first layer whose keys and values are on another stage."""
@@ -88,6 +89,7 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
     },
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def kv_heads_are_replicated_alike(spec: Resolution) -> Iterator[Finding]:
     """Fires for two counts below tp."""

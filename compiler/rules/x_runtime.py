@@ -1,4 +1,4 @@
-"""What the runtime executes today. Other plans compile, for other launchers; the runtime refuses them."""
+"""What the runtime executes today. Other plans compile for other tools; the runtime refuses them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parcompile.spec.workload import workload_of
 
 from .m_experts import MIXTRAL
 from .places import also, model_path
-from .registry import Finding, rule
-from .s_module import MODULE
+from .registry import OTHER_TOOL, Finding, rule
+from .s_module import MODULE, RULES
 
 _WINDOWED = {
     "model_type": "phimoe",
@@ -62,6 +62,7 @@ _SHARING = {
     },
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires where the two grids give a rank different places on tp or pp."""
@@ -92,8 +93,7 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
     the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
     their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are cut over
-    a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0: without its files among the
-    targets nobody could run such a plan, and this is an error.""",
+    a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0.""",
     wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
     right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
     severity=Severity.WARNING,
@@ -154,6 +154,7 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
     right={"zero": {"stage": 2}},
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def runtime_needs_whole_weights(spec: Resolution) -> Iterator[Finding]:
     """Fires for stage 3."""
@@ -175,6 +176,7 @@ def runtime_needs_whole_weights(spec: Resolution) -> Iterator[Finding]:
     right={"model": _WINDOWED},
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     """Fires for families of plug-ins, axes that a family does not run over, and windows that stand in one place."""
@@ -230,6 +232,7 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     right={"model": MODULE, "parallelism": {"tp": 2}},
     severity=Severity.WARNING,
     targets=("runtime",),
+    run_by=(OTHER_TOOL,),
 )
 def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[Finding]:
     """Fires for pp > 1 with a user module."""
@@ -248,8 +251,7 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
     """Where tp is larger than the number of kv heads, several ranks hold the same kv heads, and of a weight that fuses
     queries, keys and values (phi3) some rows are on several ranks; so are rows of Mamba-2 layers. They count once in
     the gradient norm. DeepSpeed's optimizer for 16-bit weights with sums in fp32 at ZeRO stage 1 takes a weight into
-    the norm wholly or not at all, and the runtime refuses it. Without Megatron-LM's files among the targets this is an
-    error.""",
+    the norm wholly or not at all, and the runtime refuses it.""",
     wrong={**_SHARING, "parallelism": {"tp": 16}},
     right={**_SHARING, "parallelism": {"tp": 8}},
     severity=Severity.WARNING,
@@ -276,6 +278,34 @@ def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
             ("training", "gradient_accumulation_dtype"),
             help="leave gradient_accumulation_dtype to the precision, or use zero.stage 2",
             related=also(spec, ("parallelism", "tp"), ("zero", "stage")),
+        )
+
+
+@rule(
+    "X010",
+    "sequence parallelism of a user module without its embedding and head",
+    """With sequence parallelism the tokens are dealt over tp behind the embedding, and gathered in front of the head.
+    Both are the runtime's own layers then: the table of the embedding, and the linear that gives the logits unless both
+    are one weight (tie_word_embeddings), need the rule "vocab".""",
+    wrong={
+        "model": {**MODULE, "injection": {name: kind for name, kind in RULES.items() if name != "head"}},
+        "parallelism": {"tp": 2, "sequence_parallel": True},
+    },
+    right={"model": MODULE, "parallelism": {"tp": 2, "sequence_parallel": True}},
+)
+def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
+    """Fires where fewer weights have the rule than a model has ends."""
+    module, needed = spec.shape.user_module, 1 if spec.shape.tie_word_embeddings else 2
+    if module is None or not spec.sequence_parallel:
+        return
+    found = [name for name, one in module.injection if one.kind == "vocab"]
+    if len(found) < needed:
+        yield Finding(
+            'sequence_parallel begins at the embedding and ends at the head: both need the rule "vocab", which '
+            f"{' and '.join(found) or 'no module'} has",
+            ("model", "injection"),
+            help='give the embedding and the head the rule "vocab", or set sequence_parallel to false',
+            related=also(spec, ("parallelism", "sequence_parallel")),
         )
 
 

@@ -10,8 +10,14 @@ from .values import Origin, Spec
 
 
 def workload_of(spec: Spec) -> Workload:
-    """The step of a resolved spec, as the DeepSpeed runtime executes it."""
+    """The step of a resolved spec, as the DeepSpeed runtime executes it.
+
+    Raises:
+        ValueError: some rank has no token.
+    """
     axes, training = spec.parallelism, spec.training
+    if training.sequence_length < axes.cp:
+        raise ValueError(f"sequence_length {training.sequence_length} < cp {axes.cp}")
     machine = spec.provenance.get("cluster.accelerator")
     return Workload(
         shape=spec.model.shape,

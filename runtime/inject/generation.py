@@ -81,13 +81,14 @@ class _Decoding:
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         past = any(kwargs.get(name) is not None for name in _PAST)
-        if past and (kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None):
+        labelled = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+        if past and labelled:
             raise RunError(
                 "the model was called with past_key_values and with labels: keys of earlier calls are taken for "
                 "decoding only. Give the whole sequence, without past_key_values, to train or to compute a loss",
                 everywhere=True,
             )
-        self._here = self._every or past or (kwargs.get("use_cache") is True and kwargs.get("labels") is None)
+        self._here = self._every or past or (kwargs.get("use_cache") is True and not labelled)
         if not self._here:
             return None
         kwargs = {**kwargs, ALONE: True}

@@ -70,6 +70,7 @@ class ChunkForward:
                 everywhere=True,
             )
         stage = self._stages[chunk]
+        batch.pop("use_cache", None)  # no stage has keys of all layers, and training asks for none
         balance: Any = getattr(self._model, "loss_function", None)
         hand_on = getattr(balance, "hand_on", None)
         parts = LayerParts(self._base, stage.layers, received[-1] if received else None) if self._has_parts else None

@@ -17,8 +17,10 @@ import pytest
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.backends.megatron.file import from_shell
 from parcompile.pipeline import check_any, check_read
+from parcompile.rules import check, rule_targets
 from parcompile.rules.examples import example_spec
 from parcompile.rules.file_registry import file_rules
+from parcompile.spec.resolve import Resolution
 from parcompile.text import Result, SourceText, parse
 
 ODD: list[Any] = [None, True, -1, 0, 1.5, 10**20, "", "auto", "text", [], [1, "auto"], {}, {"enabled": True}]
@@ -64,6 +66,20 @@ def test_odd_scripts_are_read(text: str) -> None:
     source = SourceText("a.sh", text)
     checked = check_read(Result(source, from_shell(source)), Path(), kind=MEGATRON)
     assert all(one.position is not None for one in checked.diagnostics)
+
+
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "mixtral-8x7b", "nemotron-3-nano-30b-a3b"])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_fewer_tokens_than_ranks_are_one_error(preset: str, length: int) -> None:
+    """Ranks without a token have no time and no memory to predict."""
+    sections = {
+        "model": {"preset": preset},
+        "cluster": {"nodes": 2, "accelerator": "h100-sxm"},
+        "parallelism": {"cp": 4, "tp": 2},
+        "training": {"sequence_length": length, "global_batch_size": 2, "micro_batch_size": 1},
+    }
+    found = check(Resolution(example_spec(sections)), rule_targets(()))
+    assert "C001" in {one.code for one in found if one.is_error}
 
 
 def test_very_many_mistakes_do_not_run_away(tmp_path: Path) -> None:

@@ -185,7 +185,10 @@ def test_an_importer_reads_files_that_it_recognises(run: Any, tmp_path: Path) ->
 def test_a_family_gives_a_model_type_its_parameters(run: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model = {"model_type": "acme_llama", **sizes, "vocab_size": 256, "max_position_embeddings": 4096}
-    code, said = run("spec.json", "-o", "plan", spec={**SPEC, "model": model})
+    assert (
+        "error[X004]: parcompile.runtime does not inject" in run("check", "spec.json", spec={**SPEC, "model": model})[1]
+    )
+    code, said = run("spec.json", "-o", "plan", "--target", "torchtitan", spec={**SPEC, "model": model})
     assert code == 0, said
     assert "warning[X004]: parcompile.runtime does not inject acme_llama: it comes from a plug-in" in said
     assert "input_layernorm.bias" in (tmp_path / "plan/plan.json").read_text()

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from parcompile.backends.target_names import BUILT_IN, LAUNCHERS
 from parcompile.cli.main import cli
+from parcompile.rules import Rule, all_rules, rule_targets
+from parcompile.rules import check as check_rules
 from parcompile.rules.examples import example_spec
 from parcompile.rules.m_experts import MIXTRAL
+from parcompile.rules.registry import OTHER_TOOL
+from parcompile.spec.resolve import Resolution
 
 PHI3 = {
     "model_type": "phi3",
@@ -56,6 +61,20 @@ def test_a_plan_for_megatron_is_written_with_a_warning(tmp_path: Path) -> None:
     code, said = check(tmp_path, sections, "-t", "megatron")
     assert code == 0
     assert "warning[X006]" in said
+
+
+@pytest.mark.parametrize("rule", [one for one in all_rules() if one.code.startswith("X")], ids=lambda one: one.code)
+def test_a_plan_that_nobody_runs_is_refused(rule: Rule) -> None:
+    """Each rule's example: an error for launchers of the runtime, a warning where another tool runs the plan."""
+    resolution = Resolution(example_spec(rule.wrong))
+    for target in BUILT_IN:
+        (found,) = [
+            one for one in check_rules(resolution, rule_targets([target], estimate=False)) if one.code == rule.code
+        ]
+        runs = target not in LAUNCHERS if rule.run_by == (OTHER_TOOL,) else target in rule.run_by
+        assert found.is_error != runs, target
+        assert found.help is not None
+        assert ("with --target" in found.help) == (bool(rule.run_by) and not runs)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

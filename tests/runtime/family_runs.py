@@ -155,7 +155,7 @@ def train_on(
     for _ in range(steps):
         optimizer.zero_grad()
         if mesh.size("pp") > 1:
-            ended = forward_and_backward(model, mesh, batch)
+            ended = forward_and_backward(model, mesh, {**batch, "use_cache": True})
         else:
             ended = [model(**batch).loss]
             ended[0].backward()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_runs import adapted
+from closeness import assert_close
 from expert_runs import Case
 from export_runs import different_files, of_plan, stored_tensors
 from ranks import run_ranks
@@ -102,14 +103,20 @@ def test_they_write_the_whole_model(name: str, folder: Path, tmp_path: Path) -> 
     assert different_files(tmp_path / "exported", place / "parts") == []
     assert len(list((place / "parts").glob("*.safetensors"))) > 1
     assert not (place / "parts" / "unfinished").exists()
-    expected, *others = (
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).state_dict()
+    model, *others = (
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval()
         for one in (tmp_path / "exported", place / "saved", place / "parts", place / "binary")
     )
-    for other in others:
-        assert other.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(other[key], value), key
+    expected, ids = model.state_dict(), torch.stack([one["input_ids"] for one in samples(plans()[name])])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+        for other in others:
+            found = other.state_dict()
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(found[key], value), key
+            # What no state_dict has, such as buffers that are not saved, shows in the logits.
+            assert_close(other(input_ids=ids, use_cache=False).logits, logits, about=name)
 
 
 def refused(rank: int, plan: Plan, folder: str) -> dict[str, str]:
