@@ -6,9 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,34 @@ from parcompile.runtime import report_errors
 class Ranks:
     """`function(folder, *args)` on every rank, within `report_errors`, in a process of its own.
 
-    Heartbeats are on, and rank 0 keeps the store.
+    Heartbeats are on, and rank 0 keeps the store. Ranks of `behind_proxy` reach it through a process each.
     """
 
     def __init__(
-        self, folder: Path, size: int, function: Callable[..., None], *args: Any, port: int | None = None, **more: str
+        self,
+        folder: Path,
+        size: int,
+        function: Callable[..., None],
+        *args: Any,
+        port: int | None = None,
+        behind_proxy: Collection[int] = (),
+        **more: str,
     ) -> None:
         self.folder, self.port, self.size = folder, port or free_port(), size
         folder.mkdir(parents=True, exist_ok=True)
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         self.processes = []
+        self.proxies: dict[int, Any] = {}
         for rank in range(size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": self.port}
             environment = {name: str(value) for name, value in numbers.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **more}
+            if rank in behind_proxy:
+                environment["MASTER_PORT"] = str(free_port())
+                ports = int(environment["MASTER_PORT"]), self.port
+                self.proxies[rank] = context.Process(target=_forward, args=ports, daemon=True)
+                self.proxies[rank].start()
             call = (environment, folder, function, args)
             self.processes.append(context.Process(target=_run, args=call, daemon=True))
             self.processes[-1].start()
@@ -71,7 +86,7 @@ class Ranks:
 
     def kill(self) -> None:
         """Ends what is left."""
-        for one in self.processes:
+        for one in [*self.processes, *self.proxies.values()]:
             with contextlib.suppress(ProcessLookupError):
                 one.kill()
             one.join()
@@ -80,6 +95,22 @@ class Ranks:
 def leave(folder: Path, name: str, text: str = "") -> None:
     """Leaves a file for `wait_for`."""
     (folder / f"{name}-{os.environ['RANK']}").write_text(text, encoding="utf-8")
+
+
+def _forward(port: int, to: int) -> None:
+    """Passes bytes on, in both directions, for as long as it runs."""
+    with socket.create_server(("127.0.0.1", port)) as server:
+        while True:
+            ends = server.accept()[0], socket.create_connection(("127.0.0.1", to))
+            for one, other in (ends, ends[::-1]):
+                threading.Thread(target=_copy, args=(one, other), daemon=True).start()
+
+
+def _copy(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while content := one.recv(2**16):
+            other.sendall(content)
+        other.shutdown(socket.SHUT_WR)
 
 
 def _run(environment: dict[str, str], folder: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -95,6 +95,16 @@ def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, ran
     assert ("has answered nothing for" if rank == 0 else "has given no sign of life for") in line
 
 
+def test_a_rank_whose_network_is_cut_ends_as_all_others_do(start) -> None:
+    job = start(3, train, make_plan(3, {}, training={"global_batch_size": 3}), False, behind_proxy=[2])
+    job.wait_for("step-3")
+    os.kill(job.proxies[2].pid, signal.SIGSTOP)  # packets go nowhere; nothing says so
+    assert job.end(within=BOUND) == [1, 1, 1]
+    said = "\n".join(job.said)
+    assert f"rank 2 on host {socket.gethostname()} (process {job.processes[2].pid}) has given no sign of life" in said
+    assert "Traceback" not in "".join(job.text(rank) for rank in range(3))
+
+
 @pytest.mark.parametrize("where", ["agree", "watch", "start_world"])
 def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(start, where: str) -> None:
     job = start(2, join_and_stop, make_plan(2, {"tp": 2}), where)
