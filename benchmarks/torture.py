@@ -8,6 +8,13 @@
   Its metrics are those of a run that nobody touched, to the bit.
 - convert: a checkpoint is converted; what was killed is started anew. The result has the hashes of a conversion that
   nobody touched.
+- pair: two compilations start at once into a folder that holds another file. It then holds one of the two plans, whole,
+  and the other file.
+- planted: a folder comes with a pending set that names files outside, or is a link. They stay as they are.
+- double: a job starts into the output and another on the port of a running one. Both are refused, and the running one
+  goes on to the metrics of the run that nobody touched.
+- stopped: a rank, or the one that holds the store, is stopped (SIGSTOP) while it trains. The other ends within the
+  time-out + 10 s, and names it.
 
 A kill comes at a random moment of up to 1.1 times what the program takes untouched on this machine.
 """
@@ -63,13 +70,50 @@ def parcompile(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "parcompile", *map(str, words)]
 
 
-def train(plan: Path, output: Path) -> list[str]:
+def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    script = [str(ROOT / "examples" / "train.py"), "--plan", str(plan), "--output", str(output)]
-    options = ["--steps", str(STEPS), "--checkpoint-every", "1", "--resume", "auto"]
-    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port, *script, *options]
+        return str(listener.getsockname()[1])
+
+
+def script(plan: Path, output: Path, steps: int = STEPS) -> list[str]:
+    words = [str(ROOT / "examples" / "train.py"), "--plan", str(plan), "--output", str(output)]
+    return [*words, "--steps", str(steps), "--checkpoint-every", "1", "--resume", "auto"]
+
+
+def train(plan: Path, output: Path) -> list[str]:
+    return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port(), *script(plan, output)]
+
+
+SILENT = 20
+"""Seconds of PARCOMPILE_SILENT_TIMEOUT and PARCOMPILE_HANDSHAKE_TIMEOUT where ranks are stopped or refused."""
+
+
+def ranks(words: Sequence[str], port: str, errors: Path) -> list[subprocess.Popen[str]]:
+    """Two ranks without a launcher, which would end one when the other has ended; what they say is in `errors`."""
+    errors.mkdir(parents=True, exist_ok=True)
+    started = []
+    for rank in "01":
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own |= dict.fromkeys(("PARCOMPILE_SILENT_TIMEOUT", "PARCOMPILE_HANDSHAKE_TIMEOUT"), str(SILENT))
+        own["PARCOMPILE_HEARTBEAT"] = "1"
+        with (errors / rank).open("w", encoding="utf-8") as stream:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *words],
+                    env={**ENVIRONMENT, **own},
+                    stdout=subprocess.DEVNULL,
+                    stderr=stream,
+                    text=True,
+                )
+            )
+    return started
+
+
+def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for one in processes:
+        one.kill()
+        one.wait()
 
 
 class Torture:
@@ -77,7 +121,7 @@ class Torture:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.chance = folder, random.Random(seed)
-        self.kills = dict.fromkeys(("compile", "training", "convert"), 0)
+        self.kills = dict.fromkeys(ATTACKS, 0)
         tree = json.loads((ROOT / "examples" / "byte_llama.json").read_text(encoding="utf-8"))
         self.specs = [self._spec("tp2", tree, {"tp": 2}), self._spec("cp2", tree, {"cp": 2})]
         self.plans = [self.folder / f"{spec.stem}-plan" for spec in self.specs]
@@ -148,19 +192,114 @@ class Torture:
             raise Broken(f"{output}: its files are not those of the conversion that nobody touched")
         self._finish(parcompile("checkpoint", "verify", output))
 
+    def pair(self) -> None:
+        """Two compilations at once into a folder that holds something else."""
+        out = self.folder / "shared"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        (out / "mine.txt").write_text("mine", encoding="utf-8")
+        both = [
+            subprocess.Popen(parcompile(spec, "-o", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for spec in self.specs
+        ]
+        codes = [one.wait() for one in both]
+        self.kills["pair"] += 1
+        fits = [run_for(parcompile(spec, "-o", out, "--check"), None) == 0 for spec in self.specs]
+        if codes != [0, 0] or sum(fits) != 1 or (out / "mine.txt").read_text(encoding="utf-8") != "mine":
+            raise Broken(f"{out} holds no whole set of one of two compilations (exit codes {codes})")
 
-def torture(minutes: float, seed: int) -> int:
+    def planted(self) -> None:
+        """A folder with a pending set that somebody else has made."""
+        out, outside = self.folder / "planted", self.folder / "outside"
+        for one in (out, outside):
+            shutil.rmtree(one, ignore_errors=True)
+            one.mkdir()
+        for name in ("victim.txt", "plan.json"):
+            (outside / name).write_text("victim", encoding="utf-8")
+        pending = out / ".parcompile-new"
+        if self.chance.random() < 0.5:
+            pending.symlink_to(outside, target_is_directory=True)
+        else:
+            pending.mkdir()
+            (pending / "launch").symlink_to(outside, target_is_directory=True)
+        names = ["../outside/victim.txt", "plan.json", "launch/victim.txt", str(outside / "victim.txt")]
+        (pending / ".complete").write_text("\n".join(names), encoding="utf-8")
+        run_for(parcompile(self.specs[0], "-o", out), None)
+        self.kills["planted"] += 1
+        held = {one.name: one.read_text(encoding="utf-8") for one in outside.iterdir() if one.name != ".complete"}
+        if held != dict.fromkeys(("victim.txt", "plan.json"), "victim"):
+            raise Broken(f"{outside}, which {out} only names, holds {held}")
+
+    def double(self) -> None:
+        """Jobs that come into the output and onto the port of a running one."""
+        output, port = self.folder / "doubled", free_port()
+        shutil.rmtree(output, ignore_errors=True)
+        first = ranks(script(self.plans[0], output), port, self.folder / "first")
+        second: list[subprocess.Popen[str]] = []
+        try:
+            self._started(output, first)
+            for plan, where in ((self.plans[0], free_port()), (self.plans[1], port)):
+                second = ranks(script(plan, output), where, self.folder / "second")
+                codes = [one.wait(6 * SILENT) for one in second]
+                self.kills["double"] += 1
+                if 0 in codes and first[0].poll() is None:
+                    raise Broken(f"a second job ran beside the first (exit codes {codes})")
+            codes = [one.wait(600) for one in first]
+            if codes != [0, 0] or self._metrics(output) != self.expected:
+                raise Broken(f"a second job has changed the first (exit codes {codes})")
+        finally:
+            kill([*first, *second])
+        self._finish(parcompile("checkpoint", "verify", output / "checkpoints"))
+
+    def stopped(self) -> None:
+        """A rank that is stopped while it trains and saves."""
+        output, rank, said = self.folder / "stopped", self.chance.randrange(2), self.folder / "said"
+        shutil.rmtree(output, ignore_errors=True)
+        both = ranks(script(self.plans[0], output, 10_000), free_port(), said)
+        try:
+            self._started(output, both)
+            time.sleep(self.chance.uniform(0, 2))
+            both[rank].send_signal(signal.SIGSTOP)
+            self.kills["stopped"] += 1
+            try:
+                code = both[1 - rank].wait(SILENT + 10)
+            except subprocess.TimeoutExpired:
+                raise Broken(f"rank {1 - rank} goes on though rank {rank} is stopped") from None
+            text = (said / str(1 - rank)).read_text(encoding="utf-8", errors="replace")
+            if not code or f"rank {rank} on host" not in text:
+                raise Broken(f"rank {1 - rank} has not named rank {rank} (exit code {code}): {text[-500:]}")
+        finally:
+            kill(both)
+
+    def _started(self, output: Path, processes: Sequence[subprocess.Popen[str]]) -> None:
+        """Waits for the first step."""
+        while not (output / "metrics.jsonl").is_file():
+            if any(one.poll() is not None for one in processes):
+                raise Broken(f"a job ended before its first step in {output}")
+            time.sleep(0.05)
+
+
+ATTACKS = {"compile": 3, "pair": 2, "planted": 2, "stopped": 1, "double": 1, "convert": 1, "training": 1}
+"""How often each comes in a round."""
+
+
+def torture(minutes: float, seed: int, names: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="parcompile-torture-"))
     try:
         victim = Torture(folder, seed)
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end:
-            for attack in (victim.compile, victim.compile, victim.compile, victim.convert, victim.training):
-                attack()
+            for name in [name for name, count in ATTACKS.items() if name in names for _ in range(count)]:
+                getattr(victim, name)()
     except Broken as found:
         print(f"BROKEN after the kills below (kept in {folder}): {found}")
         return 1
-    print("nothing was lost; kills:", ", ".join(f"{name} {count}" for name, count in victim.kills.items()))
+    print("nothing was lost; kills and other attacks:")
+    print(
+        "\n".join(
+            ["| attack | times |", "|---|---|", *(f"| {name} | {count} |" for name, count in victim.kills.items())]
+        )
+    )
     shutil.rmtree(folder)
     return 0
 
@@ -169,5 +308,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=list(ATTACKS))
     options = parser.parse_args()
-    sys.exit(torture(options.minutes, options.seed))
+    sys.exit(torture(options.minutes, options.seed, options.attacks))
