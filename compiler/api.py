@@ -202,7 +202,7 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
         any_target: search also layouts that only other tools can run.
 
     Raises:
-        SpecError: the spec has errors that no layout mends.
+        SpecError: the spec has errors that no layout fixes.
         SourceError: the file cannot be read.
         PlanError: the plan cannot be read, or a spec cannot say all that it does.
         ValueError: nothing can be searched in this spec.

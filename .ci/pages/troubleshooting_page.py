@@ -171,7 +171,7 @@ _MEMORY = """\
 | largest | do |
 |---|---|
 | activations | activation_checkpointing full, a smaller micro_batch_size, a larger cp, sequence_parallel with tp |
-| logits | a larger tp (the vocabulary is cut over it), a smaller micro_batch_size |
+| logits | a larger tp (the vocabulary is split over it), a smaller micro_batch_size |
 | weights, gradients | a larger tp |
 | master weights, optimizer state | ZeRO stage 1, more ranks in dp · cp |
 

@@ -32,7 +32,7 @@ FORMATS = ("text", "html", "svg", "png", "md")
 @click.option("--picture", "name", type=click.Choice(list(KINDS)), help="One picture only.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the output ends in.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
-@click.option("--axis", help="What the grid is coloured by (tp, cp, dp, pp), or the only panel of cuts (also zero).")
+@click.option("--axis", help="What the grid is coloured by (tp, cp, dp, pp), or the only panel of splits (also zero).")
 @click.option("--rank", type=int, help="Light up the groups of this rank in the grid.")
 @click.option(
     "--search",

@@ -43,7 +43,7 @@ def kinds_of(one: ModelType) -> list[str]:
     if family.layers_per_module > 1:
         found.append("two layers in a module")
     if family.experts and family.experts.identities:
-        found.append("experts that give back what they take")
+        found.append("zero experts")
     if family.layer_inputs:
         found.append("an input of each layer")
     if family.runs:
@@ -55,7 +55,7 @@ def kinds_of(one: ModelType) -> list[str]:
         kind = "pools of " if family.indexer.pool else "blocks of " if family.indexer.block_key else ""
         found.append(f"{kind}keys chosen by an indexer")
     if family.low_rank:
-        found.append("keys that stand for windows of tokens, some chosen by an indexer")
+        found.append("compressed KV, some chosen by an indexer")
     if family.experts and family.experts.hashed:
         found.append("experts that are looked up by the numbers of tokens")
     if family.positions:

@@ -45,7 +45,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
             shared = read.number(alias, 0)
     if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]
-        raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not cut", key)
+        raise ModelConfigError(f"{key} is 0: transformers builds a shared expert of width 0, which is not split", key)
     shared_width = shared * width
     if experts.beside_mlp:
         shared, shared_width = 1, read.size(*experts.dense_width)  # every token passes the MLP, as a shared expert

@@ -18,7 +18,7 @@ class Reason:
 
 
 _CARRIED = (
-    "of layers that carry a state, the runtime cuts over tp and passes on over cp gated delta nets, state-space "
+    "of linear-attention/SSM layers, the runtime splits over tp and passes on over cp gated delta nets, state-space "
     "layers, lightning attention and short convolutions"
 )
 
@@ -84,16 +84,16 @@ REASONS: Mapping[str, Reason] = {
         f"(mLSTM): {_CARRIED}",
     ),
     "encoder_decoder": Reason(
-        "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are cut"
+        "encoder-decoders", "it is an encoder-decoder, or the decoder of one: only decoders that stand alone are split"
     ),
     "whole_context": Reason(
         "models that see later tokens",
         "transformers puts prompt_length learned tokens before each sequence and lets every token see all others, "
-        "later ones too: only decoders are cut",
+        "later ones too: only decoders are split",
     ),
     "encoder": Reason(
         "encoders",
-        "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are cut",
+        "it is an encoder, which attends in both directions unless it is told otherwise: only decoders are split",
     ),
     "own_mask": Reason(
         "masks that a model learns",
@@ -142,6 +142,6 @@ REASONS: Mapping[str, Reason] = {
         "the language model that it was made from, as llama",
     ),
     "draft_model": Reason("draft models", "it drafts tokens for another model, whose keys and values it reads"),
-    "no_table": Reason("no rules for its layers", "nobody has told the runtime yet how its layers are cut"),
+    "no_table": Reason("no rules for its layers", "nobody has told the runtime yet how its layers are split"),
     "unknown": Reason("unknown to transformers", "transformers does not know it as a causal language model"),
 }

@@ -70,7 +70,7 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
     "heads cannot be exchanged for tokens",
     """ulysses deals the heads of a tensor-parallel rank to all cp ranks, usp to the inner ones: that number of ranks
     divides num_attention_heads / tp, and it divides the key/value heads or is a multiple of them (they are repeated
-    then), in every layer that attends. Where keys stand for windows of tokens (deepseek_v4), each rank chooses among
+    then), in every layer that attends. Where KV is compressed (deepseek_v4), each rank chooses among
     them for its own queries, and has to keep these. The rings and all_gather take any model.""",
     wrong={"parallelism": {"tp": 2, "cp": 3, "cp_implementation": "ulysses"}, "cluster": {"gpus_per_node": 6}},
     right={"parallelism": {"tp": 2, "cp": 4, "cp_implementation": "ulysses"}},
@@ -82,7 +82,7 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
     if (rates := spec.shape.window_rates) and kind in (CpImplementation.ULYSSES, CpImplementation.USP):
         yield Finding(
-            f"{kind.value} with cp {cp}, and keys that stand for windows of {listed(rates)} tokens",
+            f"{kind.value} with cp {cp}, and compressed KV of {listed(rates)} tokens",
             _NAME,
             help="the rings and all_gather leave queries where they are",
             fixes=rings,
@@ -138,7 +138,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "C007",
-    "cp cannot be cut into two levels",
+    "cp cannot be split into two levels",
     """usp and double_ring have an inner and an outer level. Without hierarchical_cp_sizes the cost model chooses among
     the sizes above 1 whose product is cp; with usp the inner size also has to fit the heads.""",
     wrong={"parallelism": {"cp": 2, "cp_implementation": "double_ring"}},

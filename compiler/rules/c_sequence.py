@@ -60,7 +60,7 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
         factor = f"{layout.chunks_per_rank} · cp {cp}" if layout.chunks_per_rank > 1 else f"cp {cp}"
         yield length_finding(
             spec,
-            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout cuts it into "
+            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout splits it into "
             f"{chunks} chunks",
             also(spec, _CP, _LAYOUT),
         )
@@ -87,7 +87,7 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "C010",
     "striped tokens are no pieces of a sequence",
-    """A layer that carries a state hands it from each piece of the sequence to the next, and a key that stands for a
+    """A linear-attention/SSM layer hands it from each piece of the sequence to the next, and a key that stands for a
     window of tokens is made where the window is. With the striped layout neighbouring tokens are on different ranks:
     every token would be a piece.""",
     wrong={
@@ -107,9 +107,9 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
         return
     found = []
     if (states := spec.shape.recurrent) is not None:
-        found.append(f"{len(states.layers)} layers that carry a state ({states.kind.value})")
+        found.append(f"{len(states.layers)} linear-attention/SSM layers ({states.kind.value})")
     if rates := spec.shape.window_rates:
-        found.append(f"keys that stand for windows of {listed(rates)} tokens")
+        found.append(f"compressed KV of {listed(rates)} tokens")
     for what in found:
         yield Finding(
             f"cp_layout striped with {what}",

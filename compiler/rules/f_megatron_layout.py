@@ -99,7 +99,7 @@ def _dp(settings: Settings) -> int:
     "F103",
     MEGATRON,
     "heads or widths do not divide over tp",
-    """tp cuts attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
+    """tp splits attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
     groups divide the heads, and heads the hidden size where kv_channels does not give their width.""",
     wrong={**BASE, "num_attention_heads": 25},
     right={**BASE, "num_attention_heads": 32},
@@ -142,7 +142,8 @@ def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding
     "F106",
     MEGATRON,
     "the sequence does not divide",
-    """Context parallelism cuts a sequence into 2 · cp chunks; sequence parallelism cuts each rank's share over tp.""",
+    """Context parallelism splits a sequence into 2 · cp chunks; sequence parallelism splits each rank's share over
+    tp.""",
     wrong={**BASE, _CP: 4, "seq_length": 4092},
     right={**BASE, _CP: 4, "seq_length": 4096},
     sources=(*ARGUMENTS, "TransformerEngine context_parallel.py"),
@@ -212,7 +213,7 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     "experts do not divide",
     """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
     tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step, and no biases in
-    experts that tp cuts.""",
+    experts that tp splits.""",
     wrong={**BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True, "disable_bias_linear": True},
     right={**BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
     sources=(*ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
@@ -243,7 +244,7 @@ def _experts_with_biases(settings: Settings, experts: int) -> Iterator[Finding]:
     name = "expert_tensor_parallel_size"
     tp = size(settings, _TP) if settings.left_out(name) else size(settings, name)
     if tp > 1 and is_nvidias(settings) and not flag(settings, "disable_bias_linear"):
-        message = f"num_experts {experts} with biases, and experts cut over {tp} ranks"
+        message = f"num_experts {experts} with biases, and experts split over {tp} ranks"
         hint = "add --disable-bias-linear, or --expert-tensor-parallel-size 1"
         yield Finding(message, ("num_experts",), help=hint, related=also(settings, name, _TP))
 

@@ -269,7 +269,7 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     "L008",
     "virtual stages of layers that are not alike",
     """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
-    counted as those of one stretch. Where layers that carry a state stand between layers that attend, layers with
+    counted as those of one stretch. Where linear-attention/SSM layers stand between layers that attend, layers with
     experts between dense ones, or some layers have an indexer and others take its choice, one stretch has not as many
     of each as the others.""",
     wrong={
@@ -288,7 +288,7 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     recurrent, indexer, layers = spec.shape.recurrent, spec.shape.indexer, spec.shape.num_hidden_layers
     kinds = ""
     if recurrent is not None:
-        kinds = f"{len(recurrent.layers)} of {layers} layers that carry a state ({recurrent.kind.value})"
+        kinds = f"{len(recurrent.layers)} of {layers} linear-attention/SSM layers ({recurrent.kind.value})"
     elif indexer is not None and spec.shape.shares_choices:
         kinds = f"{len(indexer.layers)} of {layers} layers that have an indexer"
     elif spec.shape.moe is not None and spec.shape.moe.layers is not None:

@@ -60,11 +60,7 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
         yield Finding(message, _EP, help="remove ep", fixes=(removal,), related=related)
     elif moe is not None and (moe.num_experts % ep or moe.num_identities % ep):
         # What the experts that give back what they take have in memory is dealt too.
-        count, kind = (
-            (moe.num_experts, "experts")
-            if moe.num_experts % ep
-            else (moe.num_identities, "experts that give back what they take")
-        )
+        count, kind = (moe.num_experts, "experts") if moe.num_experts % ep else (moe.num_identities, "zero experts")
         near = nearest_divisors(ep, moe.num_experts, *filter(None, [moe.num_identities]), count=4)
         yield Finding(
             f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}",

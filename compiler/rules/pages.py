@@ -101,7 +101,7 @@ _BROKEN = Page(
     "a plug-in cannot be used",
     "An installed distribution adds rules, or the family of this model, and its code cannot be imported or is not what "
     "the group of its entry point is for. The spec does not pass then: a check without somebody's rules would look as "
-    f"if they held. Mend or uninstall the distribution, or set {VARIABLE}=0 to run without all plug-ins. A broken "
+    f"if they held. Fix or uninstall the distribution, or set {VARIABLE}=0 to run without all plug-ins. A broken "
     "target or importer is refused when it is named, and disturbs nothing else.",
     "",
     "",

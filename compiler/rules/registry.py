@@ -249,7 +249,7 @@ def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) ->
             severity=Severity.ERROR,
             message=f"the {problem}",
             path=(),
-            help=f"mend or uninstall it, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
+            help=f"fix or uninstall it, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
         )
         for problem in problems
     )

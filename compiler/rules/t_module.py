@@ -20,8 +20,8 @@ _UNEVEN = {"embed.weight": [1024, 64], "layers.*.up.weight": [258, 64], "head.we
 @rule(
     "T011",
     "a module's weight does not divide over tp",
-    """A linear is cut evenly: what "column" or "row" cuts has to be a multiple of tp. Heads are never cut; fewer kv
-    heads than ranks are replicated, other fused parts are not.""",
+    """A linear is split evenly: what "column" or "row" splits has to be a multiple of tp. Heads are never split; fewer
+    kv heads than ranks are replicated, other fused parts are not.""",
     wrong={
         "model": {
             **MODULE,
@@ -54,7 +54,7 @@ def module_divides(spec: Resolution) -> Iterator[Finding]:
             reported.add(name)
             what = f"{part.size}" if part.units == part.size else f"{part.units} heads"
             yield Finding(
-                f"{row} is cut along {what} on tp {tp}: {part.units} / {tp} is not whole; "
+                f"{row} is split along {what} on tp {tp}: {part.units} / {tp} is not whole; "
                 f"nearest tp: {listed(near[:2])}",
                 ("model", "injection", name),
                 help="choose another tp, or remove the rules of the row and its columns to hold them whole",

@@ -41,7 +41,7 @@ def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "T005",
     "the vocabulary is padded",
-    """Embedding and head are cut over tp after padding the vocabulary to a multiple of make_vocab_size_divisible_by ·
+    """Embedding and head are split over tp after padding the vocabulary to a multiple of make_vocab_size_divisible_by ·
     tp. Padded rows never receive a token or a gradient; a checkpoint is exported without them.""",
     wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
     right={"model": {"preset": "llama-3-8b"}},

@@ -126,7 +126,7 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
     "kv heads neither divide over tp nor replicate",
     """Key and value heads are divided over tp when num_key_value_heads % tp = 0, and replicated when
     tp % num_key_value_heads = 0: consecutive ranks then hold the same head. A fused projection that holds a group of
-    queries with their key and value (Falcon 40B) is cut between groups only, one of blocks of heads (CodeGen) between
+    queries with their key and value (Falcon 40B) is split between groups only, one of blocks of heads (CodeGen) between
     blocks. Where pairs of heads work together (DiffLlama), pairs are divided.""",
     wrong={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 12}, "cluster": {"gpus_per_node": 12}},
     right={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 8}, "cluster": {"gpus_per_node": 8}},
@@ -163,8 +163,8 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "T004",
     "the MLP does not divide over tp",
-    """The hidden width of the MLP (of each expert, in a mixture of experts) is cut over tp: intermediate_size % tp = 0.
-    The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
+    """The hidden width of the MLP (of each expert, in a mixture of experts) is split over tp: intermediate_size % tp =
+    0. The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
     wrong={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 5}, "cluster": {"gpus_per_node": 5}},
     right={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     sources=("Megatron-LM arguments.py",),
@@ -196,10 +196,10 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "T012",
-    "groups of heads that carry a state do not divide over tp",
-    """A layer that carries a state has groups of heads (key heads with their value heads): each tensor-parallel rank
-    computes whole groups, with their channels of the convolution and their states. A Mamba-2 layer of one group is cut
-    by heads, and each rank has what the group shares. A Mamba-1 layer is cut by channels.""",
+    "groups of linear-attention/SSM heads do not divide over tp",
+    """A linear-attention/SSM layer has groups of heads (key heads with their value heads): each tensor-parallel rank
+    computes whole groups, with their channels of the convolution and their states. A Mamba-2 layer of one group is
+    split by heads, and each rank has what the group shares. A Mamba-1 layer is split by channels.""",
     wrong={"model": {**HYBRID}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
     right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
 )

@@ -20,7 +20,7 @@ _SIZES = ("parallelism", "hierarchical_cp_sizes")
 @rule(
     "W012",
     "the levels of cp do not multiply to it",
-    """usp and double_ring cut the context-parallel ranks into inner and outer ones:
+    """usp and double_ring split the context-parallel ranks into inner and outer ones:
     hierarchical_cp_sizes[0] · hierarchical_cp_sizes[1] = cp.""",
     wrong={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
     right={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [4, 2]}},

@@ -48,8 +48,8 @@ _SHARING = {
     "X002",
     "the runtime needs the experts of a rank in its own stage",
     """Experts are laid over dp · cp on a grid of their own. The runtime deals the experts of a pipeline stage to the
-    ranks of that stage, and cuts them as these are cut over tp: each rank has to have the same place on tp and pp in
-    both grids. That holds when tp is the innermost axis and pp the outermost one.""",
+    ranks of that stage, and splits them as these are split over tp: each rank has to have the same place on tp and pp
+    in both grids. That holds when tp is the innermost axis and pp the outermost one.""",
     wrong={
         "model": {**MIXTRAL},
         "parallelism": {"cp": 2, "ep": 4, "pp": 2, "order": "tp-cp-ep-pp-dp"},
@@ -88,12 +88,12 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "X006",
-    "the runtime holds experts whole, or cut like the dense layers",
+    "the runtime holds experts whole, or split like the dense layers",
     """With expert_tp 1 each rank has whole experts, and ep takes the ranks of tp too: every tensor-parallel rank sends
     its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
     the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
-    their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are cut over
-    a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0.""",
+    their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are split
+    over a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0.""",
     wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
     right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
     severity=Severity.WARNING,
@@ -144,10 +144,10 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
 @rule(
     "X003",
     "the runtime runs ZeRO stages 0, 1 and 2",
-    """The runtime keeps the optimizer state whole on every rank (stage 0) or shards it over dp · cp (stage 1), and at
+    """The runtime keeps the optimizer state replicated (stage 0) or shards it over dp · cp (stage 1), and at
     stage 2 the gradients too. At stage 3 DeepSpeed would gather each weight around the forward of the module that owns
     it. Layers of the runtime compute with weights of other modules (the tied head and the loss, fused projections,
-    chunks of a pipeline), and checkpoints are cut by the plan's slices, which stage 3 does not keep. Such a plan is
+    chunks of a pipeline), and checkpoints are split by the plan's slices, which stage 3 does not keep. Such a plan is
     emitted for other launchers. To shrink weights instead, raise tp or pp; to shrink activations, recompute or raise
     cp.""",
     wrong={"zero": {"stage": 3}},
@@ -239,7 +239,7 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
     pp = spec.axis(Axis.PP)
     if pp > 1 and spec.shape.user_module is not None:
         yield Finding(
-            f"pp {pp} with a user module: parcompile.runtime cuts Hugging Face models into stages only",
+            f"pp {pp} with a user module: parcompile.runtime splits Hugging Face models into stages only",
             ("parallelism", "pp"),
             help="use tp, cp and dp",
         )

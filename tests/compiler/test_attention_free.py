@@ -232,7 +232,7 @@ def test_rules_speak_of_what_such_a_model_has(tmp_path: Path) -> None:
     assert found["T012"] == "n_groups 8 on tp 16: 8 / 16 is not whole; nearest tp: 4, 8"
     assert not found.keys() & {"T001", "T002", "T004"}
     found = found_codes(CODESTRAL, tmp_path, {"cp": 2, "cp_layout": "striped"})
-    assert found["C010"] == "cp_layout striped with 64 layers that carry a state (Mamba-2 layer)"
+    assert found["C010"] == "cp_layout striped with 64 linear-attention/SSM layers (Mamba-2 layer)"
     found = found_codes(CODESTRAL, tmp_path, {"cp": 2, "cp_implementation": "ulysses"})
     assert found["C008"] == "cp_implementation ulysses has no effect: no layer attends"
     # No position ends, and each token of a state costs the same wherever it stands.

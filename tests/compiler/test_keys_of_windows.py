@@ -121,9 +121,9 @@ def test_groups_of_heads_are_cut_together() -> None:
 @pytest.mark.parametrize(
     ("parallelism", "code", "words"),
     [
-        ({"cp": 2, "cp_layout": "striped"}, "C010", "striped with keys that stand for windows of 4, 128 tokens"),
-        ({"cp": 2, "cp_implementation": "ulysses"}, "C005", "ulysses with cp 2, and keys that stand for windows of 4"),
-        ({"cp": 4, "cp_implementation": "usp"}, "C005", "usp with cp 4, and keys that stand for windows of 4"),
+        ({"cp": 2, "cp_layout": "striped"}, "C010", "striped with compressed KV of 4, 128 tokens"),
+        ({"cp": 2, "cp_implementation": "ulysses"}, "C005", "ulysses with cp 2, and compressed KV of 4"),
+        ({"cp": 4, "cp_implementation": "usp"}, "C005", "usp with cp 4, and compressed KV of 4"),
         ({"tp": 16}, "T002", "projects what its heads give in 8 groups (o_groups), and 8 / 16 is not whole"),
     ],
 )

@@ -115,7 +115,7 @@ class NgramTraits(Traits):
     words: ClassVar[str] = "embeddings of n-grams"
     rules: ClassVar[Mapping[str, str]] = {
         "C011": "A convolution behind embeddings of n-grams sees (ple_conv_kernel_size − 1) · ngram_size tokens.",
-        "T004": "Tables of n-grams are cut by their rows, a multiple of make_ngram_vocab_size_divisible_by.",
+        "T004": "Tables of n-grams are split by their rows, a multiple of make_ngram_vocab_size_divisible_by.",
     }
     pieces: ClassVar[Sequence[tuple[str, str]]] = ((r"\.ngram_embedding\.weight$", ".ngram_embedding.shard_{}.weight"),)
 

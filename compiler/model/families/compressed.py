@@ -152,7 +152,7 @@ COMPRESSED: Mapping[str, Family] = {
             Refusal(
                 "attention_dropout",
                 lambda config: bool(config.get("attention_dropout")),
-                "weights of keys that stand for windows are not dropped by their place: write 0",
+                "weights of compressed KV are not dropped by their place: write 0",
             ),
             Refusal(
                 "output_router_logits",

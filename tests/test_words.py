@@ -1,0 +1,41 @@
+"""Pages and messages use the field's terms (docs/glossary.md), not words that were retired for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from parcompile.rules import all_rules
+
+ROOT = Path(__file__).parents[1]
+RETIRED = {
+    r"\bcut(s|ting)?\b(?! off| there)": "split, shard",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"carr(y|ies) a state": "linear-attention/SSM layer",
+    r"stands? for windows": "compressed KV",
+    r"gives? back what (it|they) takes?": "zero experts",
+    r"whole on (each|every) rank": "replicated",
+    r"\btells of\b": "describes",
+    r"\bgo on on\b": "resume on",
+    r"waited for\b": "exposed",
+    r"in the way: \[": "fix before compiling",
+}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def retired(text: str) -> list[str]:
+    return [f"{found[0]!r}: {better}" for word, better in RETIRED.items() for found in re.finditer(word, text, re.I)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_no_retired_word(page: Path) -> None:
+    # Code, the names of files and the addresses of links are names, not words.
+    text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert retired(text) == []
+
+
+def test_what_rules_say_has_no_retired_word() -> None:
+    said = {rule.code: retired(f"{rule.title} {rule.explanation}") for rule in all_rules()}
+    assert {code: words for code, words in said.items() if words} == {}
