@@ -28,9 +28,9 @@ from parcompile.runtime.tensor_parallel import (
 )
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
-from .expert_adapters import ExpertAdapters, why_not
+from .mechanisms.expert_adapters import ExpertAdapters, why_not
+from .mechanisms.selective import SELECTING, STEPPING
 from .regions import BLOCK_TAKES_INPUT, Region
-from .selective import SELECTING, STEPPING
 from .shared_rows import mark, sum_repeated_gradient
 
 INJECTED_FIRST = (

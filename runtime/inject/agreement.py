@@ -47,18 +47,18 @@ def entries(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def check_agreement(model: nn.Module, slices: Slices, recurrent: Sequence[nn.Module] = ()) -> None:
+def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module] = ()) -> None:
     """The model's own tensor-parallel plan, where it has one, cuts what the compiled plan cuts, along the same dim.
 
-    In `recurrent` modules transformers gathers each projection; the plan keeps their groups of heads apart, and cuts
-    the last one along its inputs.
+    In `whole` modules, which take their hidden states in together, transformers gathers each projection; the plan keeps
+    their groups of heads apart, and cuts the last one along its inputs.
 
     Raises:
         RunError: it has an entry without a rule here, or they contradict each other.
     """
     named = entries(model)
     parameters = dict(model.named_parameters())
-    apart = {id(child) for module in recurrent for child in module.modules()}
+    apart = {id(child) for module in whole for child in module.modules()}
     for name, style in named.items():
         if style not in _KNOWN:
             raise RunError(

@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.model.families import FAMILIES
-from parcompile.model.recurrent import RecurrentKind
 from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
 from parcompile.runtime.model.configuration import check_model
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.pipeline import ChunkForward, hold_stage
@@ -31,27 +28,27 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import use_ring_attention
-from .block_choice import use_block_choice
 from .calls import name_arguments, take_inputs
-from .compressed import is_grouped, keep_groups, use_compressed_keys
-from .experts import cut_experts, cut_experts_alone
 from .generation import let_generate
 from .heads import localise_heads
-from .indexers import use_indexers
 from .interface import put_on_interface
-from .layer_inputs import cut_layer_inputs
 from .masks import check_masks, masked_layers
-from .mechanisms import Phase, Placed, inject_mechanisms
+from .mechanisms import (
+    Phase,
+    Placed,
+    change,
+    entered_parts,
+    entered_whole,
+    is_grouped,
+    is_inside,
+    keep_groups,
+    spread_norm,
+)
 from .norms import SpreadRMSNorm
 from .positions import share_positions
-from .recurrent import localise_groups, recurrent_modules, use_pieces
 from .regions import Region
 from .ring_place import RingPlace
-from .selective import is_inside
-from .shared_blocks import parts_with_adapters, share_blocks
 from .shared_rows import mark, sum_repeated_gradient
-from .sparsity import share_cutoffs
-from .state_space import SpreadGatedNorm
 from .unchanging import refuse_changes
 from .user_module import inject_user_module, prepare_user_module
 from .vocabulary import cut_vocabulary
@@ -90,83 +87,74 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
 class _Injection:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self.mesh, self.spec = model, mesh, mesh.plan.spec
-        self.slices = Slices(mesh)
-        self.family = FAMILIES[self.spec.model.shape.model_type]
+        self.slices, self.family = Slices(mesh), FAMILIES[self.spec.model.shape.model_type]
+        group, self.region = mesh.parallel_group("tp"), None
+        if group is not None:
+            self.region = Region(group, sequence_parallel=self.spec.parallelism.sequence_parallel)
+        self.placed = Placed(model, mesh, self.family, self.slices, self.region)
 
     def run(self) -> None:
         adapters = Adapters(self.model, self.slices)
         self.slices.compare(self.model)
+        self._take_attention()
+        self._hold_stage()
+        if self.region is not None:
+            self._cut(self.region)
+        self._cut_ends()
+        adapters.put_back(self.slices, self.region, self.mesh)
+        self._compute()
+
+    def _take_attention(self) -> None:
         # Training keeps no keys and values: it would hold memory, and a stage's cache has no place for later layers.
         self.model.config.use_cache = False  # type: ignore[union-attr]
-        parallelism = self.spec.parallelism
-        path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-        share_blocks(self.model, path, self.spec.model.shape)
-        replaced = put_on_interface(self.model, self.family)
-        attends = self.spec.model.shape.attends
+        change(self.placed, Phase.WHOLE)
+        replaced, shape = put_on_interface(self.model, self.family), self.spec.model.shape
         # Where no rank runs, the compiler's rule X004 has to do.
-        if attends and self.mesh.device.type != "meta" and not replaced:
-            masked = masked_layers(self.spec.model.shape)
-            check_masks(self.model, path, self.spec.training.sequence_length, masked)
+        if shape.attends and self.mesh.device.type != "meta" and not replaced:
+            check_masks(self.model, self.placed.stack, self.spec.training.sequence_length, masked_layers(shape))
+
+    def _hold_stage(self) -> None:
         if self.mesh.size("pp") > 1:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         name_arguments(self.model)
         let_generate(self.model, self.mesh)
         take_inputs(self.model, self.mesh)
         use_ring_attention(self.model, RingPlace.of(self.mesh))
-        use_pieces(self.model, self.mesh)
-        use_indexers(self.model, self.mesh)
-        use_block_choice(self.model, self.mesh)
-        use_compressed_keys(self.model, self.mesh)
-        hand_tokens(self.model, self.mesh)
-        pass_on(self.model, self.mesh)
-        visit_chosen(self.model)
-        deal_experts(self.model, self.mesh, self.slices)
-        group, region = self.mesh.parallel_group("tp"), None
-        if group is not None:
-            check_agreement(self.model, self.slices, recurrent_modules(self.model, self.mesh))
-            region = Region(group, sequence_parallel=parallelism.sequence_parallel)
-        inject_mechanisms(Placed(self.model, self.mesh, self.family.base, region), Phase.REGION)
-        if region is not None and group is not None:
-            self._experts(region)
-            self._layers(region)
-            share_cutoffs(self.model, group)
-            for table in filter(None, (self.family.positions, self.family.fixed_positions)):
-                share_positions(self.model, self.family.base, table, region)
-        loop_where_narrow(self.model, TORCH_DTYPES[self.spec.training.precision])
+        change(self.placed, Phase.STAGE)
+        if self.region is not None:
+            check_agreement(self.model, self.slices, entered_whole(self.placed))
+        change(self.placed, Phase.REGION)
+
+    def _cut(self, region: Region) -> None:
+        self._layers(region)
+        for table in filter(None, (self.family.positions, self.family.fixed_positions)):
+            share_positions(self.model, self.family.base, table, region)
+
+    def _cut_ends(self) -> None:
         # Last, since the head is a linear like the others.
-        cut_vocabulary(self.model, self.mesh, region)
-        cut_layer_inputs(self.model, self.mesh, region)
-        if region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
+        cut_vocabulary(self.model, self.mesh, self.region)
+        change(self.placed, Phase.CUT)
+        if self.region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             register_gradient_sums(self.model, self.mesh)
-        adapters.put_back(self.slices, region, self.mesh)
+
+    def _compute(self) -> None:
         loss: Any = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
         if balances_experts(self.model):
             loss = BalancedLoss(loss, self.model, self.mesh)
         self.model.loss_function = loss
         if draws(self.model):
+            path = self.placed.stack
             layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
             draw_by_place(self.model, self.mesh, [self.family.base, *layers])
         if self.mesh.size("pp") > 1:
             self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
 
-    def _experts(self, region: Region) -> None:
-        names = [name for name, _ in self.model.named_parameters() if self.slices.of(name).parameter.expert_dim == 0]
-        for name in dict.fromkeys(name.rpartition(".experts.")[0] for name in names):
-            if self.family.experts is not None and self.family.experts.beside_mlp:
-                experts = f"{name}.experts"
-                cut_experts_alone(experts, self.model.get_submodule(experts), self.slices, region)
-                continue
-            block = self.model.get_submodule(name)
-            cut_experts(name, block, self.slices, region)
-
     def _layers(self, region: Region) -> None:
         """Cuts every parameter that the plan cuts, except experts and vocabulary."""
         blocks: dict[str, list[ColumnParallelLinear]] = {}
-        recurrent = {id(module) for module in recurrent_modules(self.model, self.mesh)}
-        # All of such a module takes its hidden states in together, what stands in modules of its own too.
-        whole = [name for name, module in self.model.named_modules() if id(module) in recurrent]
-        path = self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-        taking = [*whole, *parts_with_adapters(path, self.spec.model.shape)]
+        together, path = {id(module) for module in entered_whole(self.placed)}, self.placed.stack
+        whole = [name for name, module in self.model.named_modules() if id(module) in together]
+        taking = [*whole, *entered_parts(self.placed)]
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
@@ -205,9 +193,6 @@ class _Injection:
                     own = shape.of_layer(int(parent_name.removeprefix(f"{path}.").partition(".")[0]))
                 kv_heads = pairs * max(1, own.num_key_value_heads // pairs // tp)
                 localise_heads(parent, own.num_attention_heads // tp, kv_heads)
-        if shape.recurrent is not None:
-            for module in recurrent_modules(self.model, self.mesh):
-                localise_groups(module, shape.recurrent, self.mesh)
 
     def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
         transposed = not isinstance(linear, nn.Linear)
@@ -228,18 +213,15 @@ class _Injection:
         return cut(linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options)
 
     def _spread_norm(self, norm: nn.Module, weight: nn.Parameter, piece: Slice, group: dist.ProcessGroup) -> nn.Module:
-        states = self.spec.model.shape.recurrent
-        if states is not None and states.kind is RecurrentKind.MAMBA2 and "RMSNormGated" in type(norm).__name__:
-            if states.groups == 1:
-                return SpreadGatedNorm(norm, _sliced(weight, piece), weight.numel(), group)
-            norm.weight = _sliced(weight, piece)
-            return norm  # over each group apart, which are whole on a rank
+        own = _sliced(weight, piece)
+        if (found := spread_norm(self.placed, norm, own, weight.numel())) is not None:
+            return found
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not isinstance(epsilon, float) or "RMSNorm" not in type(norm).__name__:
             raise RunError(
                 f"a {type(norm).__name__} over all heads cannot be cut: only RMSNorm is injected there", everywhere=True
             )
-        return SpreadRMSNorm(_sliced(weight, piece), epsilon, weight.numel(), group, piece.replica_group)
+        return SpreadRMSNorm(own, epsilon, weight.numel(), group, piece.replica_group)
 
 
 def register_gradient_sums(model: nn.Module, mesh: Mesh) -> None:

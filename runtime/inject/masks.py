@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from parcompile.model.shape import ModelShape
 from parcompile.runtime.errors import RunError
 
-from .layer_inputs import without_tables
+from .mechanisms.layer_inputs import without_tables
 from .ring_place import chunk_of
 
 _NAME = "parcompile_masks"

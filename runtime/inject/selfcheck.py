@@ -33,14 +33,14 @@ from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
 
 from .agreement import EXPERTS, entries
-from .expert_adapters import by_stack
-from .expert_norm import EXPERT_NORM
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
+from .mechanisms.expert_adapters import by_stack
+from .mechanisms.expert_norm import EXPERT_NORM
+from .mechanisms.shared_blocks import share_blocks
 from .recomputation import recompute_as_planned
 from .rotary import embeddings_by_length
-from .shared_blocks import share_blocks
 from .temperatures import scaled_by_place
 from .unchanged import unchanged
 

@@ -205,7 +205,7 @@ def test_the_cost_counts_the_hops_that_a_window_leaves(layout: CpLayout) -> None
 
 
 def test_generation_is_refused_with_what_to_do_instead() -> None:
-    from parcompile.runtime.inject.compressed import _with_mask
+    from parcompile.runtime.inject.mechanisms.compressed import _with_mask
     from parcompile.runtime.micro_batch import ALONE, begin, end
 
     begin((), {"input_ids": tokens(), ALONE: True})

@@ -23,7 +23,7 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
-from parcompile.runtime.inject.block_choice import _choose
+from parcompile.runtime.inject.mechanisms.block_choice import _choose
 from parcompile.runtime.inject.mechanisms.ngrams import _with_tokens, hashed
 from parcompile.runtime.inject.ring_place import RingPlace
 from parcompile.runtime.micro_batch import ALONE, begin, end

@@ -320,7 +320,7 @@ def test_transformers_own_models_in_the_same_process_stay_as_they_are() -> None:
     """The functions that stand in front of transformers' are for injected layers only."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
-    from parcompile.runtime.inject.recurrent import _put_in_front
+    from parcompile.runtime.inject.mechanisms.recurrent import _put_in_front
 
     plan = family_plan("qwen3_5_text", 1, {})
     model, ids = drawn_model(plan), documents_of_model()[0]

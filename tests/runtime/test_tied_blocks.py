@@ -12,7 +12,7 @@ from family_runs import drawn_model, family_plan
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.inject.shared_blocks import share_blocks
+from parcompile.runtime.inject.mechanisms.shared_blocks import share_blocks
 
 
 def drawn(choose: random.Random) -> dict[str, Any]:

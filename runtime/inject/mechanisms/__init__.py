@@ -1,20 +1,65 @@
-"""What single mechanisms of architectures change in a model, a file each; `parcompile.model.blocks` has their sizes."""
+"""What single mechanisms of architectures change in a model, a file each; `parcompile.model.blocks` has their sizes.
 
-from typing import Any
+What is injected names none of them: it asks for the changes of a phase, and for the modules that are not cut as others.
+"""
 
-from .mechanism import Mechanism, Phase, Placed
-from .ngrams import LookNgramsUp
+from collections.abc import Mapping
 
-MECHANISMS: tuple[Mechanism[Any], ...] = (LookNgramsUp(),)
+from torch import nn
+
+from .block_choice import use_block_choice
+from .compressed import is_grouped, keep_groups, use_compressed_keys
+from .experts import cut_all_experts, loop_in_type, place_experts
+from .indexers import use_indexers
+from .layer_inputs import cut_layer_inputs
+from .mechanism import Change, Phase, Placed
+from .ngrams import look_ngrams_up
+from .recurrent import localise_states, recurrent_modules, use_pieces
+from .selective import is_inside
+from .shared_blocks import parts_with_adapters, share_blocks_here
+from .sparsity import share_cutoffs
+from .state_space import spread_gated_norm
+
+CHANGES: Mapping[Phase, tuple[Change, ...]] = {
+    Phase.WHOLE: (share_blocks_here,),
+    Phase.STAGE: (use_pieces, use_indexers, use_block_choice, use_compressed_keys, place_experts),
+    Phase.REGION: (look_ngrams_up, cut_all_experts),
+    Phase.CUT: (localise_states, share_cutoffs, loop_in_type, cut_layer_inputs),
+}
 """Every one, in the order in which they are injected."""
 
 
-def inject_mechanisms(placed: Placed, phase: Phase) -> None:
-    """Those of a phase that the model has."""
-    shape = placed.mesh.plan.spec.model.shape
-    for one in MECHANISMS:
-        if one.phase is phase and (block := shape.part(one.of)) is not None:
-            one.inject(block, placed)
+def entered_whole(placed: Placed) -> list[nn.Module]:
+    """Modules that take their hidden states in together, with what stands in modules of their own."""
+    return recurrent_modules(placed)
 
 
-__all__ = ["MECHANISMS", "Mechanism", "Phase", "Placed", "inject_mechanisms"]
+def entered_parts(placed: Placed) -> list[str]:
+    """Modules whose columns take in what they themselves are called with, by name."""
+    return parts_with_adapters(placed.stack, placed.shape)
+
+
+def spread_norm(placed: Placed, norm: nn.Module, weight: nn.Parameter, width: int) -> nn.Module | None:
+    """A norm over features that ranks share which is that of a mechanism, with a rank's slice of its weight."""
+    return spread_gated_norm(placed, norm, weight, width)
+
+
+def change(placed: Placed, phase: Phase) -> None:
+    """Injects the mechanisms of a phase that the model has."""
+    for one in CHANGES[phase]:
+        one(placed)
+
+
+__all__ = [
+    "CHANGES",
+    "Change",
+    "Phase",
+    "Placed",
+    "change",
+    "entered_parts",
+    "entered_whole",
+    "is_grouped",
+    "is_inside",
+    "keep_groups",
+    "spread_norm",
+]

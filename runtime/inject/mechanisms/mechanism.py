@@ -1,24 +1,23 @@
-"""What a mechanism changes in a Hugging Face model, for a rank of a mesh."""
+"""When and where a mechanism changes a Hugging Face model, for a rank of a mesh."""
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from parcompile.model.blocks import Block
+from parcompile.model.family import Family
+from parcompile.model.shape import ModelShape
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import Region
-
-B = TypeVar("B", bound=Block)
+from parcompile.runtime.model.slices import Slices
 
 
 class Phase(enum.IntEnum):
-    """When a mechanism is injected. Inside a phase the order of `MECHANISMS` holds."""
+    """When a mechanism is injected. Inside a phase the order of `CHANGES` holds."""
 
     WHOLE = 0
     """Nothing is changed yet: parts that layers share are told apart."""
@@ -27,7 +26,7 @@ class Phase(enum.IntEnum):
     REGION = 2
     """Behind the agreement of the plan with the model; what is cut here, the generic cut of linears leaves alone."""
     CUT = 3
-    """Linears are cut."""
+    """Linears and the vocabulary are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +35,28 @@ class Placed:
 
     model: nn.Module
     mesh: Mesh
-    base: str
-    """The name of the model without its head."""
+    family: Family
+    slices: Slices
     region: Region | None
     """None: one rank has all heads and features."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes."""
+        return self.mesh.plan.spec.model.shape
 
     @property
     def stack(self) -> str:
         """The name of the list of layers."""
         return self.mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
 
-    def layers(self, block: Block) -> Iterator[tuple[int, Any]]:
-        """The layers of this stage that have it."""
+    def layers(self, numbers: Collection[int] | None = None) -> Iterator[tuple[int, Any]]:
+        """The layers of this stage with one of these numbers; all where None is given."""
         for number, layer in self.model.get_submodule(self.stack).named_children():
-            if int(number) in block.layers:
+            if numbers is None or int(number) in numbers:
                 yield int(number), layer
 
 
-class Mechanism(ABC, Generic[B]):
-    """What the runtime does for a block. One that changes nothing of the model needs none."""
-
-    of: ClassVar[type[Block]]
-    phase: ClassVar[Phase]
-
-    @abstractmethod
-    def inject(self, block: B, placed: Placed) -> None:
-        """Changes this rank's layers, in place.
-
-        Raises:
-            RunError: the model is not what the plan describes.
-        """
+Change: TypeAlias = Callable[[Placed], None]
+"""Changes this rank's layers, in place, where the model has the mechanism. It raises a RunError where the model is not
+what the plan describes."""

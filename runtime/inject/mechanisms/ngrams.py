@@ -11,7 +11,7 @@ N heads of a table, D features of each, C features of all residual streams.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,30 +28,27 @@ from parcompile.runtime.recurrent import convolve
 from parcompile.runtime.ring_attention.recompute import once
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
-from .mechanism import Mechanism, Phase, Placed
+from .mechanism import Placed
 
 
-class LookNgramsUp(Mechanism[Ngrams]):
-    """Makes this rank's layers that add embeddings of n-grams look them up for their own tokens."""
-
-    of: ClassVar[type[Ngrams]] = Ngrams
-    phase: ClassVar[Phase] = Phase.REGION
-
-    def inject(self, block: Ngrams, placed: Placed) -> None:
-        """Cuts the tables of its layers, and looks up and convolves among the tokens of all ranks."""
-        base = placed.model.get_submodule(placed.base)
-        base.register_forward_pre_hook(_with_tokens, with_kwargs=True)
-        place, states, region = RingPlace.of(placed.mesh), StatePlace.of(placed.mesh), placed.region
-        for _, layer in placed.layers(block):
-            embedding: Any = layer.get_submodule("ple.ple_embedding")
-            if region is not None:
-                options = {**region.options, "sequence_dim": SEQUENCE_DIM}
-                embedding.ngram_embedding = VocabParallelEmbedding.from_embedding(
-                    embedding.ngram_embedding, pad_sequence=True, **options
-                )
-            embedding.forward = functools.partial(_looked_up, embedding, place)
-            ple: Any = layer.get_submodule("ple")
-            ple._short_conv = functools.partial(_convolved, ple, block, states, region)
+def look_ngrams_up(placed: Placed) -> None:
+    """Cuts the tables of layers that have one, and looks up and convolves among the tokens of all ranks."""
+    block = placed.shape.part(Ngrams)
+    if block is None:
+        return
+    base = placed.model.get_submodule(placed.family.base)
+    base.register_forward_pre_hook(_with_tokens, with_kwargs=True)
+    place, states, region = RingPlace.of(placed.mesh), StatePlace.of(placed.mesh), placed.region
+    for _, layer in placed.layers(block.layers):
+        embedding: Any = layer.get_submodule("ple.ple_embedding")
+        if region is not None:
+            options = {**region.options, "sequence_dim": SEQUENCE_DIM}
+            embedding.ngram_embedding = VocabParallelEmbedding.from_embedding(
+                embedding.ngram_embedding, pad_sequence=True, **options
+            )
+        embedding.forward = functools.partial(_looked_up, embedding, place)
+        ple: Any = layer.get_submodule("ple")
+        ple._short_conv = functools.partial(_convolved, ple, block, states, region)
 
 
 def _with_tokens(

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.state_place import StatePlace
 from parcompile.runtime.recurrent.lightning import lightning_attention, lightning_blocks
-
-from .state_place import StatePlace
 
 
 def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parcompile.model.families import FAMILIES
 from parcompile.model.recurrent import Recurrent, RecurrentKind, RecurrentShape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY
+from parcompile.runtime.inject.state_place import StatePlace
 from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.recurrent import convolve, gated_delta_rule
 
 from .lightning import put_lightning
-from .regions import MASKS_PADDING, SHARES_ENTRY
+from .mechanism import Placed
 from .selective import localise_selective, mamba_scan
-from .state_place import StatePlace
 from .state_space import fused_layer, localise_state_space, prepare_state_space, state_space_scan
 
 _MARK = "parcompile_seam"
@@ -45,14 +45,13 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def recurrent_modules(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+def recurrent_modules(placed: Placed) -> list[nn.Module]:
     """Those of this rank's layers that carry a state."""
-    shape = mesh.plan.spec.model.shape
-    traits = FAMILIES[shape.model_type].recurrent if shape.user_module is None else None
-    if traits is None or shape.recurrent is None:
+    traits, recurrent = placed.family.recurrent, placed.shape.recurrent
+    if traits is None or recurrent is None:
         return []
-    layers = {str(layer) for layer in shape.recurrent.layers}
-    return [module for name, module in model.named_modules() if _stands_in(layers, name, traits)]
+    layers = {str(layer) for layer in recurrent.layers}
+    return [module for name, module in placed.model.named_modules() if _stands_in(layers, name, traits)]
 
 
 def _stands_in(layers: Collection[str], name: str, traits: Recurrent) -> bool:
@@ -64,16 +63,15 @@ def _stands_in(layers: Collection[str], name: str, traits: Recurrent) -> bool:
     return own == traits.module and before[-1] in layers
 
 
-def use_pieces(model: nn.Module, mesh: Mesh) -> None:
+def use_pieces(placed: Placed) -> None:
     """Makes every layer that carries a state work on the pieces of its micro-batch."""
-    modules = recurrent_modules(model, mesh)
+    modules = recurrent_modules(placed)
     if not modules:
         return
-    place = StatePlace.of(mesh)
-    recurrent = mesh.plan.spec.model.shape.recurrent
+    place, recurrent = StatePlace.of(placed.mesh), placed.shape.recurrent
     for module in modules:
         if recurrent is not None and recurrent.kind is RecurrentKind.LIGHTNING_ATTENTION:
-            put_lightning(module, place, mesh)
+            put_lightning(module, place, placed.mesh)
         else:
             _put_in_front(type(module))
             setattr(module, MASKS_PADDING, True)
@@ -208,6 +206,13 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
     "mamba_inner_fn": fused_layer,
 }
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
+
+
+def localise_states(placed: Placed) -> None:
+    """Corrects the sizes of every cut layer that carries a state."""
+    if placed.region is not None and placed.shape.recurrent is not None:
+        for module in recurrent_modules(placed):
+            localise_groups(module, placed.shape.recurrent, placed.mesh)
 
 
 def localise_groups(module: nn.Module, shape: RecurrentShape, mesh: Mesh) -> None:

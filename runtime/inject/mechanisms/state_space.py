@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from parcompile.layout.tensor import part_ranges
 from parcompile.model.cutting.recurrent import input_parts
-from parcompile.model.recurrent import RecurrentShape
+from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT
+from parcompile.runtime.inject.state_place import StatePlace
 from parcompile.runtime.recurrent import state_space
 from parcompile.runtime.tensor_parallel import take_ranges
 
-from .regions import BLOCK_TAKES_INPUT
-from .state_place import StatePlace
+from .mechanism import Placed
 
 
 def state_space_scan(
@@ -102,6 +103,17 @@ def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int, rank
     for child in module.children():
         if isinstance(child, nn.Conv1d):
             child.in_channels = child.out_channels = child.groups = child.weight.shape[0]
+
+
+def spread_gated_norm(placed: Placed, norm: nn.Module, weight: nn.Parameter, width: int) -> nn.Module | None:
+    """The gated norm of a Mamba-2 layer with a rank's slice of its weight; None where the norm is no such."""
+    states, region = placed.shape.recurrent, placed.region
+    if states is None or states.kind is not RecurrentKind.MAMBA2 or "RMSNormGated" not in type(norm).__name__:
+        return None
+    if states.groups == 1 and region is not None:
+        return SpreadGatedNorm(norm, weight, width, region.group)
+    norm.weight = weight
+    return norm  # over each group apart, which are whole on a rank
 
 
 class SpreadGatedNorm(nn.Module):

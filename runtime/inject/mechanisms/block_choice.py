@@ -22,29 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.model.families import FAMILIES
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.chosen import Visible
+from parcompile.runtime.inject.ring_place import RingPlace
+from parcompile.runtime.inject.token_places import token_order
 from parcompile.runtime.ring_attention import TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
 
-from .chosen import Visible
-from .ring_place import RingPlace
-from .token_places import token_order
+from .mechanism import Placed
 
 
-def use_block_choice(model: nn.Module, mesh: Mesh) -> None:
+def use_block_choice(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers attend to the blocks that their indexers choose."""
-    shape = mesh.plan.spec.model.shape
+    shape = placed.shape
     if shape.indexer is None or not shape.indexer.block:
         return
-    place, name = RingPlace.of(mesh), FAMILIES[shape.model_type].attention
-    path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-    for number, layer in model.get_submodule(path).named_children():
-        if int(number) in shape.indexer.layers:
-            attention: Any = layer.get_submodule(name)
-            attention.register_forward_pre_hook(_with_visible, with_kwargs=True)
-            attention.indexer.requires_grad_(False)
-            attention.indexer.forward = functools.partial(_choose, attention.indexer, place)
+    place = RingPlace.of(placed.mesh)
+    for _, layer in placed.layers(shape.indexer.layers):
+        attention: Any = layer.get_submodule(placed.family.attention)
+        attention.register_forward_pre_hook(_with_visible, with_kwargs=True)
+        attention.indexer.requires_grad_(False)
+        attention.indexer.forward = functools.partial(_choose, attention.indexer, place)
 
 
 def _with_visible(

@@ -20,13 +20,43 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 from parcompile.runtime.drawing import draws
+from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
+from parcompile.runtime.inject.biases import add_once
+from parcompile.runtime.inject.regions import Region
 from parcompile.runtime.micro_batch import current
+from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
 
-from .biases import add_once
 from .expert_norm import norm_whole_rows
-from .regions import Region
+from .mechanism import Placed
+
+
+def place_experts(placed: Placed) -> None:
+    """Leaves each rank its experts whole, with the way of tokens to them and back."""
+    hand_tokens(placed.model, placed.mesh)
+    pass_on(placed.model, placed.mesh)
+    visit_chosen(placed.model)
+    deal_experts(placed.model, placed.mesh, placed.slices)
+
+
+def cut_all_experts(placed: Placed) -> None:
+    """Cuts the experts of every layer over tp."""
+    model, slices, region, traits = placed.model, placed.slices, placed.region, placed.family.experts
+    if region is None:
+        return
+    names = [name for name, _ in model.named_parameters() if slices.of(name).parameter.expert_dim == 0]
+    for name in dict.fromkeys(name.rpartition(".experts.")[0] for name in names):
+        if traits is not None and traits.beside_mlp:
+            experts = f"{name}.experts"
+            cut_experts_alone(experts, model.get_submodule(experts), slices, region)
+        else:
+            cut_experts(name, model.get_submodule(name), slices, region)
+
+
+def loop_in_type(placed: Placed) -> None:
+    """Lets experts whose slices are too narrow for a product of all multiply one after the other."""
+    loop_where_narrow(placed.model, TORCH_DTYPES[placed.mesh.plan.spec.training.precision])
 
 
 def cut_experts(name: str, block: nn.Module, slices: Slices, region: Region) -> None:

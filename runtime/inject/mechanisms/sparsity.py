@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 from parcompile.runtime.collectives import copy_to_group, group_size, reduce_from_group
 
+from .mechanism import Placed
 
-def share_cutoffs(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Lets each such MLP, whose features are cut over `group`, take its cutoff from all of them."""
-    for module in model.modules():
+
+def share_cutoffs(placed: Placed) -> None:
+    """Lets each such MLP, whose features are cut over tp, take its cutoff from all of them."""
+    if placed.region is None:
+        return
+    for module in placed.model.modules():
         own: Any = module
         if hasattr(module, "_gaussian_topk") and own.activation_sparsity > 0.0:
-            own._gaussian_topk = functools.partial(_largest, own.activation_sparsity, group)
+            own._gaussian_topk = functools.partial(_largest, own.activation_sparsity, placed.region.group)
 
 
 def _largest(sparsity: float, group: dist.ProcessGroup, features: Tensor) -> Tensor:

@@ -14,24 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.model.families import FAMILIES
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.vocabulary import keep_what_follows
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
-from .regions import Region
-from .vocabulary import keep_what_follows
+from .mechanism import Placed
 
 TABLE = "embed_tokens_per_layer"
 """Its name in the base model."""
 
 
-def cut_layer_inputs(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
+def cut_layer_inputs(placed: Placed) -> None:
     """Replaces the table that this rank has, where anything has to be cut or padded."""
-    shape = mesh.plan.spec.model.shape
+    shape, mesh, region = placed.shape, placed.mesh, placed.region
     if shape.layer_inputs is None:
         return
-    base: Any = model.get_submodule(FAMILIES[shape.model_type].base)
+    base: Any = placed.model.get_submodule(placed.family.base)
     table = getattr(base, TABLE)
     tokens, width = shape.layer_inputs.vocab_size, shape.layer_inputs.width
     padded = next(

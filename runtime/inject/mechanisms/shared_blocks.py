@@ -12,6 +12,13 @@ from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import BLOCK
 from parcompile.runtime.errors import RunError
 
+from .mechanism import Placed
+
+
+def share_blocks_here(placed: Placed) -> None:
+    """Gives all uses of a block of this model the module of the first."""
+    share_blocks(placed.model, placed.stack, placed.shape)
+
 
 def share_blocks(model: nn.Module, path: str, shape: ModelShape) -> None:
     """Gives all uses of a block the module of the first.

@@ -21,31 +21,25 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
-from parcompile.model.families import FAMILIES
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.chosen import Unmasked
+from parcompile.runtime.inject.ring_place import RingPlace
+from parcompile.runtime.inject.token_places import of_all_ranks, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention.recompute import once
 
-from .chosen import Unmasked
+from .mechanism import Placed
 from .pools import use_pools, without_masks
-from .ring_place import RingPlace
-from .token_places import of_all_ranks, token_order
 
 
-def use_indexers(model: nn.Module, mesh: Mesh) -> None:
+def use_indexers(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers that have an indexer, or take the choice of one, attend so."""
-    shape = mesh.plan.spec.model.shape
-    family = FAMILIES[shape.model_type]
+    shape, family = placed.shape, placed.family
     if family.indexer is not None and family.indexer.pool is not None:
-        model.get_submodule(family.base).register_forward_pre_hook(without_masks, with_kwargs=True)
+        placed.model.get_submodule(family.base).register_forward_pre_hook(without_masks, with_kwargs=True)
     if shape.indexer is None or shape.indexer.block:
         return
-    place = RingPlace.of(mesh)
-    path = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0]
-    layers: Any = model.get_submodule(path)
-    for number, layer in layers.named_children():
-        if int(number) not in shape.indexer.attending:
-            continue
+    place = RingPlace.of(placed.mesh)
+    for _, layer in placed.layers(shape.indexer.attending):
         attention: Any = layer.get_submodule(family.attention)
         attention.register_forward_pre_hook(_without_mask, with_kwargs=True)
         if shape.indexer.pool:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from parcompile.model.recurrent import RecurrentShape
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.inject.state_place import StatePlace
 from parcompile.runtime.recurrent import selective_scan
-
-from .state_place import StatePlace
 
 SELECTING, STEPPING = "x_proj", "dt_proj"
 """The projections inside a layer: of its channels, and of the step sizes. They take no hidden states of the model."""

@@ -25,30 +25,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
-from parcompile.model.families import FAMILIES
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.attention import BESIDE
+from parcompile.runtime.inject.ring_place import RingPlace
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import attention_beside, local_positions
 from parcompile.runtime.ring_attention.recompute import once
 
-from .attention import BESIDE
-from .ring_place import RingPlace
+from .mechanism import Placed
 from .window_keys import keys_and_mask
 
 _TILE = 512
 """Queries of a tile: the first of a sequence see few compressed keys."""
 
 
-def use_compressed_keys(model: nn.Module, mesh: Mesh) -> None:
+def use_compressed_keys(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers attend to compressed keys too."""
-    shape = mesh.plan.spec.model.shape
-    if shape.low_rank is None:
+    if placed.shape.low_rank is None:
         return
-    place = RingPlace.of(mesh)
-    path, name = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0], FAMILIES[shape.model_type].attention
-    for _, layer in model.get_submodule(path).named_children():
-        attention: Any = layer.get_submodule(name)
+    place = RingPlace.of(placed.mesh)
+    for _, layer in placed.layers():
+        attention: Any = layer.get_submodule(placed.family.attention)
         compressor = attention.compressor
         attention.register_forward_pre_hook(
             functools.partial(_with_mask, compressed=compressor is not None), with_kwargs=True
