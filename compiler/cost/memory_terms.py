@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parcompile.layout.stages import Stage
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
@@ -42,6 +43,80 @@ class StageTerms:
     optimizer_step: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A stage, and what one layer of it keeps: with a dense MLP, with experts, and the most of the kinds of layers."""
+
+    work: Workload
+    stage: Stage
+    index: int
+    dense: LayerBytes
+    sparse: LayerBytes
+    largest: LayerBytes
+
+    @classmethod
+    def of(cls, whole: Workload, index: int) -> _Held:
+        work, stage = whole.of_stage(whole.stages[index]), whole.stages[index]
+        of_model = whole.of_stage(whole.stages[0])
+        form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
+
+        def keeps(shape: ModelShape, *, routed: bool) -> LayerBytes:
+            return form(
+                shape,
+                tp=whole.tp,
+                sequence_parallel=whole.sequence_parallel,
+                element_bytes=whole.element_bytes,
+                moe=routed,
+                row_copies=row_copies(whole),
+            )
+
+        dense, sparse = (keeps(of_model.busiest_shape, routed=one) for one in (False, of_model.shape.moe is not None))
+        routed = routed_layers(work.shape, stage) > 0
+        kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
+        each, usual = (keeps(one, routed=routed) for one in kinds), sparse if routed else dense
+        return cls(work, stage, index, dense, sparse, max(each, key=lambda one: one.total, default=usual))
+
+    @property
+    def eager(self) -> bool:
+        """Run by DeepSpeed, with transformers' layers."""
+        return self.work.framework == "deepspeed"
+
+    @property
+    def copies(self) -> int:
+        """Micro-batches whose activations are held at the peak."""
+        return self.work.in_flight(self.index)
+
+    @property
+    def tokens(self) -> int:
+        return self.work.local_tokens
+
+    @property
+    def untrained(self) -> int:
+        """Layers that run without autograd."""
+        return 0 if self.work.shape.runs is None else self.work.shape.runs.untrained
+
+    @property
+    def routed(self) -> int:
+        return routed_layers(self.work.shape, self.stage)
+
+    @property
+    def dense_layers(self) -> int:
+        return self.work.shape.dense(self.stage.layers) - self.untrained
+
+    @property
+    def attending(self) -> int:
+        return self.work.shape.attending(self.stage.layers)
+
+    @property
+    def states(self) -> int:
+        """Layers that carry a state."""
+        return 0 if self.work.shape.recurrent is None else self.work.shape.recurrent.count(self.stage.layers)
+
+    @property
+    def with_blocks(self) -> range:
+        return self.stage.layers if self.eager else range(0)
+
+
 def memory_terms(whole: Workload) -> list[StageTerms]:
     """The terms of every stage.
 
@@ -49,124 +124,21 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
         ValueError: the layout cannot be cut.
     """
     stages = whole.stages
-    work = whole.of_stage(stages[0])
-    numels = [work.stage_parameters(stage) for stage in stages]
-    both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
-    bucket = min(LARGEST_BUCKET, max(numels)) if work.framework == "deepspeed" and has_bucket(work) and not both else 0
-    form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
-
-    def keeps(shape: ModelShape, *, routed: bool) -> LayerBytes:
-        return form(
-            shape,
-            tp=whole.tp,
-            sequence_parallel=whole.sequence_parallel,
-            element_bytes=whole.element_bytes,
-            moe=routed,
-            row_copies=row_copies(whole),
-        )
-
-    dense, sparse = (keeps(work.busiest_shape, routed=routed) for routed in (False, work.shape.moe is not None))
-    found, untrained = [], 0 if work.shape.runs is None else work.shape.runs.untrained
+    first = whole.of_stage(stages[0])
+    numels = [first.stage_parameters(stage) for stage in stages]
+    both = keeps_both_gradients(first.framework, first.element_bytes, first.gradient_bytes, first.zero_stage)
+    has_one = first.framework == "deepspeed" and has_bucket(first) and not both
+    bucket = min(LARGEST_BUCKET, max(numels)) if has_one else 0
+    found = []
     for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
-        work = whole.of_stage(stage)
-        held = work.in_flight(index)
-        tokens = work.local_tokens
-        moe_layers = routed_layers(work.shape, stage)
-        trained, attending = len(stage.layers) - untrained, work.shape.attending(stage.layers)
-        dense_layers = work.shape.dense(stage.layers) - untrained
-        counts = {"stream": trained, "attention": attending - untrained, "gathered": trained}
-        kept = {part: count * getattr(dense, part) * tokens * held for part, count in counts.items()}
-        kept["mlp"] = (dense_layers * dense.mlp + moe_layers * sparse.mlp) * tokens * held
-        choice = choice_bytes(work, stage) if work.framework == "deepspeed" else 0.0
-        states = 0 if work.shape.recurrent is None else work.shape.recurrent.count(stage.layers)
-        kept["attention"] += states * kept_bytes(work) * held
-        for part in ("stream", "gathered"):
-            # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
-            kept[part] *= work.split_tokens / max(1, tokens)
-        of_own, of_whole = kept_of_use(work)
-        used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
-        kept["stream"] += used * of_own * work.split_tokens * held
-        kept["gathered"] += used * of_whole * tokens * held
-        with_blocks = stage.layers if work.framework == "deepspeed" else range(0)
-        kept["stream"] += kept_by_blocks(work, with_blocks) * held
-        in_flight, together = in_flight_bytes(work, routed=moe_layers > 0), work.shape.layers_per_module
-        if together > 1 and moe_layers:
-            # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
-            gone = ((together - 1) * dense.total + dense.mlp) * tokens
-            in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
-        if states:
-            in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, stage, dense, sparse))
-        found_kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
-        behind_mlp = behind_mlp_bytes(work)
-        largest = max(
-            (keeps(one, routed=moe_layers > 0) for one in found_kinds),
-            key=lambda one: one.total,
-            default=sparse if moe_layers else dense,
-        )
-        one_layer = (sparse if moe_layers else dense).total * tokens
-        if work.recomputes_layers:
-            # Each layer's input is kept; one layer at a time is recomputed whole.
-            layers = bool(stage.layers)
-            # Of layers that are one module all: one of them has its experts.
-            recomputed = (largest, *[dense] * (together - 1))
-            kept = {part: sum(getattr(one, part) for one in recomputed) * tokens * layers for part in kept}
-            carried = kept_bytes(work) if states else 0.0
-            if uses(work.shape, stage.layers):
-                # A layer with a shared block has all of them.
-                kept["attention"] += carried
-                kept["stream"] += of_own * work.split_tokens
-                kept["gathered"] += of_whole * tokens
-            elif work.shape.blocks is not None:
-                # A layer is one block: the largest counts.
-                kept["attention"] = max(kept["attention"] * (attending > 0), carried)
-                kept["mlp"] *= dense_layers + moe_layers > 0
-                kept["attention" if kept["mlp"] > kept["attention"] else "mlp"] = 0.0
-            else:
-                beside = attending == len(stage.layers)
-                kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
-            kept["stream"] += kept_by_one(work, with_blocks)
-            one_layer = sum(kept.values())
-            # A layer's MLP comes behind its scan.
-            in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if states else 0.0)
-            inputs = input_bytes(work)
-            kept["stream"] += (len(stage.layers) - untrained) / together * inputs * held
-            if work.shape.hyper_streams:
-                kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
-            if work.framework == "deepspeed" and layers:
-                kept["attention"] += attending * kept_attention(work) * tokens * held
-                kept["attention"] += states * exchanged_bytes(work) * held
-                kept["mlp"] += in_flight - behind_mlp
-        kept["attention"] += choice * held
-        if work.framework == "deepspeed":
-            # The parts of a second embedding are those of all layers, also where one layer is recomputed.
-            parts = parts_bytes(work) if work.recomputes_layers else 0.0
-            kept["stream"] += (projection_bytes(work, stage) + parts) * held + head_bytes(work, stage)
-        if FRAMEWORKS[work.framework].stores_scores:
-            scores = tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
-            # Recomputed, those of one layer at a time.
-            kept["attention"] += scores * (
-                work.shape.attending(stage.layers) * held if work.recompute == "none" else bool(stage.layers)
-            )
+        one = _Held.of(whole, index)
+        work, tokens = one.work, one.tokens
         logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
-        if work.framework == "deepspeed":
-            layer = one_layer + in_flight - behind_mlp if stage.layers else 0.0
-            # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
-            # layer keeps behind its attention, or computes again.
-            later = 0.0
-            if work.shape.low_rank is not None:
-                last = sparse if moe_layers else dense
-                later = layer if work.recomputes_layers else last.mlp * tokens + last.stream / 2 * work.split_tokens
-            scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
-            kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
-            taken = sum(kept.values()) + 2 * work.element_bytes * logits + loss_chunk_bytes(work, logits)
-            # The gradient of a table comes when the layers before it are still to go backward.
-            table, before = late_gradient(work, stage)
-            table += sum(kept.values()) * before / max(len(stage.layers), 1)
-            kept["stream"] += max(0.0, embedding_backward_bytes(work, stage) - taken, scoring - taken, table - taken)
-        if work.framework == "deepspeed":
+        kept = _at_peak(one, logits)
+        if one.eager:
             exchange = buffer_bytes(work, index)
         else:
-            exchange = tokens * work.shape.hidden_size * work.element_bytes * held if work.pp > 1 else 0.0
+            exchange = tokens * work.shape.hidden_size * work.element_bytes * one.copies if work.pp > 1 else 0.0
         found.append(
             StageTerms(
                 index,
@@ -178,11 +150,124 @@ def memory_terms(whole: Workload) -> list[StageTerms]:
                 kept["mlp"],
                 kept["gathered"],
                 logits,
-                logits * work.element_bytes * max(held - 1, 0) + loss_chunk_bytes(work, logits),
+                logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
                 exchange,
-                optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes)
-                if work.framework == "deepspeed"
-                else 0.0,
+                optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes) if one.eager else 0.0,
             )
         )
     return found
+
+
+def _at_peak(one: _Held, logits: float) -> dict[str, float]:
+    """What is held of activations, by part, at the largest moment of a step."""
+    work, stage = one.work, one.stage
+    kept, in_flight = _kept(one), _in_flight(one)
+    choice = choice_bytes(work, stage) if one.eager else 0.0
+    one_layer = (one.sparse if one.routed else one.dense).total * one.tokens
+    if work.recomputes_layers:
+        kept, one_layer, in_flight = _recomputed(one, in_flight)
+    kept["attention"] += choice * one.copies
+    if one.eager:
+        # The parts of a second embedding are those of all layers, also where one layer is recomputed.
+        parts = parts_bytes(work) if work.recomputes_layers else 0.0
+        kept["stream"] += (projection_bytes(work, stage) + parts) * one.copies + head_bytes(work, stage)
+    if FRAMEWORKS[work.framework].stores_scores:
+        scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
+        # Recomputed, those of one layer at a time.
+        kept["attention"] += scores * (
+            work.shape.attending(stage.layers) * one.copies if work.recompute == "none" else bool(stage.layers)
+        )
+    if one.eager:
+        _add_ends(one, kept, logits, one_layer, in_flight)
+    return kept
+
+
+def _kept(one: _Held) -> dict[str, float]:
+    """What all layers keep for backward, where nothing is recomputed."""
+    work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
+    trained = len(stage.layers) - one.untrained
+    counts = {"stream": trained, "attention": one.attending - one.untrained, "gathered": trained}
+    kept: dict[str, float] = {part: count * getattr(one.dense, part) * tokens * held for part, count in counts.items()}
+    kept["mlp"] = (one.dense_layers * one.dense.mlp + one.routed * one.sparse.mlp) * tokens * held
+    kept["attention"] += one.states * kept_bytes(work) * held
+    for part in ("stream", "gathered"):
+        # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
+        kept[part] *= work.split_tokens / max(1, tokens)
+    of_own, of_whole = kept_of_use(work)
+    used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
+    kept["stream"] += used * of_own * work.split_tokens * held
+    kept["gathered"] += used * of_whole * tokens * held
+    kept["stream"] += kept_by_blocks(work, one.with_blocks) * held
+    return kept
+
+
+def _in_flight(one: _Held) -> float:
+    """What one layer has in flight beside what it keeps, in its backward pass."""
+    work, together = one.work, one.work.shape.layers_per_module
+    in_flight = in_flight_bytes(work, routed=one.routed > 0)
+    if together > 1 and one.routed:
+        # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
+        gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
+        in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
+    if one.states:
+        in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, one.stage, one.dense, one.sparse))
+    return in_flight
+
+
+def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:
+    """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
+    work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
+    layers, together = bool(stage.layers), work.shape.layers_per_module
+    # Of layers that are one module all: one of them has its experts.
+    recomputed = (one.largest, *[one.dense] * (together - 1))
+    kept: dict[str, float] = {
+        part: sum(getattr(each, part) for each in recomputed) * tokens * layers
+        for part in ("stream", "attention", "gathered", "mlp")
+    }
+    carried = kept_bytes(work) if one.states else 0.0
+    if uses(work.shape, stage.layers):
+        # A layer with a shared block has all of them.
+        of_own, of_whole = kept_of_use(work)
+        kept["attention"] += carried
+        kept["stream"] += of_own * work.split_tokens
+        kept["gathered"] += of_whole * tokens
+    elif work.shape.blocks is not None:
+        # A layer is one block: the largest counts.
+        kept["attention"] = max(kept["attention"] * (one.attending > 0), carried)
+        kept["mlp"] *= one.dense_layers + one.routed > 0
+        kept["attention" if kept["mlp"] > kept["attention"] else "mlp"] = 0.0
+    else:
+        beside = one.attending == len(stage.layers)
+        kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
+    kept["stream"] += kept_by_one(work, one.with_blocks)
+    one_layer = sum(kept.values())
+    # A layer's MLP comes behind its scan.
+    in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if one.states else 0.0)
+    inputs = input_bytes(work)
+    kept["stream"] += (len(stage.layers) - one.untrained) / together * inputs * held
+    if work.shape.hyper_streams:
+        kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
+    if one.eager and layers:
+        kept["attention"] += one.attending * kept_attention(work) * tokens * held
+        kept["attention"] += one.states * exchanged_bytes(work) * held
+        kept["mlp"] += in_flight - behind_mlp_bytes(work)
+    return kept, one_layer, in_flight
+
+
+def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: float, in_flight: float) -> None:
+    """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
+    work, stage = one.work, one.stage
+    layer = one_layer + in_flight - behind_mlp_bytes(work) if stage.layers else 0.0
+    # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
+    # layer keeps behind its attention, or computes again.
+    later = 0.0
+    if work.shape.low_rank is not None:
+        last = one.sparse if one.routed else one.dense
+        later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
+    scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
+    kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
+    taken = sum(kept.values()) + 2 * work.element_bytes * logits + loss_chunk_bytes(work, logits)
+    # The gradient of a table comes when the layers before it are still to go backward.
+    table, before = late_gradient(work, stage)
+    table += sum(kept.values()) * before / max(len(stage.layers), 1)
+    kept["stream"] += max(0.0, embedding_backward_bytes(work, stage) - taken, scoring - taken, table - taken)
