@@ -15,6 +15,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
+from parcompile.model.type_traits import types_with
 
 from .streams import mixture_bytes
 
@@ -223,31 +224,21 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
     return 0.0 if shape.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
-FP32_NORMS = (
-    *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
-    *("olmo2", "olmo3", "beam", "deepseek_v4", "muse_glimmer_text", "muse_spark_text"),
-)
+FP32_NORMS = types_with("fp32_norms")
 """Model types whose RMSNorm multiplies by its weight in fp32."""
-GATED_RESIDUALS = ("muse_spark_text",)
+GATED_RESIDUALS = types_with("gated_residuals")
 """Model types whose layers weight both addends of a residual connection, and norm what attention gives."""
-FP32_MLPS = ("beam",)
+FP32_MLPS = types_with("fp32_mlps")
 """Model types that activate and gate in fp32, in dense MLPs and experts."""
-FP32_ROUTERS = frozenset(
-    (
-        *("axk1", "axk2", "bailing_hybrid", "beam", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3"),
-        *("deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe"),
-        *("glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "hy_v3", "hy_v4", "kimi_linear", "kolibri1"),
-        *("longcat_flash", "mimo_v2_flash", "muse_spark_text", "nemotron_h", "solar_open"),
-    )
-)
+FP32_ROUTERS = types_with("fp32_routers")
 """Model types whose routers take hidden states in fp32, and keep them so."""
-VALUE_NORMS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+VALUE_NORMS = types_with("value_norms")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
-CLAMPED = ("deepseek_v4", "glm5_next_text", "hy_v4", "minimax_m3_vl_text")
+CLAMPED = types_with("clamped_experts")
 """Model types whose experts clamp both halves of the first projection, and keep them before and behind that."""
-CLAMPED_SHARED = ("deepseek_v4", "glm5_next_text")
+CLAMPED_SHARED = types_with("clamped_shared_expert")
 """Those whose shared expert does so too."""
-CLAMPED_DENSE = ("glm5_next_text",)
+CLAMPED_DENSE = types_with("clamped_mlps")
 """Those whose dense MLPs do."""
 BLOCKS = 2
 """Attention and MLP: each keeps its input."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parcompile.layout.stages import Stage
+from parcompile.model.type_traits import types_with
 
 from .layer_inputs import table_gradient_bytes
 from .workload import Workload
@@ -11,7 +12,7 @@ LOSS_CHUNK_ELEMENTS = 2**25
 """Logits that the loss holds in fp32 at a time, on an accelerator."""
 
 
-FP32_LOGITS = ("falcon_mamba", "mamba", "mamba2", "nemotron_h")
+FP32_LOGITS = types_with("fp32_logits")
 """Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.layout.stages import Stage
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
+from parcompile.model.type_traits import types_with
 
 from .window_keys import compressed_layers, gathered_bytes
 from .workload import Workload
@@ -51,7 +52,7 @@ def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
     if indexer is None or work.cp == 1:
         return 0, 0
     messages = len(set(indexer.layers) & set(stage.layers)) * work.micro_batches
-    width = FP32_KEYS if work.shape.model_type == "dots3_note_text" else work.element_bytes
+    width = FP32_KEYS if work.shape.model_type in types_with("fp32_index_keys") else work.element_bytes
     local = int(work.local_tokens) * indexer.token_width * width
     return messages, messages * local * (work.cp - 1)
 

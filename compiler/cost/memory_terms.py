@@ -82,7 +82,7 @@ class _Held:
         return self.work.framework == "deepspeed"
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> float:
         """Micro-batches whose activations are held at the peak."""
         return self.work.in_flight(self.index)
 

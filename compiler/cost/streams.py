@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from parcompile.layout.stages import Stage
 from parcompile.model.shape import ModelShape
+from parcompile.model.type_traits import types_with
 
 from .workload import Workload
 
 FP32_BYTES = 4
-MEANS = ("glm5_next_text",)
+MEANS = types_with("mean_of_streams")
 """Model types whose last hidden state is the mean of the streams: no mixture reads them behind the last layer."""
 MIXTURES = 2
 """Of a layer: in front of attention and of the MLP."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .type_traits import by_type, types_with
+
 KEYS = ("hidden_act", "activation_function", "afn")
 """What configurations call it."""
 
-_OF_CLASS = {**dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj", "phi"), "gelu_new"), "opt": "relu"}
+_OF_CLASS = by_type("activation")
 """Those that classes take by default, where they are not what torch computes in one piece from what it keeps."""
 
 _KEPT = {
@@ -26,6 +28,6 @@ transformers/activations.py, which writes these functions out."""
 def kept_numbers(model_type: str, config: Mapping[str, Any]) -> int:
     """How many more numbers than one for its input and one for its result, for each feature of the MLP."""
     name = next((config[key] for key in KEYS if isinstance(config.get(key), str)), _OF_CLASS.get(model_type))
-    if model_type == "openai-gpt" and name in (None, "gelu"):
+    if model_type in types_with("gelu_is_new") and name in (None, "gelu"):
         name = "gelu_new"  # what its class calls so
     return _KEPT.get(str(name), 0)

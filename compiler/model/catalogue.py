@@ -18,50 +18,12 @@ from .families import BUILT_IN, FAMILIES
 from .family import Family
 from .reasons import REASONS, Reason
 from .tables import counts_of, table_of
+from .type_traits import by_type, types_with
 
-TEXT_PARTS = frozenset(
-    {
-        *(
-            "aria",
-            "cohere_compass",
-            "cosmos3_edge",
-            "cosmos3_omni",
-            "deepseek_ocr2",
-            "deepseek_vl",
-            "deepseek_vl_hybrid",
-            "dots3_note",
-        ),
-        *("exaone4_5", "fast_vlm", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
-        *("glm4v_moe", "glm5_next", "glm_ocr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl"),
-        *("hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llava"),
-        *("lfm2_vl", "lfm3_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni"),
-        *("llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3", "moss_transcribe_diarize"),
-        *("muse_glimmer", "muse_spark"),
-        *("ovis2", "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
-        *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"),
-        "qwen4_exp",
-        *("shieldgemma2", "smolvlm", "unlimited_ocr", "video_llama_3", "video_llava", "vipllava"),
-    }
-)
+TEXT_PARTS = types_with("text_part")
 """Multimodal types whose text part, given text alone, computes what a model of its type does."""
 
-TEXT_ALIKE: Mapping[str, str] = {
-    "cosmos3_edge_text": "arcee",
-    "glm4v_text": "glm4",
-    "glm4v_moe_text": "glm4_moe",
-    "glm_ocr_text": "glm4",
-    "granite4_vision_text": "granite",
-    "granite_docling_text": "granite",
-    "hunyuan_vl_text": "hunyuan_v1_dense",
-    "paddleocr_vl_text": "llama",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_omni_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_omni_moe_text": "qwen3_moe",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "unlimited_ocr_text": "deepseek_ocr2_text",
-}
+TEXT_ALIKE: Mapping[str, str] = by_type("text_alike")
 """Types of text parts that are no causal language models of their own, and the type that computes the same of text
 alone: where they rotate each feature by one of three positions, those of a token of text are one."""
 
@@ -72,91 +34,22 @@ RUNTIME_FAMILIES = tuple(BUILT_IN)
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """What transformers calls the scores that a router adds for its choice, and does not learn."""
 
-CORRECTED = frozenset(
-    (
-        "afmoe",
-        "axk1",
-        "axk2",
-        "bailing_hybrid",
-        "beam",
-        "deepseek_v3",
-        "deepseek_v32",
-        "deepseek_v4",
-        "dots1",
-        "dots3_note_text",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm5_next_text",
-        "glm_moe_dsa",
-        "hy_v3",
-        "hy_v4",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "lfm2_moe",
-        "longcat_flash",
-        "mimo_v2_flash",
-        "minimax_m2",
-        "minimax_m3_vl_text",
-        "muse_spark_text",
-        "nemotron_h",
-        "solar_open",
-    )
-)
+CORRECTED = types_with("corrected_routers")
 """Model types whose routers have such scores."""
 
-SCALED_INPUTS = frozenset(("llama4_text",))
+SCALED_INPUTS = types_with("scaled_inputs")
 """Model types of which the router's scores scale what experts take, not what they give."""
 
-WEIGHTED_IN_TYPE = frozenset(
-    (
-        "cohere2_moe",
-        "ernie4_5_moe",
-        "flex_olmo",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoehybrid",
-        "hunyuan_v1_moe",
-        "jamba",
-        "laguna",
-        "mellum",
-        "mistral4",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_moe",
-        "qwen4_exp_text",
-    )
-)
+WEIGHTED_IN_TYPE = types_with("weighted_in_type")
 """Model types whose routers weight experts in the type of the weights; others do in fp32."""
 
 
 LOGIT_CAP = "final_logit_softcapping"
-CAPPED_LOGITS = {
-    "gemma2": 30.0,
-    "gemma3": None,
-    "gemma3_text": None,
-    "gemma3n_text": 30.0,
-    "gemma4_text": None,
-    "gemma4_unified_text": None,
-    "nanochat": 15.0,
-    "vaultgemma": 30.0,
-}
+CAPPED_LOGITS = by_type("logit_cap")
 """Model types that keep logits within a cap (`LOGIT_CAP`), and what their classes have for it."""
 
-_NEAREST = {
-    "dbrx": "mixtral",
-    "mistral_large4": "mistral4",
-    "step3p7": "mimo_v2_flash",
-    "molmo2": "qwen3",
-    "emu3": "llama",
-    "phi4_multimodal": "phi3",
-    "kimi_k2": "deepseek_v3",
-    "zamba": "zamba2",
-    "recurrent_gemma": "gemma2",
-}
-ALIKE: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2"}
+_NEAREST = by_type("nearest")
+ALIKE: Mapping[str, str] = by_type("alike")
 """Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""
 
 

@@ -32,6 +32,7 @@ from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
+from .type_traits import types_with
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -311,6 +312,10 @@ def _user_module_shape(config: Config) -> ModelShape:
     )
 
 
+_WIDTH_LEFT_OUT = types_with("width_left_out")
+"""Types whose class may have no width of dense MLPs."""
+
+
 def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: Config) -> int:
     """The width of the dense MLP."""
     if not family.attends:
@@ -323,7 +328,7 @@ def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: C
         return width if family.mlp_width is None else family.mlp_width(config, width)
     key, default = family.experts.dense_width
     # Where no layer is dense, a class may have no such key, or none for it.
-    missing = name in {"solar_open", "kolibri1", "cohere2_moe", "qwen3_5_moe_text"} and not read.has(key)
+    missing = name in _WIDTH_LEFT_OUT and not read.has(key)
     return read.size(*(family.experts.width if missing else (key, default)))
 
 

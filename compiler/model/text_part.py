@@ -7,6 +7,7 @@ from typing import Any
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
 from .tables import alias_of, table_of
+from .type_traits import by_type, types_with
 
 Config = Mapping[str, Any]
 
@@ -17,37 +18,10 @@ _BESIDE = frozenset(
     }
 )
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_POSITIONS: Mapping[str, int] = {
-    "aria_text": 2048,
-    "cohere_compass_text": 8192,
-    "deepseek_v3": 4096,
-    "deepseek_ocr2_text": 2048,
-    "dots3_note_text": 524288,
-    "exaone4": 2048,
-    "glm5_next_text": 1048576,
-    "granite": 2048,
-    "hunyuan_v1_dense": 2048,
-    "hyperclovax": 2048,
-    "lfm2": 128000,
-    "lfm3": 128000,
-    "llama": 2048,
-    "llama4_text": 131072,
-    "minimax_m3_vl_text": 524288,
-    "mistral": 131072,
-    "mistral4": 1048576,
-    "muse_glimmer_text": 131072,
-    "muse_spark_text": 1048576,
-    "nemotron_h": 4096,
-    "persimmon": 16384,
-    "qwen2": 32768,
-    "qwen3": 32768,
-    "qwen3_5_moe_text": 32768,
-    "qwen3_5_text": 32768,
-    "qwen4_exp_text": 32768,
-}
+_POSITIONS: Mapping[str, int] = by_type("positions")
 """`max_position_embeddings` of the classes of text parts, for files that leave it out and rows that do not say it.
 Source: the configuration classes of transformers 5.23."""
-_FLAT = frozenset({"glm5_next", "hunyuan_vl", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl"})
+_FLAT = types_with("flat_file")
 """Types whose published files have the keys of the text part beside those of the whole."""
 _OF_THE_WHOLE = frozenset(
     {
@@ -58,136 +32,13 @@ _OF_THE_WHOLE = frozenset(
 )
 """Keys of these files that are not the text part's."""
 
-_OLD_NAMES: Mapping[str, Mapping[str, str]] = {"bloom": {"n_embed": "hidden_size"}}
+_OLD_NAMES: Mapping[str, Mapping[str, str]] = by_type("old_names")
 """Keys of published files that a class of transformers takes under another name (configuration_bloom.py)."""
 
-_QWEN2_VL: Config = {
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 80,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "vocab_size": 152064,
-}
-_DEFAULTS: Mapping[str, Config] = {
-    "cosmos3_edge_text": {
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 9216,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "pad_token_id": 0,
-        "rope_theta": 100000000.0,
-        "vocab_size": 131072,
-    },
-    "glm4v_text": {
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 1.0,
-        "rms_norm_eps": 1e-5,
-        "pad_token_id": None,
-    },
-    "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536, "vocab_size": 151424},
-    "glm_ocr_text": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 8,
-        "pad_token_id": None,
-        "partial_rotary_factor": 1.0,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 59392,
-    },
-    "granite_docling_text": {
-        "attention_multiplier": 0.015625,
-        "embedding_multiplier": 12.0,
-        "hidden_size": 1024,
-        "intermediate_size": 2048,
-        "logits_scaling": 4.0,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "pad_token_id": 100256,
-        "residual_multiplier": 0.263,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 133800,
-    },
-    "paddleocr_vl_text": {
-        "head_dim": 128,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 18,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "vocab_size": 103424,
-    },
-    "qwen2_vl_text": _QWEN2_VL,
-    "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen2_5_omni_text": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rope_theta": 1000000.0,
-        "vocab_size": 152064,
-    },
-    "qwen3_omni_moe_text": {
-        "head_dim": None,
-        "intermediate_size": 18944,
-        "norm_topk_prob": True,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "rope_theta": 1000000.0,
-        "vocab_size": 3584,
-    },
-    "qwen3_vl_text": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
-    "qwen3_vl_moe_text": {
-        "intermediate_size": 5632,
-        "max_position_embeddings": 128000,
-        "moe_intermediate_size": 1408,
-        "num_attention_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "num_key_value_heads": 16,
-        "rope_theta": 500000.0,
-    },
-    "unlimited_ocr_text": {
-        "hidden_size": 1280,
-        "intermediate_size": 6848,
-        "max_position_embeddings": 32768,
-        "moe_intermediate_size": 896,
-        "n_group": 1,
-        "num_attention_heads": 10,
-        "num_experts_per_tok": 6,
-        "num_hidden_layers": 12,
-        "num_key_value_heads": 10,
-        "topk_group": 1,
-        "vocab_size": 129280,
-    },
-}
+_DEFAULTS: Mapping[str, Config] = by_type("class_defaults")
 """What the class of a text part has for a key that is left out, where the class that it is read as has another value.
 Source: the configuration classes of transformers 5.23."""
-_ALWAYS: Mapping[str, Config] = {
-    "glm4v_text": {"attention_bias": True},
-    "glm4v_moe_text": {"use_qk_norm": False},
-    "glm_ocr_text": {"attention_bias": False},
-    "paddleocr_vl_text": {"attention_dropout": 0.0},
-    "qwen3_omni_moe_text": {"use_sliding_window": False},
-    "qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False},
-}
+_ALWAYS: Mapping[str, Config] = by_type("always")
 """What the class of a text part does whatever a configuration says of these keys, which it does not read."""
 _NAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "hunyuan_vl_text": {"attention_head_dim": ("head_dim",), "org_vocab_size": ("vocab_size",)},
@@ -196,9 +47,9 @@ _NAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Keys of text parts, and those of the class that they are read as which say the same."""
 _UNUSED: Mapping[str, frozenset[str]] = {"unlimited_ocr_text": frozenset({"layer_types", "sliding_window"})}
 """Keys of text parts that change no number of a training step: windows that begin behind the prompt, in generation."""
-_OF_ANY_TYPE = frozenset({"cosmos3_omni", "glm46v", "glmga"})
+_OF_ANY_TYPE = types_with("text_of_any_type")
 """Multimodal types whose class builds a text part of the type that it names; others build their own in any case."""
-_SHARED_OUT = frozenset({"glm4v_text", "glm4v_moe_text", "glm_ocr_text"})
+_SHARED_OUT = types_with("heads_share_hidden_size")
 """Types whose heads share out the hidden size where `head_dim` is left out; those that they are read as have 128."""
 _ROPE_TYPES = {"mrope": "default", "xdrope": "dynamic"}
 """Names of rotations by several positions, and what they are of one."""

@@ -9,6 +9,7 @@ from parcompile.diagnostics.suggest import closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
+from parcompile.model.type_traits import by_type
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import divisors
@@ -30,59 +31,8 @@ _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
     "tie_word_embeddings initializer_range"
 )
-_POSITIONS = "rope_theta rope_scaling"
-_ROTARY = f"num_key_value_heads head_dim {_POSITIONS} rms_norm_eps hidden_act attention_dropout"
-_LAYER_NORM = f"num_key_value_heads head_dim {_POSITIONS} hidden_act attention_dropout"
-_ROUTED = (
-    "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob "
-    "routed_scaling_factor n_group topk_group"
-)
-_DEEPSEEK = (
-    f"num_key_value_heads {_POSITIONS} rms_norm_eps hidden_act attention_dropout attention_bias {_ROUTED} "
-    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
-)
-_INDEXER = "index_n_heads index_head_dim index_topk"
-_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob mlp_only_layers"
-_STATES = (
-    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-    "full_attention_interval partial_rotary_factor attention_bias"
-)
 _FILE = '"model": {"hf_config": "config.json"}'
-_KEYS = {
-    "llama": f"{_ROTARY} attention_bias mlp_bias",
-    "mistral": f"{_ROTARY} sliding_window",
-    "qwen2": _ROTARY,
-    "qwen3": f"{_ROTARY} attention_bias",
-    "qwen2_moe": f"{_ROTARY} {_EXPERTS} qkv_bias shared_expert_intermediate_size",
-    "qwen3_moe": f"{_ROTARY} {_EXPERTS} attention_bias",
-    "gemma": f"{_ROTARY} attention_bias",
-    "gemma2": f"{_ROTARY} attention_bias sliding_window",
-    "mixtral": f"{_ROTARY} sliding_window num_local_experts num_experts_per_tok",
-    "phimoe": f"{_ROTARY} attention_bias sliding_window num_local_experts num_experts_per_tok",
-    "arcee": f"{_ROTARY} attention_bias mlp_bias",
-    "starcoder2": f"{_LAYER_NORM} norm_epsilon use_bias residual_dropout embedding_dropout sliding_window",
-    "nemotron": f"{_LAYER_NORM} norm_eps partial_rotary_factor attention_bias mlp_bias",
-    "jais2": f"{_LAYER_NORM} layer_norm_eps attention_bias mlp_bias",
-    "glm4_moe": f"{_ROTARY} {_ROUTED} partial_rotary_factor attention_bias use_qk_norm",
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": f"{_DEEPSEEK} {_INDEXER}",
-    "glm_moe_dsa": f"{_DEEPSEEK} {_INDEXER} index_topk_freq index_skip_topk_offset",
-    "qwen3_next": f"{_ROTARY} {_EXPERTS} {_STATES} shared_expert_intermediate_size",
-    "qwen3_5_text": f"{_ROTARY} {_STATES}",
-    "qwen3_5_moe_text": (
-        f"{_ROTARY} num_experts num_experts_per_tok moe_intermediate_size {_STATES} shared_expert_intermediate_size"
-    ),
-    "gemma4_text": (
-        "num_key_value_heads head_dim rms_norm_eps attention_dropout attention_bias sliding_window global_head_dim "
-        "num_global_key_value_heads attention_k_eq_v num_kv_shared_layers use_double_wide_mlp "
-        "hidden_size_per_layer_input vocab_size_per_layer_input"
-    ),
-    "gpt_neox": (
-        "rotary_emb_base rotary_pct rope_scaling layer_norm_eps hidden_act attention_bias use_parallel_residual "
-        "attention_dropout hidden_dropout"
-    ),
-    "gpt2": "layer_norm_epsilon activation_function attn_pdrop resid_pdrop embd_pdrop",
-}
+_KEYS = by_type("keys")
 """What the configuration class of each family reads beside the keys that all read."""
 
 
@@ -231,7 +181,7 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
             )
         return
     family = spec.get("model", "model_type") if "model_type" in given else None
-    if family not in _KEYS:
+    if family is None or family not in _KEYS:
         return
     for key in given:
         if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():

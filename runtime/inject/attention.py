@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parcompile.model.type_traits import types_with
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current, follow_calls
 
@@ -21,7 +22,7 @@ from .temperatures import take_temperatures, tempered
 NAME = "parcompile"
 """The name under which the attention is registered."""
 
-_CASTING, _CASTS_MASKS = "parcompile_casting", frozenset({"mpt"})
+_CASTING, _CASTS_MASKS = "parcompile_casting", types_with("casts_masks")
 """The name for models that cast their mask without asking whether there is one, and their types."""
 
 RING = "parcompile_ring"

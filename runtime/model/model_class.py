@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.type_traits import by_type
+
 from .text_head import TEXT_MODELS, with_head
 
-UNLISTED: Mapping[str, str] = {"mistral4": "Mistral4ForCausalLM"}
+UNLISTED: Mapping[str, str] = by_type("unlisted_class")
 """Model types whose class `AutoModelForCausalLM` does not find. Transformers 5.23 lists Mistral 4's with the models of
 images and text, of which it is the text part."""
 

@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TEXT_MODELS: Mapping[str, str] = {
-    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
-    "glm5_next_text": "Glm5NextTextModel",
-    "muse_glimmer_text": "MuseGlimmerTextModel",
-    "muse_spark_text": "MuseSparkTextModel",
-}
+from parcompile.model.type_traits import by_type, types_with
+
+TEXT_MODELS: Mapping[str, str] = by_type("text_model")
 """Model types of text parts, and their classes, for which transformers 5.23 has no class with a head of its own."""
-_NEVER_TIED = frozenset({"muse_spark_text"})
+_NEVER_TIED = types_with("never_tied")
 """Those whose multimodal class ties no weights."""
 
 _MASKS = "create_masks_for_generate"
