@@ -11,6 +11,8 @@ from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from parcompile.model.recurrent.shape import LayerListError
+
 from .activation import kept_numbers
 from .blocks import Block
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
@@ -26,7 +28,6 @@ from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
-from .recurrent.problems import LayerListError
 from .recurrent.reading import recurrent_shape
 from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape

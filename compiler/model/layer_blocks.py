@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .recurrent.problems import LayerListError
+from parcompile.model.recurrent.shape import LayerListError
+
 from .tables import OLDER_KINDS
 
 STATE, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"

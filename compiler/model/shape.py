@@ -11,8 +11,8 @@ from .compressed_keys import CompressedKeys, LowRank
 from .indexer import IndexerShape
 from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
+from .layer_kind import MlaShape as MlaShape
 from .layer_runs import LayerRuns
-from .mla_shape import MlaShape as MlaShape
 from .recurrent.shape import RecurrentShape
 from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule

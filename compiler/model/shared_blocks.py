@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.model.recurrent.shape import LayerListError
+
 from .layer_blocks import STATE, counted
-from .recurrent.problems import LayerListError
 from .tables import OLDER_KINDS
 
 HYBRID = "hybrid"

@@ -1,11 +1,15 @@
-"""Head counts that attention modules keep for themselves: made those of this rank."""
+"""What attention modules keep of all heads, made that of this rank's: counts, and a norm over all heads."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads", "kv_heads")
@@ -51,3 +55,35 @@ def _localise_widths(module: Any, before: dict[str, Any], heads: int, kv_heads: 
         width = vars(module).get(name)
         if whole and isinstance(width, int) and width % whole == 0:
             setattr(module, name, width // whole * local)
+
+
+class SpreadRMSNorm(nn.Module):
+    """RMSNorm over a width of which each rank holds a slice: [.., W/tp] to [.., W/tp].
+
+    The squares are summed over the ranks; in backward so is what each rank's slice contributes to their gradient. Where
+    `replicas` ranks hold the same slice, it counts once.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        epsilon: float,
+        width: int,
+        group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.epsilon, self.width = weight, epsilon, width
+        self.group, self.replica_group = group, replica_group
+        self.replicas = 1 if replica_group is None else dist.get_world_size(replica_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computed in float32, as Hugging Face's norms are."""
+        wide = x.float()
+        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
+        wide = wide * torch.rsqrt(squares / (self.width * self.replicas) + self.epsilon)
+        return (copy_to_group(self.weight, self.replica_group) * wide).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The whole width, and the slice."""
+        return f"{self.width}, held={self.weight.numel()}, eps={self.epsilon}"

@@ -30,7 +30,7 @@ from .agreement import check_agreement
 from .attention import use_ring_attention
 from .calls import name_arguments, take_inputs
 from .generation import let_generate
-from .heads import localise_heads
+from .heads import SpreadRMSNorm, localise_heads
 from .interface import put_on_interface
 from .masks import check_masks, masked_layers
 from .mechanisms import (
@@ -44,7 +44,6 @@ from .mechanisms import (
     keep_groups,
     spread_norm,
 )
-from .norms import SpreadRMSNorm
 from .positions import share_positions
 from .regions import Region
 from .ring_place import RingPlace

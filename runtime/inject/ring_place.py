@@ -1,4 +1,4 @@
-"""Where a model attends: the ranks that share its sequences, and how their tokens lie."""
+"""Where a model attends, looks among all tokens or hands states on: the ranks of its sequences, and how tokens lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current
-from parcompile.runtime.ring_attention import UspGroups, attention, packed_attention
+from parcompile.runtime.recurrent import Chain, Pieces
+from parcompile.runtime.ring_attention import (
+    TokenOrder,
+    UspGroups,
+    attention,
+    order_of_last,
+    order_of_packing,
+    order_of_sequence,
+    packed_attention,
+)
 
 from .chosen import hiding
 
@@ -154,3 +163,58 @@ def chunked(documents: list[list[int]] | None, rows: int, length: int, chunk: in
         sorted({edge for start, end in pairwise(borders) for edge in (*range(start, end, chunk), end)})
         for borders in documents or [[0, length]] * rows
     ]
+
+
+def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
+    """[B, S, ..] of this rank to [B, T, ..] of all; where a rank is alone with those that a cache has kept before."""
+    if current().alone:
+        kept: Tensor = local if past is None else past.update_indexer(local, layer)
+        return kept
+    return token_order(place, local.shape[1], 0, local.device).gather(local, place.group)
+
+
+def token_order(place: RingPlace, length: int, total: int, device: torch.device) -> TokenOrder:
+    """Of the micro-batch: `length` tokens of this rank; `total` with those that are kept, where a rank is alone."""
+    batch = current()
+    if batch.alone:
+        return order_of_last(length, total, batch.documents, device)
+    ranks, rank = (1, 0) if place.group is None else (dist.get_world_size(place.group), dist.get_rank(place.group))
+    if batch.packing is not None:
+        return order_of_packing(batch.packing, rank, device)
+    return order_of_sequence(length, place.layout, ranks, rank, borders_of_rows(), device)
+
+
+def borders_of_rows() -> tuple[tuple[int, ...], ...] | None:
+    """Of the micro-batch: where the documents of each row begin, and its length; None where each row is one."""
+    documents = current().documents
+    return None if documents is None else tuple(tuple(int(edge) for edge in row) for row in documents)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """How the layers of a model find the pieces of a micro-batch."""
+
+    chain: Chain | None
+    layout: CpLayout
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> StatePlace:
+        """As the plan says."""
+        group, layout = mesh.parallel_group("cp"), mesh.plan.spec.parallelism.cp_layout
+        if group is None:
+            return cls(None, CpLayout.CONTIGUOUS, 1, 0)
+        return cls(Chain.of(layout, group), layout, mesh.size("cp"), mesh.index("cp"))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether each rank has all tokens now, as for generation."""
+        return current().alone
+
+    def pieces(self, rows: int, length: int) -> Pieces:
+        """Those of the micro-batch, of so many rows and local tokens."""
+        packing = current().packing
+        if packing is not None:
+            return Pieces.of_packing(packing, self.rank)
+        return Pieces.of_sequence(rows, length, current().documents, self.layout, self.size, self.rank)

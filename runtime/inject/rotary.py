@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.micro_batch import current
 
-from .ring_place import RingPlace
-from .token_places import token_order
+from .ring_place import RingPlace, token_order
 
 _Angles = Tensor | tuple[Tensor, ...]
 """Cosines and sines [B, S, D], or both in one."""

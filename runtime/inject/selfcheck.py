@@ -23,6 +23,7 @@ from parcompile.progress import progress
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import draw_tables, is_dealt
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.inject.mechanisms.experts import EXPERT_NORM
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
 from parcompile.runtime.model.building import build_model
@@ -37,7 +38,6 @@ from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
 from .masks import separates_documents
 from .mechanisms.expert_adapters import by_stack
-from .mechanisms.expert_norm import EXPERT_NORM
 from .mechanisms.shared_blocks import share_blocks
 from .recomputation import recompute_as_planned
 from .rotary import embeddings_by_length

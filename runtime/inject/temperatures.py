@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.micro_batch import current
 
-from .ring_place import RingPlace
-from .token_places import token_order
+from .ring_place import RingPlace, token_order
 
 _TUNED = "parcompile_temperature"
 

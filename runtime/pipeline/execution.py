@@ -13,8 +13,6 @@ from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
 from parcompile.runtime.loss.sequence import own_part
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
-from .boundary import Boundary
-
 Batch = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]
 
@@ -123,3 +121,32 @@ class Step:
         if root.requires_grad:  # a stage whose parameters are frozen, and that is the first, has nothing to compute
             self._work.backward(root)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in held.received)
+
+
+class Boundary:
+    """What left a stage in forward, and the scalar from which its backward starts.
+
+    An engine divides losses by accumulation steps and multiplies them with a loss scale; what the next stage sends has
+    been through both, so that the scalar's own gradient is not looked at.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._gradients: list[Tensor] = []
+        self.root: Tensor = _Boundary.apply(self._gradients, *outputs)  # type: ignore[no-untyped-call]
+
+    def arrive(self, gradients: Sequence[Tensor]) -> None:
+        """The gradients of the outputs, for the one backward pass."""
+        self._gradients[:] = gradients
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parcompile.model.family import Experts, Family
@@ -11,10 +12,9 @@ from parcompile.model.shared_blocks import BLOCK
 from parcompile.model.tables import Repeated
 
 from .attention import attention_cut
-from .cut import STREAM, Cut
+from .cut import PARTIAL, STREAM, Cut
 from .feed_forward import block_cut, mlp_cut
 from .recurrent import recurrent_cut
-from .shared_block import adapter_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,19 @@ def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cu
     if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
         return mlp_cut(own.removeprefix(f"{experts.beside}."), one, family)
     return None
+
+
+_ADAPTER = re.compile(
+    r"^(?P<block>\w+)\.(?:linear_(?P<kind>[qkv])|(?P<up>\w+))_adapter_list\.\d+\.(?P<place>[01])\.weight$"
+)
+
+
+def adapter_cut(own: str, one: Repeated, cut_of: Callable[[str], Cut]) -> Cut:
+    """The cut of a matrix of an adapter: the second is cut as the projection that it is added to."""
+    found = _ADAPTER.match(own)
+    if found is None:
+        raise ValueError(f"{one.name} is no adapter of a shared block")
+    if found["place"] == "0":
+        return PARTIAL  # every rank computes it for its own rows of the second matrix
+    name = found["up"] or f"{found['kind']}_proj"
+    return cut_of(f"{found['block']}.{name}.weight")

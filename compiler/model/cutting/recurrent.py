@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from parcompile.model.recurrent.kind import RecurrentKind
-from parcompile.model.recurrent.shape import RecurrentShape
+from parcompile.model.recurrent.shape import RecurrentKind, RecurrentShape
 from parcompile.model.table import Part, Split
 
 from .cut import PARTIAL, STREAM, Cut, rows

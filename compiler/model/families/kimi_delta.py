@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.recurrent import Recurrent, RecurrentKind
-from parcompile.model.recurrent.problems import LayerListError
+from parcompile.model.recurrent.shape import LayerListError
 from parcompile.model.shape import ModelShape
 
 from .traits import all_heads

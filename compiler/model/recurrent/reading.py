@@ -8,10 +8,8 @@ from typing import Any
 
 from parcompile.model.tables import OLDER_KINDS
 
-from .kind import RecurrentKind
-from .problems import LayerListError
 from .selective import selective_shape
-from .shape import RecurrentShape
+from .shape import LayerListError, RecurrentKind, RecurrentShape
 from .state_space import state_space_shape
 from .traits import Recurrent
 

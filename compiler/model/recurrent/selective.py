@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .kind import RecurrentKind
-from .shape import RecurrentShape
+from .shape import RecurrentKind, RecurrentShape
 
 Size = Callable[[str, "int | None"], int]
 """The value of a key, or its default."""

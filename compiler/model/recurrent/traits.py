@@ -8,8 +8,8 @@ from typing import Any
 
 from parcompile.model.layer_period import LayerPeriod
 
-from .kind import RecurrentKind
 from .selective import SelectiveKeys
+from .shape import RecurrentKind
 from .state_space import StateSpaceKeys
 
 

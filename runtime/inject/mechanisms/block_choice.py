@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.inject.chosen import Visible
-from parcompile.runtime.inject.ring_place import RingPlace
-from parcompile.runtime.inject.token_places import token_order
+from parcompile.runtime.inject.ring_place import RingPlace, token_order
 from parcompile.runtime.ring_attention import TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
 

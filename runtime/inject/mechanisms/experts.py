@@ -3,6 +3,15 @@
 The whole block is one region: each rank routes all tokens alike, runs its slice of every expert (and of the shared
 one), and the outputs are parts of a sum. Everything in the block that every rank holds, the router above all, gets a
 part of its gradient on each rank.
+
+Biases that are added to a part of a sum, which every tensor-parallel rank has: the first rank alone adds them.
+
+The other ranks multiply them by zero, so that each rank has a gradient (zero there) and their sum is the whole one.
+
+A norm of what each expert gives, where tensor parallelism cuts the experts: a rank has parts of sums only.
+
+Behind the norm each rank keeps 1/tp of the whole, so that the block still ends with a sum of the ranks' parts. Every
+rank has the same rows.
 """
 
 from __future__ import annotations
@@ -21,14 +30,12 @@ from parcompile.runtime.collectives import (
 )
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
-from parcompile.runtime.inject.biases import add_once
 from parcompile.runtime.inject.regions import Region
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
 
-from .expert_norm import norm_whole_rows
 from .mechanism import Placed
 
 
@@ -146,3 +153,43 @@ def is_bias_of_row(name: str, slices: Slices) -> bool:
         if name.endswith(ending) and slices.has(weight):
             return slices.of(weight).ranges is not None
     return False
+
+
+def add_once(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
+    """Lets only the first rank of `group` add the bias `name`, which `module` reads in its forward.
+
+    The bias stays a parameter of the module: its attribute is covered while the forward runs.
+    """
+    if dist.get_rank(group) == 0:
+        return
+
+    def cover(owner: nn.Module, _: Any) -> None:
+        bias = owner.get_parameter(name)
+        vars(owner)[name] = bias * 0.0
+
+    def uncover(owner: nn.Module, _: Any, __: Any) -> None:
+        vars(owner).pop(name, None)
+
+    module.register_forward_pre_hook(cover)
+    module.register_forward_hook(uncover, always_call=True)
+
+
+EXPERT_NORM = "post_expert_norm"
+
+
+def norm_whole_rows(block: nn.Module, group: dist.ProcessGroup) -> None:
+    """Lets the norm of what the experts of a block give, where it has one, see sums over the ranks."""
+    norm = getattr(getattr(block, "experts", None), EXPERT_NORM, None)
+    if norm is None:
+        return
+    ranks = group_size(group)
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # Summed in backward too: each rank has 1/tp of the gradient.
+        return copy_to_group(reduce_from_group(args[0], group), group), *args[1:]
+
+    def leave(_: nn.Module, __: Any, whole: Tensor) -> Tensor:
+        return whole / ranks
+
+    norm.register_forward_pre_hook(enter)
+    norm.register_forward_hook(leave)

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from parcompile.model.blocks.ngrams import Ngrams
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.inject.regions import SEQUENCE_DIM, Region
-from parcompile.runtime.inject.ring_place import RingPlace
-from parcompile.runtime.inject.state_place import StatePlace
-from parcompile.runtime.inject.token_places import token_order
+from parcompile.runtime.inject.ring_place import RingPlace, StatePlace, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.recurrent import convolve
 from parcompile.runtime.ring_attention.recompute import once

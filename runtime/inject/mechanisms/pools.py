@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
 from parcompile.runtime.inject.chosen import Chosen
-from parcompile.runtime.inject.ring_place import RingPlace
-from parcompile.runtime.inject.token_places import of_all_ranks, token_order
+from parcompile.runtime.inject.ring_place import RingPlace, of_all_ranks, token_order
 from parcompile.runtime.ring_attention import Run, TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
 

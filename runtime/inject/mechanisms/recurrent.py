@@ -20,7 +20,7 @@ from parcompile.model.recurrent import Recurrent, RecurrentKind, RecurrentShape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY
-from parcompile.runtime.inject.state_place import StatePlace
+from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.recurrent import convolve, gated_delta_rule
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parcompile.model.recurrent import RecurrentShape
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
-from parcompile.runtime.inject.state_place import StatePlace
+from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.recurrent import selective_scan
 
 SELECTING, STEPPING = "x_proj", "dt_proj"

@@ -14,7 +14,7 @@ from parcompile.model.cutting.recurrent import input_parts
 from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT
-from parcompile.runtime.inject.state_place import StatePlace
+from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.recurrent import state_space
 from parcompile.runtime.tensor_parallel import take_ranges
 

@@ -13,10 +13,9 @@ from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 from parcompile.runtime.model.configuration import planned_config
 
-from .chosen_blocks import small_blocks
 from .heads import small_heads
 from .layers import kept_layers, kinds_of_layers, lists_of_layers
-from .lengths import short_lengths
+from .lengths import short_lengths, small_blocks
 from .widths import small_states, small_widths
 
 LENGTH, VOCABULARY = 48, 256
