@@ -29,7 +29,7 @@ from .text.typed import WrongValueError
 
 NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
 """What a spec cannot do without."""
-_ORDER = ("version", "name", "model", "cluster", "parallelism", "training", "zero", "deepspeed")
+_ORDER = ("version", "name", "model", "cluster", "parallelism", "training", "zero", "deepspeed", "backends")
 
 
 class ImportConflictError(ValueError):
@@ -134,7 +134,7 @@ def import_tree(
         diagnostics = checked.diagnostics
         if checked.valid and checked.resolution is not None:
             plan = compile_plan(checked.resolution.spec(), spec, list(diagnostics))
-    accounts = tuple(_accounts(source, importer, plan, answers))
+    accounts = _settled(_accounts(source, importer, plan, answers), source, {one.path for one in questions})
     return Imported(importer.tool, spec, accounts, tuple(questions), diagnostics, plan)
 
 
@@ -172,9 +172,21 @@ def _accounts(
     for name, value in source.given.items():
         yield _account(name, value, source, comparison, answers)
     for name, default in source.defaults.items():
-        if name not in source.given and name in written and not comparison.agrees(name, default):
+        if name in source.given or name not in written or comparison.agrees(name, default):
+            continue
+        if not any(same(written[name], value) for value in answers.values()):
             detail = f"{importer.tool}'s default is {_said(default)}; the plan writes {_said(written[name])}"
-            yield Account(name, Outcome.LOST, detail)
+            yield Account(name, Outcome.LOST, detail, importer.changes(name))
+
+
+def _settled(accounts: Iterator[Account], source: Source, asked: set[SpecPath]) -> tuple[Account, ...]:
+    """The accounts, where nothing counts as carried of which the user is asked for all that it stands for."""
+    return tuple(
+        replace(one, outcome=Outcome.OPEN, detail=f"{one.detail} is asked for")
+        if one.outcome is Outcome.CARRIED and (paths := source.used.get(one.option)) and paths <= asked
+        else one
+        for one in accounts
+    )
 
 
 def _written(importer: Importer, plan: Plan | None) -> Mapping[str, Any]:
@@ -238,7 +250,7 @@ def _account(
             paths and not any(one in comparison.written for one in comparison.spellings(name))
         ):
             return Account(name, Outcome.CARRIED, where or "the plan writes the same")
-        return Account(name, Outcome.LOST, comparison.instead(name))
+        return Account(name, Outcome.LOST, comparison.instead(name), importer.changes(name))
     if paths:
         return Account(name, Outcome.CARRIED, where)
     return importer.fate(name, value) or Account(name, Outcome.LOST, f"not known to this importer of {importer.tool}")

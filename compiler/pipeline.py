@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,10 +197,54 @@ def _in_spec(
         more, wrong = _in_further(document)
         diagnostics += more
         invalid |= wrong
-    resolution = Resolution(document.tree, invalid, folder)
+    meant = {} if is_trial else _misspelt_sections(document, diagnostics)
+    tree = document.tree
+    if meant and isinstance(tree, dict):
+        tree = {meant.get(key, key): value for key, value in tree.items()}
+        again = schema.validate(tree, "spec")
+        diagnostics += [
+            document.locate(_as_written(one, meant), key=one.code == "K001")
+            for one in again.diagnostics
+            if one.path[:1] and one.path[0] in meant.values()
+        ]
+        invalid = again.invalid_paths
+    resolution = Resolution(tree, invalid, folder)
     resolution.is_trial = is_trial
-    found = [document.locate(diagnostic) for diagnostic in check(resolution, targets)]
+    found = [document.locate(_as_written(diagnostic, meant)) for diagnostic in check(resolution, targets)]
     return [*diagnostics, *found], resolution
+
+
+def _misspelt_sections(document: Document, diagnostics: Sequence[Diagnostic]) -> dict[str, str]:
+    """Sections under a wrong name, with the right one, where that is certain: what they hold is checked as theirs.
+
+    It is where a section is meant that is not given, and knows half of the keys or more.
+    """
+    found: dict[str, str] = {}
+    for one in diagnostics:
+        names = [edit.rename_to for fix in one.fixes for edit in fix.edits if edit.rename_to]
+        if one.code != "K001" or len(one.path) != 1 or len(names) != 1 or document.get((names[0],)) is not None:
+            continue
+        key, value = str(one.path[0]), document.get(one.path)
+        known = schema.load("spec")["properties"].get(names[0], {}).get("properties", {})
+        if isinstance(value, dict) and value and 2 * sum(name in known for name in value) >= len(value):
+            found[key] = names[0]
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _as_written(one: Diagnostic, meant: Mapping[str, str]) -> Diagnostic:
+    """A finding about sections under their right names, with the names that the file gives them."""
+    if not meant:
+        return one
+    written = {right: wrong for wrong, right in meant.items()}
+
+    def back(path: DiagnosticPath) -> DiagnosticPath:
+        return (written.get(str(path[0]), path[0]), *path[1:]) if path else path
+
+    fixes = tuple(
+        replace(fix, edits=tuple(replace(edit, path=back(edit.path)) for edit in fix.edits)) for fix in one.fixes
+    )
+    related = tuple(replace(other, path=back(other.path)) for other in one.related)
+    return replace(one, path=back(one.path), fixes=fixes, related=related)
 
 
 def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:

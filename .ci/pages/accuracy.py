@@ -24,6 +24,8 @@ from parcompile.cost.measurements import Measurement
 from parcompile.cost.step import step_terms, step_time, values_of
 
 NANOTRON, MEGATRON = "nanotron_h100_1b_3b.csv", "megatron_a100_3.6b_18.4b.csv"
+LARGER = "nanotron_h100_8b.csv"
+"""Runs that nothing was fitted to: what is shipped is judged on them."""
 
 GOALS: Mapping[str, float] = {
     "memory, mean absolute error": 0.09,
@@ -56,6 +58,15 @@ FLOORS: Mapping[str, Mapping[str, float]] = {
         "memory coverage": 0.85,
         "time coverage": 0.85,
     },
+    "1B and 3B -> 8B": {
+        "memory": 0.103,
+        "median": 0.042,
+        "fits": 0.954,
+        "unsafe": 0.007,
+        "time": 0.148,
+        "memory coverage": 0.94,
+        "time coverage": 0.82,
+    },
     "3.6B -> 18.4B": {"time": 0.064, "time coverage": 0.85},
     "18.4B -> 3.6B": {"time": 0.074, "time coverage": 0.85},
 }
@@ -83,6 +94,7 @@ class Split:
 SPLITS = (
     Split("nanotron-1b", "1B", "3B", NANOTRON),
     Split("nanotron-3b", "3B", "1B", NANOTRON),
+    Split("nanotron-h100", "1B and 3B", "8B", LARGER),
     Split("megatron-3.6b", "3.6B", "18.4B", MEGATRON),
     Split("megatron-18.4b", "18.4B", "3.6B", MEGATRON),
 )
@@ -90,7 +102,8 @@ SPLITS = (
 
 def read(folder: Path) -> dict[str, list[Measurement]]:
     """The runs of both files; those that could not start for want of layers are left out."""
-    found = {NANOTRON: read_nanotron(folder / NANOTRON), MEGATRON: read_megatron(folder / MEGATRON)}
+    found = {name: read_nanotron(folder / name) for name in (NANOTRON, LARGER)}
+    found[MEGATRON] = read_megatron(folder / MEGATRON)
     return {name: [one for one in rows if is_possible(one)] for name, rows in found.items()}
 
 
@@ -104,6 +117,8 @@ def fit_all(runs: Mapping[str, Sequence[Measurement]]) -> dict[str, CoefficientS
     found.append(_set("megatron-a100", MEGATRON, "3.6B and 18.4B", "a100-80gb", None, fit_time(megatron, prior)))
     for split in SPLITS:
         rows = [one for one in runs[split.file] if one.model == split.fitted]
+        if not rows:
+            continue  # judged on a file of its own
         if split.file == NANOTRON:
             found.append(_set(split.name, NANOTRON, split.fitted, "h100-sxm", fit_memory(rows), fit_time(rows)))
         else:
@@ -133,6 +148,16 @@ def judge_other_cut(folder: Path, sets: Mapping[str, CoefficientSet]) -> Judgeme
 _GOALS = """Goals: memory ≤ 9 % in the mean and ≤ 5 % in the median, fits or not ≥ 97.5 %, crashes that were predicted
 to fit with a probability of 90 % and more in ≤ 1 % of cases, step time ≤ 8 %, coverage of the interval 85-95 %, regret
 ≤ 5 % up to 16 nodes."""
+
+_DISTANCE = """
+The coefficients that are shipped are those of 1B and 3B together; the row of 8B judges them on a file that nothing
+was fitted to. Errors grow with the distance from what was fitted: the median of 8B is as small as that of its smaller
+relatives, but a tail of layouts errs far more, and fewer steps lie in the interval than it promises. They also depend
+on whose framework is estimated. These rows are of nanotron and Megatron-LM. What parcompile.runtime holds is counted
+tensor by tensor, and `parcompile preflight` builds a rank and measures it: there only time is uncertain. Fitting with
+8B as well (1B and 8B judged on 3B: memory 7.8 %, step 5.3 %; 3B and 8B judged on 1B: 9.8 % and 10.3 %) lets the
+choice for 16 nodes lose 12 to 19 % of the throughput, where it loses nothing now: it was not done.
+"""
 
 _COUNTED = """What is counted: memory on every run with a measured peak. *Fits or not* on these and on crashes that may
 have been of memory: a crash is left out when a larger micro-batch of the same layout ran, or ran with ZeRO 1 and left
@@ -208,7 +233,7 @@ def page(judged: Mapping[str, Judgement], other_cut: Judgement) -> str:
         unsafe = _pc(one.unsafe_share) if one.fits_rows else "–"
         time = f"{_pc(one.time_error)} / {_pc(one.time_median)} of {one.time_rows}"
         lines.append(_row([title, memory, cover, fits, unsafe, time, _pc(one.time_coverage)]))
-    lines += ["", _filled(_GOALS), "", _filled(_COUNTED), "", _filled(_REGRET), ""]
+    lines += ["", _filled(_DISTANCE), "", _filled(_GOALS), "", _filled(_COUNTED), "", _filled(_REGRET), ""]
     lines += [_row(["fitted -> judged", "nodes: regret"]), _row(["---", "---"])]
     for title, one in judged.items():
         shown = ", ".join(f"{nodes}: {_pc(value)}" for (_, nodes), value in one.regret.items())

@@ -38,9 +38,12 @@ def llama_shape(
 
 def nanotron_models() -> dict[str, ModelShape]:
     """The models of the nanotron measurements."""
+    sizes = (("1B", 16, 2048, 8192), ("3B", 28, 3072, 8192), ("8B", 32, 4096, 14336))
     return {
-        name: llama_shape(layers=layers, hidden=hidden, heads=32, kv_heads=32, width=8192, vocab=131072, tied=True)
-        for name, layers, hidden in (("1B", 16, 2048), ("3B", 28, 3072))
+        name: llama_shape(
+            layers=layers, hidden=hidden, heads=32, kv_heads=32, width=width, vocab=131072, tied=name != "8B"
+        )
+        for name, layers, hidden, width in sizes
     }
 
 

@@ -28,9 +28,12 @@ class Effect(enum.Enum):
 
     def account(self, option: str) -> Account:
         """What to say of an option that does this."""
-        return Account(option, Outcome.NO_EFFECT if self.loses_nothing else Outcome.LOST, self.value)
+        outcome = Outcome.NO_EFFECT if self.loses_nothing else Outcome.LOST
+        return Account(option, outcome, self.value, changes=self is Effect.NUMBERS)
 
 
+CARRIED_VERBATIM = frozenset({Effect.NUMBERS, Effect.MEMORY, Effect.SPEED})
+"""What an import keeps for the backend that it came from."""
 _NO_LOSS = frozenset(
     {Effect.SPEED, Effect.DATA, Effect.TOKENIZER, Effect.CHECKPOINTS, Effect.REPORTS, Effect.JOB},
 )

@@ -33,6 +33,7 @@ class Importer:
         meaning: what the tool makes of given options, where several of them say one thing. What comes out is compared
             with what came in by their meaning.
         stands_for: for an option that is another spelling of others, those others.
+        changes: whether training becomes another one where an option comes out with another value.
         recognises: whether a parsed file, whose keys are no other tool's, is one of this. Only plug-ins need it.
     """
 
@@ -46,4 +47,5 @@ class Importer:
     model_options: Callable[[Source], list[str]] = lambda _source: []
     meaning: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    changes: Callable[[str], bool] = lambda _name: True
     recognises: Callable[[Mapping[str, Any]], bool] = lambda _tree: False

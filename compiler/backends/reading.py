@@ -51,6 +51,8 @@ class Account:
     option: str
     outcome: Outcome
     detail: str
+    changes: bool = False
+    """Whether training becomes another one: other losses or weights than the source gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +111,17 @@ class Source:
         value = self.value(name, *targets)
         return None if value is None else typed.number(value, name)
 
-    def lose(self, name: str, reason: str) -> None:
-        """Says why an option has no place in the spec; its value is not carried."""
-        self._settle(name, Outcome.LOST, reason)
+    def lose(self, name: str, reason: str, *, changes: bool = False) -> None:
+        """Says why an option has no place in the spec; its value is not carried, which may change training."""
+        self._settle(name, Outcome.LOST, reason, changes)
 
     def ignore(self, name: str, reason: str) -> None:
         """Says why an option changes nothing."""
         self._settle(name, Outcome.NO_EFFECT, reason)
 
-    def _settle(self, name: str, outcome: Outcome, reason: str) -> None:
+    def _settle(self, name: str, outcome: Outcome, reason: str, changes: bool = False) -> None:
         if name in self.given:
-            self.reasons[name] = Account(name, outcome, reason)
+            self.reasons[name] = Account(name, outcome, reason, changes)
             self.used.pop(name, None)
 
     def under(self, prefix: str) -> list[str]:

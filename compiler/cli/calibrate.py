@@ -16,6 +16,7 @@ from parcompile.cost.measurements import Measurement, MeasurementError, read_pla
 from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
 from parcompile.user_files import read_text
+from parcompile.version import how_to_install
 
 from .saying import say
 
@@ -52,7 +53,7 @@ def command(
     if both:
         raise click.UsageError(f"{', '.join(sorted(both))} cannot be both fitted and judged")
     if importlib.util.find_spec("scipy") is None:
-        raise click.ClickException("fitting needs scipy: pip install 'parcompile[calibrate]'")
+        raise click.ClickException(f"fitting needs scipy: {how_to_install('calibrate')}")
     names = ", ".join(path.name for path in runs)
     memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
     time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -16,14 +17,16 @@ from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
 from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
-from parcompile.rules import rule_targets
+from parcompile.pipeline import Checked
+from parcompile.rules import MEMORY_RULES, rule_targets
+from parcompile.spec.resolve import Unavailable
 
 from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
 from .resolved import table_of, values_of
 from .saying import say
 from .selection import Selection, codes_of
-from .targets import chosen_targets, no_estimate_option, target_option
+from .targets import chosen_targets, no_estimate_option, target_option, with_inexpressible
 
 
 @click.command("check")
@@ -77,8 +80,10 @@ def command(
     asked = _asked(deepspeed_version, used_with)
     wanted = rule_targets(chosen_targets(targets), estimate=not no_estimate)
     run = checked_files(expanded(specs), wanted, kind, mending, asked)
+    if targets:
+        run.checked = [with_inexpressible(one, chosen_targets(targets)) for one in run.checked]
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
-    _print(run, found, format_, show_values=show_values, folded=not verbose)
+    _print(run, found, format_, show_values=show_values, folded=not verbose, estimates=not no_estimate)
     for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
         say(line, err=True)
     if run.unreadable or (run.skipped and not run.checked and not skip_unrecognised):
@@ -109,7 +114,9 @@ def _remarks(run: Run, *, alone: bool) -> Iterator[str]:
         first = next(iter(run.skipped))
         more = f" and {len(run.skipped) - 1} more" if len(run.skipped) > 1 else ""
         hint = "; --kind says what a file is" if UNKNOWN in run.skipped.values() else ""
+        call = _what_to_call(first, run.skipped[first]) if len(run.skipped) == 1 else ""
         yield f"{'Error: ' if alone else ''}skipped {first}{more}: {counts}{hint}"
+        yield from [call] if call else []
         yield from (f"{file} cannot be read: {why}" for file, why in run.why_unread.items())
     for file, kind in run.untouched.items():
         yield f"{file} is probably of kind {kind}, but that is not certain: not changed; --kind {kind} says so"
@@ -123,20 +130,48 @@ def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
         return f"{file} is not recognised as a spec, nor as a configuration of another tool; --kind says what it is"
     if kind == MODEL:
         return f"{file} is the configuration of a model, not a spec: `parcompile init {file}` writes a spec for it"
-    from parcompile.backends.importers import kinds
-
-    if kind in kinds():
-        return f"{file} is of kind {kind}, which `check` does not take: `parcompile import {file}` makes a spec of it"
+    called = _what_to_call(file, kind)
+    if called:
+        return f"{file} is of kind {kind}, which `check` does not take: {called}"
     return f"{file} is of kind {kind}, which is neither a spec nor a configuration that parcompile reads"
 
 
-def _print(run: Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool) -> None:
+def _what_to_call(file: str, kind: str) -> str:
+    """The command that takes such a file; empty where none does."""
+    from parcompile.backends.importers import kinds
+
+    return f"`parcompile import {file}` makes a spec of it" if kind in kinds() else ""
+
+
+def _verdict(checked: Checked) -> str | None:
+    """Whether a spec fits, and how fast it is; nothing where an error hides its layout."""
+    wrong = any(one.is_error and one.code not in MEMORY_RULES for one in checked.diagnostics)
+    if wrong or checked.resolution is None:
+        return None
+    from parcompile.cost.footprint import footprint
+    from parcompile.cost.step import timing
+    from parcompile.cost.table import verdict
+    from parcompile.spec.workload import workload_of
+
+    with contextlib.suppress(ValueError, Unavailable):
+        work = workload_of(checked.resolution.spec())
+        return verdict(work, footprint(work), timing(work))
+    return None
+
+
+def _print(
+    run: Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool, estimates: bool
+) -> None:
     titles = {}
     if format_ == "sarif" and found:
         from parcompile.rules.pages import titles as all_titles
 
         titles = dict(all_titles())
     hint = "--fix" if not run.fixed else None
+    if format_ == "text" and estimates:
+        for checked in run.checked:
+            if (said := _verdict(checked)) is not None:
+                say((f"{checked.text.file}: " if len(run.checked) > 1 else "") + said)
     if format_ == "json" and show_values:
         stream = io.StringIO()
         report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)

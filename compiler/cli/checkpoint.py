@@ -14,6 +14,7 @@ import click
 from parcompile.backends.writing import to_text
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.plan import PlanError, load_plan
+from parcompile.version import how_to_install
 
 from .saying import say
 
@@ -26,7 +27,7 @@ def _explained() -> Iterator[None]:
     try:
         from parcompile.runtime.errors import RunError
     except ImportError as error:
-        raise click.ClickException(f"this needs the runtime ({error}): pip install 'parcompile[runtime,hf]'") from None
+        raise click.ClickException(f"this needs the runtime ({error}): {how_to_install('runtime,hf')}") from None
     try:
         yield
     except (RunError, PlanError) as error:

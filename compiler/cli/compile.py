@@ -56,6 +56,7 @@ def command(
     """
     if check and output is None:
         raise click.UsageError("--check needs the folder to compare with: add -o DIR")
+    asked = bool(targets)
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
         plan, checked = compile_file(spec, rule_targets(targets, estimate=not no_estimate))
@@ -79,6 +80,16 @@ def command(
             say(f"wrote {file}")
         if not output:
             say("nothing written: add -o DIR to write the plan")
+    without = _without_files(plan, targets) if asked else []
+    if without:
+        if quiet:
+            say(f"Error: nothing is written for {', '.join(without)}: target_report.json says why", err=True)
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+
+
+def _without_files(plan: Plan, targets: tuple[str, ...]) -> list[str]:
+    """The targets that cannot run the layout."""
+    return [name for name, found in losses(plan, targets).items() if any(loss.fatal for loss in found)]
 
 
 def _print_diagnostics(checked: Checked, *, quiet: bool, verbose: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from parcompile.backends.importer import RefusedError
 from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, SpecPath
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_document
+from parcompile.schema import example
 from parcompile.text import SourceError, read_file
 
 from .main import SPEC_HAS_ERRORS
@@ -48,7 +52,9 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights.")
 @click.option("--set", "settings", multiple=True, metavar="PATH=VALUE", help="Any other value of the spec, as JSON.")
 @click.option("--variable", "variables", multiple=True, metavar="NAME=VALUE", help="A variable that a script is given.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="Form of the account.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="Form of the report.")
+@click.option("--strict", is_flag=True, help="Exit with 1 also where something changes your training.")
+@click.option("-v", "--verbose", is_flag=True, help="Report every option of FILE.")
 def command(
     file: str,
     output: Path | None,
@@ -63,13 +69,17 @@ def command(
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     form: str,
+    *,
+    strict: bool,
+    verbose: bool,
 ) -> None:
     """Convert another tool's configuration into a spec.
 
     FILE is a configuration of DeepSpeed, Megatron-LM (a shell script, YAML or JSON), gpt-neox, accelerate, axolotl,
     LLaMA-Factory or transformers (arguments of its Trainer, ParallelismConfig, DistributedConfig). The command asks
     for values that FILE does not contain and never guesses them: give them with the options or with --set, as in --set
-    training.seed=7. The spec goes to standard output or to -o. A report of every option of FILE goes to standard error.
+    training.seed=7. The spec goes to standard output or to -o, a report to standard error: it ends with what changes
+    your training.
     """
     if kind is not None and kind not in kinds():
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
@@ -103,8 +113,10 @@ def command(
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)
-    say(_as_json(result) if form == "json" else _account(result, file), err=True)
-    if not result.complete:
+    width = Style.of(sys.stderr).width
+    said = _as_json(result) if form == "json" else _account(result, file, width, verbose=verbose, output=output)
+    say(said, err=True)
+    if not result.complete or (strict and any(one.changes for one in result.of(Outcome.LOST))):
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 
@@ -144,22 +156,73 @@ def _write_spec(result: Imported, output: Path | None) -> None:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
 
 
-def _account(result: Imported, file: str) -> str:
+_MOST_LINES = 5
+"""Of what changes training."""
+_NAMES_SHOWN = 3
+
+
+def _account(result: Imported, file: str, width: int, *, verbose: bool, output: Path | None) -> str:
+    """What became of the options: on one screen, unless every one of them is asked for."""
     counts = ", ".join(f"{len(result.of(one))} {one.value}" for one in Outcome)
-    lines = [f"{file} ({result.tool}, {len(result.accounts)} options): {counts}"]
-    for outcome in (Outcome.LOST, Outcome.NO_EFFECT, Outcome.OPEN, Outcome.CARRIED):
-        found = result.of(outcome)
-        if found:
-            lines += [f"{outcome.value}:", *(f"  {one.option}: {one.detail}" for one in found)]
-    for one in result.questions:
-        name = ".".join(one.path)
-        lines.append(f"missing: {name} ({one.why}): add {_OPTIONS.get(one.path, f'--set {name}=…')}")
-    lines += [
-        f"in the way: [{one.code}] {one.message}" + (f"; {one.help}" if one.help else "")
-        for one in result.diagnostics
-        if one.is_error
-    ]
+    lines = [hanging("", f"{file} ({result.tool}, {len(result.accounts)} options): {counts}", width)]
+    if verbose:
+        for outcome in (Outcome.LOST, Outcome.NO_EFFECT, Outcome.OPEN, Outcome.CARRIED):
+            found = result.of(outcome)
+            if found:
+                lines += [f"{outcome.value}:", *(f"  {one.option}: {one.detail}" for one in found)]
+    else:
+        lines += _reasons(result, width)
+        lines.append("every option: -v")
+    kept = sorted(result.spec.get("backends", {}).get("megatron", {}))
+    if kept:
+        said = f"{_listed(kept)}; a spec has no word for {'it' if len(kept) == 1 else 'them'}"
+        lines.append(hanging("only the target megatron keeps: ", said, width))
+    if result.questions:
+        lines.append("missing:")
+        for one in result.questions:
+            lines.append(hanging("  ", f"{'.'.join(one.path)} ({one.why}): add {_answer(one.path)}", width))
+    for found_wrong in (one for one in result.diagnostics if one.is_error):
+        said = f"[{found_wrong.code}] {found_wrong.message}" + (f"; {found_wrong.help}" if found_wrong.help else "")
+        lines.append(hanging("in the way: ", said, width))
+    lines += _changes(result, width)
+    if result.complete and output is not None:
+        lines.append(f"next: parcompile check {output}")
     return "\n".join(lines)
+
+
+def _reasons(result: Imported, width: int) -> list[str]:
+    """What is lost, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for one in result.of(Outcome.LOST):
+        if not one.changes:
+            by_reason.setdefault(one.detail, []).append(one.option)
+    return [hanging("lost: ", f"{_listed(names)}: {reason}", width) for reason, names in by_reason.items()]
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _changes(result: Imported, width: int) -> list[str]:
+    """What makes training another one, in a few lines."""
+    found = [one for one in result.accounts if one.changes and one.outcome is Outcome.LOST]
+    if not found:
+        return []
+    count = "1 thing that changes" if len(found) == 1 else f"{len(found)} things that change"
+    shown = found if len(found) <= _MOST_LINES else found[: _MOST_LINES - 1]
+    lines = [f"{count} your training:", *(hanging("  ", f"{one.option}: {one.detail}", width) for one in shown)]
+    rest = [one.option for one in found[len(shown) :]]
+    return [*lines, *([hanging("  ", f"and {_listed(rest)}", width)] if rest else [])]
+
+
+def _answer(path: SpecPath) -> str:
+    """What to add to the command line, with a value as an example."""
+    value = example("spec", path)
+    if path in _OPTIONS:
+        return f"{_OPTIONS[path]} {'llama-3-8b' if path == ('model',) else value}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return shlex.join(["--set", f"{'.'.join(path)}={text}"])
 
 
 def _as_json(result: Imported) -> str:
@@ -167,7 +230,13 @@ def _as_json(result: Imported) -> str:
         "tool": result.tool,
         "complete": result.complete,
         "options": [
-            {"name": one.option, "outcome": one.outcome.value, "detail": one.detail} for one in result.accounts
+            {
+                "name": one.option,
+                "outcome": one.outcome.value,
+                "detail": one.detail,
+                "changes_training": one.changes and one.outcome is Outcome.LOST,
+            }
+            for one in result.accounts
         ],
         "missing": [{"path": ".".join(one.path), "why": one.why} for one in result.questions],
         "diagnostics": [{"code": one.code, "message": one.message} for one in result.diagnostics if one.is_error],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from parcompile.backends.writing import to_text
+from parcompile.version import how_to_install
 
 from .numbers import positive_number
 from .plans import read_plan
@@ -30,7 +31,7 @@ def command(context: click.Context, plan: str, timeout: float, form: str) -> Non
         from parcompile.runtime.local import RankError
         from parcompile.runtime.local.comparison import run_and_compare
     except ImportError as error:
-        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
     try:
         found = run_and_compare(loaded, timeout)
     except (RunError, RankError) as error:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import click
 
 from parcompile.backends.writing import to_text
+from parcompile.version import how_to_install
 
 from .numbers import positive_number
 from .plans import read_plan
@@ -70,7 +71,7 @@ def command(
         from parcompile.runtime import RunError
         from parcompile.runtime.preflight import preflight
     except ImportError as error:
-        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
     try:
         found = preflight(loaded, chosen, None if model is None else _builder(model))
     except RunError as error:

@@ -14,6 +14,7 @@ import click
 
 from parcompile.backends.writing import to_text
 from parcompile.diagnostics.reporters.style import writable
+from parcompile.version import how_to_install
 
 if TYPE_CHECKING:
     from parcompile.runtime.preflight.live import LiveReport
@@ -39,7 +40,7 @@ def check_job(plan: Path, form: str, checkpoints: Path | None, times: Mapping[st
         from parcompile.runtime.preflight.live import Limits
         from parcompile.runtime.preflight.live import check_job as check
     except ImportError as error:
-        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
     logger.setLevel("ERROR")
     names = {"wait": "wait_seconds", "limit": "whole_seconds", "seconds": "measure_seconds"}
     limits = Limits(**{names[name]: value for name, value in times.items() if value is not None})

@@ -14,6 +14,7 @@ from parcompile.cost.table import columns
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import SCHEMA, is_preset_file
 from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds
+from parcompile.version import how_to_install
 
 from .saying import say
 
@@ -69,7 +70,7 @@ def _measured(
         from parcompile.runtime.local import RankError, run_local
         from parcompile.runtime.profiling import measure, measure_rank
     except ImportError as error:
-        raise click.ClickException(f"this needs the runtime ({error}): pip install 'parcompile[runtime]'") from None
+        raise click.ClickException(f"this needs the runtime ({error}): {how_to_install('runtime')}") from None
     if launched:
         # What every rank finds is said once.
         with report_errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -13,8 +14,8 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.cost.table import columns, headed
-from parcompile.diagnostics.reporters.style import Style
+from parcompile.cost.table import columns, headed, verdict
+from parcompile.diagnostics.reporters.style import Style, hanging, wrapped
 from parcompile.layout.grid import Axis
 from parcompile.searching.cuts import VIRTUAL
 from parcompile.searching.ranking import Ranked, SearchResult, search
@@ -114,32 +115,38 @@ def progress_bar(settings: Iterable[dict[str, object]]) -> Iterable[dict[str, ob
         yield from bar
 
 
-_HEAD = ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "fits")
+_HEAD = ("", "layout", "step", "tok/s/GPU", "MFU", "memory", "fits")
 
 
 def _text(found: SearchResult, top: int, style: Style, *, losers: bool) -> str:
     predicted = len(found.fitting) + len(found.too_large)
-    lines = [
+    first = next(iter((*found.fitting[:1], *found.too_large[:1])), None)
+    lines = [] if first is None else [verdict(first.candidate.work, first.memory, first.time)]
+    lines += wrapped(
         f"{predicted:,} layouts: {len(found.fitting):,} fit, {len(found.too_large):,} do not fit; rules refuse "
-        f"{len(found.refused):,} settings of the axes"
-    ]
+        f"{len(found.refused):,} settings of the axes",
+        style.width,
+    )
     if found.best is not None:
-        rows = [_HEAD, *(_row(str(rank + 1), one) for rank, one in enumerate(found.fitting[:top]))]
-        lines += ["", *headed(columns(rows), style)]
-        lines += ["", style.strong("why the next ones lost")]
-        lines += [f"{rank + 2:>3}  {one.reason}" for rank, one in enumerate(found.fitting[1:top])]
+        shown = found.fitting[:top]
+        lines += ["", *_table(((str(rank + 1), one) for rank, one in enumerate(shown)), style)]
+        if len(shown) > 1:
+            lines += ["", style.strong("why the next ones lost")]
+            lines += [hanging(f"{rank + 2:>3}  ", one.reason or "", style.width) for rank, one in enumerate(shown[1:])]
         lines += _executions(found, top, style, losers=losers)
-        lines += ["", style.strong("time against memory: no layout beats these in both")]
-        lines += columns([_HEAD, *(_row("", one) for one in found.front[:top])])
+        lines += ["", style.strong("Pareto front: no other layout is both faster and smaller")]
+        lines += _table((("", one) for one in found.front[:top]), style)
     elif found.too_large:
         nearest = found.too_large[0]
-        lines += ["", f"no layout fits; the smallest is {nearest.candidate.name}", f"  {nearest.reason}"]
+        lines += ["", *wrapped(f"no layout fits; the smallest is {nearest.candidate.name}", style.width)]
+        lines.append(hanging("  ", nearest.reason or "", style.width))
         if found.remedies:
-            lines += ["what would fit, on top of it:", *(f"  {one}" for one in found.remedies)]
+            lines.append("what would fit, on top of it:")
+            lines += [hanging("  ", str(one), style.width) for one in found.remedies]
     codes = Counter(one.code for one in found.refused)
     if codes:
-        shown = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
-        lines += ["", f"refused: {shown} (parcompile explain CODE)"]
+        counted = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
+        lines += ["", hanging("refused: ", f"{counted} (parcompile explain CODE)", style.width)]
     if losers:
         lines += ["", *_losers(found)]
     return "\n".join(lines) + "\n"
@@ -151,15 +158,36 @@ def _executions(found: SearchResult, top: int, style: Style, *, losers: bool) ->
     if not shown:
         return []
     more = len(found.other_executions) - len(shown)
-    rows = [("the same layout as", "why it lost"), *((execution.name, reason) for execution, reason in shown)]
-    return ["", *headed(columns(rows), style), *([f"and {more} more (--losers)"] if more else [])]
+    wide = max(len(execution.name) for execution, _ in shown)
+    rows = [hanging(f"{execution.name:<{wide}}  ", reason, style.width) for execution, reason in shown]
+    heading = style.strong("the first one, run otherwise, and why that lost")
+    return ["", heading, *rows, *([f"and {more} more (--losers)"] if more else [])]
+
+
+_FIGURES = 50
+"""Columns of everything but the layouts."""
+
+
+def _table(ranked: Iterable[tuple[str, Ranked]], style: Style) -> list[str]:
+    """The layouts with their figures, within the width of the terminal: a long name goes on below its row."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for rank, one in ranked:
+        first, *rest = wrapped(_short(one.candidate.name), max(24, style.width - _FIGURES))
+        row = _row(rank, one)
+        rows += [(rank, first, *row[1:]), *(("", f"  {line}", *[""] * (len(row) - 1)) for line in rest)]
+    return headed(columns(rows), style)
+
+
+def _short(name: str) -> str:
+    """A layout's name without the axes of one rank, and without what follows."""
+    name = re.sub(r"\b(?:tp|cp|ep|pp|dp)1 ", "", name)
+    return re.sub(r"full on stages ([\d-]+), none on stages [\d-]+", r"full on \1", name)
 
 
 def _row(rank: str, one: Ranked) -> tuple[str, ...]:
     chance = one.memory.probability
     return (
         rank,
-        one.candidate.name,
         format_seconds(one.seconds),
         f"{one.time.tokens_per_second_per_gpu:,.0f}",
         f"{one.time.utilisation:.1%}",

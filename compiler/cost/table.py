@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.layout.grid import Axis
-from parcompile.units import format_bytes, format_seconds
+from parcompile.units import GIB, format_bytes, format_seconds
 
 from .estimate import Estimate
 from .flops import CONVENTION
-from .footprint import Footprint
+from .footprint import HOPELESS, Footprint, is_safe
+from .step import Timing
 from .workload import Workload
 
 _PLAIN = Style()
@@ -24,7 +25,9 @@ MOST_STAGES = 16
 
 def table(found: Estimate, style: Style = _PLAIN) -> str:
     """The whole estimate as text."""
-    lines = [hanging(f"{name:<14}", text, style.width) for name, text in _headlines(found, style)]
+    said = verdict(found.work, found.memory, found.time)
+    lines = [style.paint(said, _COLOURS[found.memory.fits]), ""]
+    lines += [hanging(f"{name:<14}", text, style.width) for name, text in _headlines(found, style)]
     for rows in (memory_rows(found.memory.peak.components), time_rows(found.time.step.parts, found.time.step.seconds)):
         lines += ["", *headed(rows, style)]
     if found.traffic:
@@ -36,6 +39,31 @@ def table(found: Estimate, style: Style = _PLAIN) -> str:
 def headed(rows: list[str], style: Style) -> list[str]:
     """Rows of a table, the first of them emphasised."""
     return [style.strong(rows[0]), *rows[1:]]
+
+
+def verdict(work: Workload, memory: Footprint, time: Timing) -> str:
+    """One line: whether it fits, and how fast it is; or what takes the room."""
+    size, limit, part = memory.peak.total_bytes, memory.limit_bytes, memory.peak.largest
+    speed = f"{format_seconds(time.step.seconds)}/step · {time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    if limit is None or memory.probability is None:
+        return (
+            f"{format_bytes(size)} · {speed} · {_UNCHECKED if not work.names_machine else 'no limit of memory known'}"
+        )
+    close = abs(size / limit - 1) < 0.02
+    needed, room, largest = (_gib(one, close=close) for one in (size, limit, memory.peak.components[part]))
+    if is_safe(memory):
+        return f"FITS · {needed} of {room} GiB · {speed}"
+    word = "MAY NOT FIT" if memory.fits else "DOES NOT FIT"
+    chance = f" · fits with {memory.probability:.0%}" if memory.probability >= HOPELESS else ""
+    return f"{word} · needs {needed} of {room} GiB{chance} · largest: {part} {largest}"
+
+
+_UNCHECKED = "no accelerator named"
+
+
+def _gib(size: float, *, close: bool) -> str:
+    """Whole GiB, with as many digits more as a small or a close figure needs."""
+    return f"{size / GIB:.1f}" if close or 1 * GIB <= size < 10 * GIB else f"{size / GIB:.{0 if size >= GIB else 3}f}"
 
 
 def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
@@ -63,12 +91,21 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; {work.tokens_per_step:,} tokens"
     yield "throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}"
     yield "", f"MFU by {CONVENTION}"
+    if work.names_machine:
+        yield "error", OWN_ERROR if work.framework == "deepspeed" else OTHERS_ERROR
     if found.budget is not None:
         price = "" if found.budget.cost is None else f", cost {found.budget.cost:,.0f}"
         yield (
             "budget",
             f"{found.budget.tokens:,.0f} tokens: {found.budget.steps:,} steps, {found.budget.days:.2f} days{price}",
         )
+
+
+OWN_ERROR = (
+    "of parcompile.runtime, `parcompile preflight` counts the memory itself, and only time is uncertain; of another "
+    "framework, both are. The further from what was fitted (1B and 3B), the larger (docs/accuracy.md)"
+)
+OTHERS_ERROR = "of memory and time: the further from what was fitted (1B and 3B), the larger (docs/accuracy.md)"
 
 
 def imbalance_text(work: Workload) -> str:

@@ -34,7 +34,7 @@ def compressed_layers(shape: ModelShape, layers: range) -> Iterator[tuple[int, C
 
 def window_exchanges(work: Workload, layers: range, cp_rank: int | None = None) -> tuple[ContextExchange, ...]:
     """The messages of a step with these layers, by operation; those of the rank that sends most by default."""
-    if work.cp == 1:
+    if work.cp == 1 or not any(compressed_layers(work.shape, layers)):
         return ()
     ranks = range(work.cp) if cp_rank is None else (cp_rank,)
     return max((_of_rank(work, layers, rank) for rank in ranks), key=lambda all_: sum(one.wire_bytes for one in all_))

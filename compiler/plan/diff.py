@@ -146,6 +146,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             "train_steps": training.train_steps,
             "seed": training.seed,
             **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
+            **{f"backends.megatron.{key}": value for key, value in plan.spec.megatron.items()},
         }
 
     yield from _changed(ChangeKind.NUMERICS, values(before), values(after))

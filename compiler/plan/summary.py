@@ -5,7 +5,8 @@ from __future__ import annotations
 from parcompile.cost.context_time import choices
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.table import fit_text, peak_text
+from parcompile.cost.step import timing
+from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters.style import hanging
 from parcompile.layout.grid import Axis
@@ -50,7 +51,10 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         "identity": plan.plan_hash[:19],
     }
     column = max(map(len, rows))
-    return "\n".join(hanging(f"{name:<{column}}  ", text, width) for name, text in {"plan": spec.name, **rows}.items())
+    first = f"{verdict(work, footprint(work), timing(work))}\n" if estimate else ""
+    return first + "\n".join(
+        hanging(f"{name:<{column}}  ", text, width) for name, text in {"plan": spec.name, **rows}.items()
+    )
 
 
 def _peak(work: Workload) -> dict[str, str]:

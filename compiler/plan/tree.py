@@ -109,6 +109,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "training": _training(spec),
         "zero": {"stage": spec.zero_stage},
         "deepspeed": dict(spec.deepspeed),
+        **({"backends": {"megatron": dict(spec.megatron)}} if spec.megatron else {}),
         "runtime": {"executable": not plan.refusals, "refusals": [asdict(refusal) for refusal in plan.refusals]},
         "groups": groups(plan),
         "topology": topology(plan),
@@ -162,6 +163,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         ),
         zero_stage=tree["zero"]["stage"],
         deepspeed=tree["deepspeed"],
+        megatron=tree.get("backends", {}).get("megatron", {}),
         provenance={
             path: _typed(Provenance(found["value"], Origin(found["origin"]), found["detail"]))
             for path, found in tree["provenance"].items()

@@ -36,6 +36,10 @@ _PLACES: dict[str, tuple[str, str]] = {
     "stage": ("zero", "stage"),
     "nodes": ("cluster", "nodes"),
 }
+_NO_SMALL_CHANGE = (
+    "none of the changes of one to three values that were tried fits: `parcompile search` looks at every layout of a "
+    "spec whose axes are left out, and says what would fit if none does"
+)
 _SMALL = 0.02
 """Parts below this share of a peak are added up in the equation."""
 
@@ -66,10 +70,7 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
     yield Finding(
         equation(work, memory),
         _ACCELERATOR,
-        help=None
-        if found
-        else "no change of up to three values of the layout fits: take a larger accelerator, a "
-        "smaller model or shorter sequences",
+        help=None if found or not has_whole_batch(spec) else _NO_SMALL_CHANGE,
         fixes=tuple(as_fix(spec, one) for one in found),
         related=also(spec, *(_PLACES[name] for name in ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
         severity=Severity.ERROR if chance < HOPELESS else Severity.WARNING,
@@ -105,7 +106,10 @@ def workload(spec: Resolution) -> Workload:
     Raises:
         Unavailable: another rule says why it cannot.
     """
-    decided = spec.spec()
+    try:
+        decided = spec.spec()
+    except Unavailable:
+        decided = _with_a_whole_batch(spec).spec()
     known = decided.cluster.preset is not None or decided.cluster.accelerator in accelerators()
     if not known or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         raise Unavailable("memory")
@@ -113,6 +117,29 @@ def workload(spec: Resolution) -> Workload:
         return workload_of(decided)
     except ValueError:
         raise Unavailable("memory") from None
+
+
+def _with_a_whole_batch(spec: Resolution) -> Resolution:
+    """The spec with as many micro-batches as stages, where those that it asks for are not whole: memory is the same.
+
+    Raises:
+        Unavailable: its batch is not what is wrong.
+    """
+    training = spec.tree.get("training")
+    if not spec.given("training", "global_batch_size") or spec.given(*_STEPS) or not isinstance(training, dict):
+        raise Unavailable("memory")
+    steps = {"global_batch_size": None, "gradient_accumulation_steps": spec.axis(Axis.PP)}
+    kept = {name: value for name, value in {**training, **steps}.items() if value is not None}
+    return Resolution({**spec.tree, "training": kept}, spec.invalid, spec.folder)
+
+
+def has_whole_batch(spec: Resolution) -> bool:
+    """Whether the batch divides, without which no change of the layout can be compared."""
+    try:
+        spec.spec()
+    except Unavailable:
+        return False
+    return True
 
 
 def exceeds_device(work: Workload) -> bool:
@@ -156,7 +183,7 @@ def equation(work: Workload, memory: Footprint) -> str:
 
 def changes(spec: Resolution, work: Workload) -> list[Change]:
     """The smallest changes that fit, of values that the spec may have otherwise; none in the trial of a fix."""
-    if spec.is_trial:
+    if spec.is_trial or not has_whole_batch(spec):
         return []
     # Only here: most specs fit.
     from parcompile.cost.changes import NAMES, changes_that_fit

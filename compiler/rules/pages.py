@@ -12,7 +12,7 @@ from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.entry_points import VARIABLE
 
 from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, FileRule, file_rules
-from .registry import BROKEN_PLUGIN, Example, Rule, all_rules
+from .registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Rule, all_rules
 
 GROUPS = {
     "A": "Numerics advisories: versions that compute something else",
@@ -21,6 +21,7 @@ GROUPS = {
     "D": "Further DeepSpeed keys",
     "E": "Plug-ins",
     "F": "DeepSpeed, Megatron-LM and gpt-neox files on their own",
+    "G": "Options of other backends",
     "H": "Memory and accelerator",
     "J": "The text of a file",
     "K": "Keys and values",
@@ -91,7 +92,7 @@ def pages() -> Mapping[str, Page]:
         Page(one.code, Severity.ERROR, one.title, one.explanation, one.wrong, one.right, one.format)
         for one in FILE_CODES.values()
     ]
-    found.append(_BROKEN)
+    found += [_BROKEN, _INEXPRESSIBLE]
     return {page.code: page for page in sorted(found, key=lambda page: (bool(page.origin), page.code))}
 
 
@@ -103,6 +104,17 @@ _BROKEN = Page(
     "the group of its entry point is for. The spec does not pass then: a check without somebody's rules would look as "
     f"if they held. Fix or uninstall the distribution, or set {VARIABLE}=0 to run without all plug-ins. A broken "
     "target or importer is refused when it is named, and disturbs nothing else.",
+    "",
+    "",
+)
+
+
+_INEXPRESSIBLE = Page(
+    INEXPRESSIBLE,
+    Severity.ERROR,
+    "a target cannot express the layout",
+    "`parcompile check -t TARGET` asks whether the files of a target can be written. Where the target has no word for "
+    "something of the layout, `parcompile compile` writes no files for it; target_report.json says the same.",
     "",
     "",
 )

@@ -140,6 +140,8 @@ def all_rules() -> tuple[Rule, ...]:
     return (*(_RULES[code] for code in sorted(_RULES)), *_added().rules)
 
 
+INEXPRESSIBLE = "G003"
+"""Code of a layout that a target named with `check -t` cannot express."""
 BROKEN_PLUGIN = "E001"
 """Code of a plug-in that a check needs and that cannot be used."""
 _ADDED_CODE = re.compile(r"[A-Z]{2,8}[0-9]{3}")

@@ -4,7 +4,7 @@
 useful error, the branch that was meant, the key or value that was nearly written.
 """
 
-from .defaults import NoDefaultError, default, type_of
+from .defaults import NoDefaultError, default, example, type_of
 from .validation import BASE, UnknownSchemaError, Validation, load, names, registry, text, validate
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "UnknownSchemaError",
     "Validation",
     "default",
+    "example",
     "load",
     "names",
     "registry",

@@ -26,6 +26,19 @@ def default(name: str, path: tuple[str, ...]) -> Any:
     return copy.deepcopy(found) if isinstance(found, (dict, list)) else found
 
 
+def example(name: str, path: tuple[str, ...]) -> Any:
+    """A value that may stand at a path: the schema's example, one of its choices, its default; else an ellipsis."""
+    root = node = load(name)
+    for step in path:
+        branches = [node, *(resolved(one, root) for key in ("anyOf", "oneOf", "allOf") for one in node.get(key, ()))]
+        found = (one["properties"][step] for one in branches if step in one.get("properties", {}))
+        node = resolved(next(found, {}), root)
+    for key in ("examples", "enum"):
+        if node.get(key):
+            return node[key][0]
+    return node.get("default", "…")
+
+
 @functools.lru_cache(maxsize=4096)
 def type_of(name: str, path: tuple[str, ...]) -> str | None:
     """The one type that a schema takes at a path, as "integer"; None where it takes several, or has no such key."""

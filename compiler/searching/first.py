@@ -177,7 +177,7 @@ def _space(tree: Mapping[str, Any], folder: Path) -> Space:
     }
     axes = {axis: tuple(size for size in sizes if size <= limits[axis]) for axis, sizes in space.axes.items()}
     micro = tuple(size for size in space.micro_batches if size in _MICRO_BATCHES)
-    return replace(space, axes=axes, micro_batches=micro or (1,), sequence_parallel=(True,))
+    return replace(space, axes=axes, micro_batches=micro or (1,))
 
 
 def _offers(space: Space, found: SearchResult) -> Iterator[Offer]:

@@ -26,7 +26,7 @@ from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
-from .recomputation import between
+from .recomputation import between, is_open
 from .remedies import Remedy, remedies
 from .space import Candidate, Refused, Setting, Space, expand
 
@@ -192,7 +192,11 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
         layouts = [one for one, known in judged if known]
         if space.recompute is not None and space.executable:
             # Only the runtime recomputes some stages and not others.
+            # Some stages recomputed take no less than none: where that is too long already, the fewest do not matter.
             pairs = [(one.base, known and one.is_safe) for one, known in judged]
+            slow = [one for one, _ in judged if one.base.work.recompute == "none" and is_open(one.base, pairs)]
+            late = {id(one.base) for one in slow if not _may_win(one, shortest)}
+            pairs = [(one, fits) for one, fits in pairs if id(one) not in late]
             layouts += [
                 Ranked(functools.partial(Candidate, one.changes, one.work), predictor) for one in between(pairs, memory)
             ]
@@ -241,11 +245,16 @@ def _reordered(one: Ranked, shortest: float) -> Ranked:
 
     That is so where what no order changes takes longer than layouts that are as good as the shortest step so far.
     """
-    if not one.predictor.choices.orders or _fixed_seconds(one.execution.step) > TIE * shortest:
+    if not one.predictor.choices.orders or not _may_win(one, shortest):
         return one
     found = replace(one, orders=True)
     found.__dict__.update({name: one.__dict__[name] for name in ("base", "memory")})
     return found
+
+
+def _may_win(one: Ranked, shortest: float) -> bool:
+    """Whether what no order changes takes no longer than layouts that are as good as the shortest step so far."""
+    return _fixed_seconds(one.execution.step) <= TIE * shortest
 
 
 def _fixed_seconds(step: StepTime) -> float:
@@ -258,7 +267,7 @@ def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> t
     here = (work.order, work.context)
     others = all_executions(work, choices, values_of(work, time))
     return tuple(
-        (one, _slower(one.step, ours) or f"{_tied(one.step, ours)}; the chosen one is simpler")
+        (one, _slower(one.step, ours) or f"{_tied(one.step, ours)}: the simpler one is first")
         for one in others
         if (one.work.order, one.work.context) != here
     )
@@ -286,13 +295,13 @@ def _lost(one: Ranked, best: Ranked) -> str:
         return f"{gain:.1%} faster, but fits with probability {chance:.0%} only"
     tied = _tied(theirs, ours)
     if one.peak_bytes > 1.005 * best.peak_bytes:
-        return f"{tied}; uses {format_bytes(one.peak_bytes)}, not {format_bytes(best.peak_bytes)}"
-    return f"{tied}; the chosen layout is simpler"
+        return f"{tied}: the first needs {format_bytes(best.peak_bytes)}, not {format_bytes(one.peak_bytes)}"
+    return f"{tied}: the simpler one is first"
 
 
 def _tied(step: StepTime, best: StepTime) -> str:
     gain = 1 - step.seconds / best.seconds
-    return "tied" if gain < 0.0005 else f"tied: {gain:.1%} faster, and predictions err by {TIE - 1:.0%}"
+    return "as fast" if gain < 0.0005 else f"{gain:.1%} faster, within the error of {TIE - 1:.0%}"
 
 
 def _slower(step: StepTime, best: StepTime) -> str | None:

@@ -80,6 +80,7 @@ class Space:
     accumulation_steps: int | None
     """Micro-batches of a step where they are given: the size of each then follows from the layout."""
     sequence_parallel: tuple[bool, ...]
+    """What is tried beside tp: the first that the rules allow, as it is never slower and never needs more memory."""
     whole_experts: bool
     """Whether experts may also stay whole beside tp (`expert_tp` 1): the model has some and the spec does not say."""
     micro_batches: tuple[int, ...]
@@ -100,12 +101,11 @@ class Space:
             if rest or self.dp not in (None, dp):
                 continue
             ways = cuts(self.layers, named[Axis.PP]) if self.layers is not None else [{}]
-            shares = self.sequence_parallel if named[Axis.TP] > 1 else self.sequence_parallel[:1]
-            for split, way, whole in itertools.product(shares, ways, self._ways_of_experts(named)):
+            for way, whole in itertools.product(ways, self._ways_of_experts(named)):
                 changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way | whole
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
-                changes["sequence_parallel"] = split and named[Axis.TP] > 1
+                changes["sequence_parallel"] = self.sequence_parallel[0] and named[Axis.TP] > 1
                 found.append(changes)
         return found
 
@@ -230,6 +230,10 @@ def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
         batch = changes = {**changes, "gradient_accumulation_steps": space.accumulation_steps}
     smallest = {**changes, **batch, **({"activation_checkpointing": space.recompute[0]} if space.recompute else {})}
     checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
+    if checked.work is None and smallest["sequence_parallel"] and False in space.sequence_parallel:
+        without = expand(replace(space, sequence_parallel=(False,)), {**changes, "sequence_parallel": False})
+        if isinstance(without, Setting):
+            return without
     if checked.work is None:
         return Refused(changes, checked.code or "", checked.message)
     work = replace(checked.work, document_length=space.document_length)

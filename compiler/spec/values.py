@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
@@ -198,6 +198,8 @@ class Spec:
     zero_stage: int
     deepspeed: Mapping[str, Any]
     provenance: Mapping[str, Provenance]
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Options of Megatron-LM that are written as they stand."""
 
     @property
     def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:

@@ -25,6 +25,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.user_files import read_text
+from parcompile.version import how_to_install
 
 from .model_class import model_class
 from .text_head import TEXT_MODELS
@@ -174,7 +175,7 @@ def _read(values: Mapping[str, Any], where: str) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        raise RunError("building the model needs transformers: pip install 'parcompile[hf]'", everywhere=True) from None
+        raise RunError(f"building the model needs transformers: {how_to_install('hf')}", everywhere=True) from None
     # A copy: some classes complete the objects inside in place.
     own: dict[str, Any] = _numbers(architecture(copy.deepcopy(dict(values))))
     family = own.pop("model_type", None)

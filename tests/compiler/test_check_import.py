@@ -92,7 +92,7 @@ def test_auto_is_asked_for(run: Any) -> None:
     options = ("--model", "llama-3.2-1b", "--gpus-per-node", "8", "--sequence-length", "8192", "-o", "spec.json")
     code, _, err = run("import", "ds.json", *options)
     assert code == 1
-    assert 'missing: training.global_batch_size (train_batch_size is "auto"' in err
+    assert 'missing:\n  training.global_batch_size (train_batch_size is "auto"' in err
     code, _, err = run("import", "ds.json", *options, "--set", "training.global_batch_size=64")
     assert code == 0
     assert check_any("spec.json").valid

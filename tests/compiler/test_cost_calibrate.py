@@ -160,7 +160,7 @@ def test_without_scipy_what_to_install_is_said(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run("calibrate", "runs.csv")
     assert code == 2
-    assert "pip install 'parcompile[calibrate]'" in err
+    assert "pip install " in err and "[calibrate]" in err
 
 
 def test_a_measured_machine_is_fitted_near_its_own_rates() -> None:

@@ -84,7 +84,8 @@ def test_accelerate_loads_the_deepspeed_yaml_and_the_import_gives_the_plan_back(
     result = imported(file, {**MODEL, ("training", "sequence_length"): 4096, ("training", "optimizer", "lr"): 3e-4})
     assert result.spec["cluster"] == {"nodes": 2, "gpus_per_node": 8}
     assert result.spec.get("parallelism", {}).get("cp", 1) == parallelism.get("cp", 1)
-    assert outcome(result)["deepspeed_config.deepspeed_config_file"] is Outcome.LOST
+    assert outcome(result)["deepspeed_config.deepspeed_config_file"] is Outcome.CARRIED
+    assert (result.spec["zero"]["stage"], result.spec["training"]["precision"]) == (zero, "bf16")
 
 
 def test_accelerate_launch_understands_every_key_of_the_sequence_parallel_section() -> None:

@@ -94,8 +94,9 @@ def test_every_option_is_accounted_for() -> None:
     )
     outcomes = {one.option: one.outcome for one in result.accounts}
     assert outcomes["hidden_size"] is Outcome.CARRIED
-    assert outcomes["save_interval"] is outcomes["attention_backend"] is Outcome.NO_EFFECT
-    assert outcomes["rampup_batch_size"] is Outcome.LOST
+    assert outcomes["save_interval"] is Outcome.NO_EFFECT
+    assert outcomes["rampup_batch_size"] is outcomes["attention_backend"] is Outcome.CARRIED
+    assert result.spec["backends"] == {"megatron": {"rampup_batch_size": [8, 8, 100], "attention_backend": "flash"}}
 
 
 @pytest.mark.parametrize(

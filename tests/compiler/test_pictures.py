@@ -217,5 +217,5 @@ class TestCommand:
             monkeypatch.setitem(sys.modules, module, None)
         code, _, err = run(self.PLAN, "--picture", "grid", "-o", "x.png")
         assert code == 2
-        assert "parcompile[pictures]" in err
+        assert "[pictures]" in err
         assert not Path("x.png").exists()

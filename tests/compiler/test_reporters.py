@@ -63,7 +63,7 @@ def test_text_shows_the_line_the_place_the_help_and_related_places():
 
 def test_text_counts_what_a_command_can_fix():
     assert written("text", fix_hint="`parcompile check --fix`").endswith(
-        "; 1 can be fixed with `parcompile check --fix`\n"
+        "; [*] 1 can be fixed with `parcompile check --fix`\n"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,19 @@ COMMANDS = {
     "estimate": "estimate spec.json",
     "explain": "explain B001",
     "groups": "groups plan --rank 5 --table",
+    "search": "search open.json --top 4",
+    "init": "init llama-3-8b --nodes 2 --sequence-length 131072",
+    "check_large": "check large.json",
+    "check_section": "check misspelt.json",
+    "check_target": "check -t transformers spec.json",
+    "compile_target": "compile -q -t transformers spec.json -o none",
+    "check_trainer": "check hf.yaml",
+    "import_trainer": "import hf.yaml --model llama-3-8b --gpus-per-node 8 -o hf.json",
+    "import_trainer_check": "check hf.json",
+    "import_accelerate": "import accelerate.yaml -o accelerate.json",
+    "import_fsdp": "import fsdp.yaml -o fsdp.json",
+    "import_megatron": "import mixtral.sh --vocab-size 32000 -o mixtral.json --strict",
+    "import_megatron_back": "compile mixtral.json --target megatron --no-estimate -o mixtral",
     "misspelt": "chekc spec.json",
     "missing": "check nothing.json",
 }
@@ -42,6 +56,8 @@ def made(folder: Path) -> dict[str, str]:
     (folder / "spec.json").write_text(SPEC, encoding="utf-8")
     (folder / "wrong.json").write_text(WRONG, encoding="utf-8")
     (folder / "other.json").write_text(SPEC.replace('"tp": 2', '"tp": 4'), encoding="utf-8")
+    for file in (SCREENS / "files").iterdir():
+        shutil.copy(file, folder)
     lines = {**COMMANDS, "help": "--help"}
     return {name: screen(line, folder) for name, line in lines.items()}
 

@@ -244,7 +244,7 @@ def test_the_chosen_spec_is_written_and_compiles(run: Run) -> None:
     Path("open.json").write_text(json.dumps(tree), encoding="utf-8")
     code, out, _ = run("search", "open.json", "-o", "chosen.json", "--losers")
     assert code == 0
-    assert "no layout beats these in both" in out
+    assert "Pareto front: no other layout is both faster and smaller" in out
     assert "why it lost" in out
     assert run("chosen.json", "-o", "plan")[0] == 0
     assert "auto" not in Path("chosen.json").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Source, SpecPath
-from parcompile.backends.trainers.deepspeed_part import with_deepspeed
+from parcompile.backends.trainers.deepspeed_part import read_deepspeed, with_deepspeed
 from parcompile.backends.trainers.tool import options
 from parcompile.text import Document
 from parcompile.text.typed import integer, number
@@ -27,13 +27,24 @@ _LAUNCHER = (
 )
 _TPU = ("tpu_", "downcast_bf16")
 _ZERO: SpecPath = ("zero", "stage")
+_PRECISION: SpecPath = ("training", "precision")
+_DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
+_OF_THE_SCRIPT: dict[SpecPath, str] = {
+    ("training", "micro_batch_size"): "the training script's data loader has it",
+    ("training", "optimizer"): "the training script brings its own",
+}
+"""What accelerate's file never says."""
 
 
 def read(source: Source, draft: Draft) -> None:
     """Everything of the file that a spec can say."""
     _machines(source, draft)
-    _precision(source, draft)
     kind = str(source.given.get("distributed_type", "NO"))
+    inner = read_deepspeed(source, draft)
+    if inner is None:
+        _precision(source, draft, said_elsewhere=source.has(_DEEPSPEED_FILE))
+    else:
+        _joined(source, draft, inner)
     if kind == "DEEPSPEED":
         _deepspeed(source, draft)
     elif kind == "FSDP":
@@ -45,6 +56,9 @@ def read(source: Source, draft: Draft) -> None:
     if kind in ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM"):
         source.ignore("distributed_type", "the sections of the file say what it stands for")
     _parallelism(source, draft, _PARALLELISM + _OF_ACCELERATE)
+    for path, why in _OF_THE_SCRIPT.items():
+        if not any(known[: len(path)] == path for known in draft.values):
+            draft.ask(path, why)
     for name in list(source.unread()):
         if name in _LAUNCHER or name.startswith("mpirun_config."):
             source.lose(name, "the launch files of the plan start the ranks")
@@ -79,9 +93,41 @@ def _machines(source: Source, draft: Draft) -> None:
         source.ignore("use_cpu", "off")
 
 
-def _precision(source: Source, draft: Draft) -> None:
-    name, path = "mixed_precision", ("training", "precision")
-    value = source.given.get(name, "no")
+def _joined(source: Source, draft: Draft, inner: Draft) -> None:
+    """What the DeepSpeed configuration says that the file names: accelerate takes the type of the weights from it.
+
+    Raises:
+        RefusedError: the file says another type, which accelerate refuses beside such a configuration.
+    """
+    name = "mixed_precision"
+    value = str(source.given.get(name, "no"))
+    decided = inner.values.get(_PRECISION)
+    said = source.given.get("deepspeed.bf16.enabled") == "auto" or source.given.get("deepspeed.fp16.enabled") == "auto"
+    if source.has(name) and (said or decided is None):
+        inner.questions.pop(_PRECISION, None)
+        _precision(source, draft, said_elsewhere=False)
+    elif source.has(name) and value in ("bf16", "fp16") and value != decided:
+        raise RefusedError(f"mixed_precision {value} contradicts {decided} of its DeepSpeed configuration")
+    elif source.has(name):
+        source.ignore(name, "the DeepSpeed configuration decides the type of the weights")
+    elif said:
+        draft.ask(_PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
+    for path in inner.said:
+        draft.set(path, inner.values[path], said=True)
+    if not said and not source.has(name) and decided is not None:
+        draft.set(_PRECISION, decided, said=True)
+    for path, question in inner.questions.items():
+        draft.questions.setdefault(path, question)
+    source.used[_DEEPSPEED_FILE] = {_ZERO}
+
+
+def _precision(source: Source, draft: Draft, *, said_elsewhere: bool) -> None:
+    name, path = "mixed_precision", _PRECISION
+    if not source.has(name):
+        file = source.given.get(_DEEPSPEED_FILE)
+        draft.ask(path, f"{file} says it: import that file too" if said_elsewhere else "the file does not say it")
+        return
+    value = source.given[name]
     if value in ("bf16", "fp16"):
         draft.carry(source, name, path)
     elif value in ("no", False, None):  # YAML 1.1 reads no as false
@@ -98,8 +144,8 @@ def _deepspeed(source: Source, draft: Draft) -> None:
         draft.set(_ZERO, 2, said=True)  # DeepSpeedPlugin's default
     draft.carry(source, prefix + "gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), integer)
     draft.carry(source, prefix + "gradient_clipping", ("training", "gradient_clipping"), number)
-    file = prefix + "deepspeed_config_file"
-    if source.has(file):
+    file = _DEEPSPEED_FILE
+    if source.has(file) and not source.under("deepspeed"):
         source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
         for path in (_ZERO, ("training", "optimizer")):
             draft.ask(path, f"{source.given[file]} says it: import that file too")

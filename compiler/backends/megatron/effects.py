@@ -182,6 +182,14 @@ def effect(name: str) -> Effect | None:
     return None if option is None else _GROUPS.get(option.newest.group)
 
 
+_UNCHANGED = frozenset(("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel"))
+
+
+def changes(name: str) -> bool:
+    """Whether another value of an option of the table gives other numbers."""
+    return name not in _UNCHANGED and effect(name) in (None, Effect.NUMBERS, Effect.OTHER_MODEL)
+
+
 def fate(name: str, value: object) -> Account | None:
     """What there is to say of an option that the table does not speak of; None for one that no version has."""
     option = line().options.get(name)

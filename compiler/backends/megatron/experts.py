@@ -104,7 +104,7 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
     if balancing == "sinkhorn":
         raise InexpressibleError("moe_router_load_balancing_type sinkhorn", "a spec's routers take the highest scores")
     if not _is_zero(coefficient) and balancing != "none":
-        source.lose("moe_aux_loss_coeff", "a spec has no loss that balances experts")
+        source.lose("moe_aux_loss_coeff", "a spec has no loss that balances experts", changes=True)
     source.ignore("moe_router_load_balancing_type", "a spec has no loss that balances experts")
     score = str(value("moe_router_score_function"))
     router = Router(

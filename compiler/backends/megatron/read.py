@@ -12,11 +12,12 @@ from parcompile.backends.reading import Draft, Source, Undecided, UndecidedError
 from parcompile.text.typed import WrongValueError, integer, number, shown
 
 from .arguments import Unknown
-from .effects import fate
+from .effects import changes, fate
 from .file import imported
 from .meaning import STANDS_FOR, meaning
 from .model import described
 from .options import NVIDIA, line
+from .verbatim import keep
 from .write import ROWS, arguments
 
 _CLUSTER = {"nnodes": ("cluster", "nodes"), "nproc_per_node": ("cluster", "gpus_per_node")}
@@ -70,6 +71,7 @@ def read(source: Source, draft: Draft) -> None:
     except InexpressibleError as error:
         raise RefusedError(f"this model cannot be carried into a spec: {error}") from None
     _samples(source, draft)
+    keep(source, draft)
 
 
 def _samples(source: Source, draft: Draft) -> None:
@@ -95,4 +97,5 @@ IMPORTER = Importer(
     meaning=meaning,
     stands_for=STANDS_FOR,
     tree=imported,
+    changes=changes,
 )

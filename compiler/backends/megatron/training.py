@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.losses import Loss
@@ -106,14 +106,14 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         draft.leave_open(source, error, _SCHEDULE)
         return
     if isinstance(found, str):
-        for name in _SCHEDULE_OPTIONS:
-            source.lose(name, found)
+        for name in SCHEDULE_OPTIONS:
+            source.lose(name, found, changes=True)
         return
     for key, value in found.items():
         draft.set((*_SCHEDULE, key), value, said=True)
 
 
-_SCHEDULE_OPTIONS = (
+SCHEDULE_OPTIONS = (
     "lr_decay_style",
     "lr_decay_iters",
     "lr_decay_samples",
@@ -123,6 +123,13 @@ _SCHEDULE_OPTIONS = (
     "lr_warmup_init",
     "min_lr",
 )
+
+
+def with_further(found: Arguments, further: Mapping[str, Any]) -> Arguments:
+    """The arguments of a plan with verbatim ones, of which one of a schedule takes the place of the whole schedule."""
+    if any(name in SCHEDULE_OPTIONS for name in further):
+        found = {name: value for name, value in found.items() if name not in SCHEDULE_OPTIONS}
+    return {**found, **further}
 
 
 def _schedule(source: Source) -> dict[str, Any] | str:
@@ -270,7 +277,7 @@ ROWS: tuple[Row, ...] = (
         _read_optimizer,
         _optimizer_losses,
     ),
-    Bundle(_SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
+    Bundle(SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
     Entry("clip_grad", ("training", "gradient_clipping"), read=number),
     Entry("seed", ("training", "seed")),
     Bundle(

@@ -32,23 +32,24 @@ def arguments(plan: Plan) -> Arguments:
 
     The names are those of `options`; True is a flag.
     """
-    return table.write(ROWS, plan.spec)
+    return training.with_further(table.write(ROWS, plan.spec), plan.spec.megatron)
 
 
 def as_list(found: Arguments) -> list[str]:
     """The arguments as they stand on a command line."""
     listed: list[str] = []
     for name, value in found.items():
-        listed.append(_flag(name))
+        listed.append(_flag(name, value))
         if isinstance(value, list):
             listed.extend(map(str, value))
-        elif value is not True:
+        elif not isinstance(value, bool):
             listed.append(str(value))
     return listed
 
 
-def _flag(name: str) -> str:
-    return next(flag for flag in line().options[name].newest.flags if flag.startswith("--"))
+def _flag(name: str, value: Any = True) -> str:
+    start = "--no-" if value is False else "--"
+    return next(flag for flag in line().options[name].newest.flags if flag.startswith(start))
 
 
 def files(plan: Plan) -> dict[str, Any]:

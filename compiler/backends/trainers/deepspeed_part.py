@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from parcompile.backends.deepspeed import facts
 from parcompile.backends.deepspeed.read import IMPORTER
 from parcompile.backends.following import named_files
 from parcompile.backends.importer import RefusedError
+from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Source
 from parcompile.text import Document, SourceError, read_file
 
@@ -26,9 +28,12 @@ def with_deepspeed(document: Document, kind: str) -> dict[str, Any]:
         RefusedError: that file is not there, or cannot be read.
     """
     tree: dict[str, Any] = dict(document.tree) if isinstance(document.tree, Mapping) else {}
-    name = tree.get("deepspeed")
+    nested = tree.get("deepspeed_config") if kind == ACCELERATE else None
+    name = nested.get("deepspeed_config_file") if isinstance(nested, Mapping) else tree.get("deepspeed")
     if not isinstance(name, str):
         return tree
+    if kind == ACCELERATE and not named_files(kind, tree, Path(document.file).resolve()):
+        return tree  # what it would say is asked for
     if name.lstrip().startswith("{"):
         try:
             return {**tree, "deepspeed": json.loads(name)}
@@ -69,7 +74,7 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
     for name, paths in inner.used.items():
         source.used[PREFIX + name] = paths
     for name, account in inner.reasons.items():
-        source.reasons[PREFIX + name] = type(account)(PREFIX + name, account.outcome, account.detail)
+        source.reasons[PREFIX + name] = replace(account, option=PREFIX + name)
     # What the file leaves to the trainer is no default of DeepSpeed's.
     found.questions.pop(("training", "optimizer"), None)
     return found

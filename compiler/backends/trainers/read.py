@@ -17,7 +17,7 @@ from parcompile.model.presets import find_preset
 from parcompile.text.typed import integer, number
 
 from .deepspeed_part import PREFIX, read_deepspeed
-from .tool import Tool
+from .tool import CHANGING, Tool
 
 _ADAMW = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw"})
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "constant": "constant"}
@@ -44,7 +44,7 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
         for name in list(source.unread()):
             why = tool.reason(name)
             if why is not None:
-                source.lose(name, why)
+                source.lose(name, why, changes=why in CHANGING)
 
     return read
 
@@ -108,9 +108,11 @@ def _precision(tool: Tool, source: Source, draft: Draft) -> None:
 
 
 def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
-    name = tool.own("optim")
+    name, own = tool.own("optim"), source.given.get(f"{PREFIX}optimizer.type")
     kind = source.value(name, (*_OPTIMIZER, "type"))
-    if str(kind) in _ADAMW:
+    if own is not None:
+        source.ignore(name, f"the optimizer of the DeepSpeed configuration, {own}, takes its place")
+    elif str(kind) in _ADAMW:
         draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has(name))
     elif (*_OPTIMIZER, "type") not in draft.answers:
         draft.ask((*_OPTIMIZER, "type"), f"{name} is {kind!r}: a spec has adam and adamw with states of 32 bits")
@@ -130,6 +132,9 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
 def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
     """The schedule. What it needs and the file leaves to the number of samples is asked for."""
     name = tool.own("lr_scheduler_type")
+    if any(one == _OWN_SCHEDULE or one.startswith(f"{_OWN_SCHEDULE}.") for one in source.given):
+        _own_schedule(tool, source, draft)
+        return
     kind = str(source.value(name, _SCHEDULE))
     if kind not in _SCHEDULES:
         draft.ask(_SCHEDULE, f"{name} is {kind!r}: a spec has constant, linear and cosine")
@@ -151,6 +156,62 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
         draft.set((*_SCHEDULE, "warmup_steps"), max(2, warmup), said=True)
 
 
+_OWN_SCHEDULE = f"{PREFIX}scheduler"
+_OWN_PARAMS: SpecPath = ("deepspeed", "scheduler", "params")
+
+
+def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
+    """A schedule in the DeepSpeed configuration replaces the trainer's (transformers, `deepspeed_optim_sched`).
+
+    The trainer writes its values for "auto" (`HfTrainerDeepSpeedConfig`).
+    """
+    name, kind = tool.own("lr_scheduler_type"), source.given.get(f"{_OWN_SCHEDULE}.type")
+    said = source.given.get(name)
+    why = f"the scheduler of the DeepSpeed configuration, {kind}, takes its place"
+    if said is None or said in _SAME_SCHEDULE.get(str(kind), ()):
+        source.ignore(name, why)
+    else:
+        source.lose(name, f"{why}, in transformers too")
+    steps = _train_steps(source, draft, tool)
+    filled: dict[str, Callable[[], Any]] = {
+        "warmup_min_lr": lambda: 0.0,
+        "warmup_max_lr": lambda: source.number(tool.own("learning_rate"), (*_OPTIMIZER, "lr")),
+        "total_num_steps": lambda: _asked_steps(draft, steps),
+        "warmup_num_steps": lambda: _at_least_one(
+            _warmup(source, draft, tool, steps, (*_OWN_PARAMS, "warmup_num_steps"))
+        ),
+    }
+    for key, value in filled.items():
+        option, path = f"{_OWN_SCHEDULE}.params.{key}", (*_OWN_PARAMS, key)
+        if source.given.get(option) == "auto" and path not in draft.answers:
+            found = value()
+            if found is not None:
+                draft.set(path, found, said=True)
+            source.reasons.pop(option, None)
+            source.used[option] = {path}
+    for unused in (tool.own("warmup_steps"), "warmup_ratio"):
+        if unused not in source.used:
+            source.ignore(unused, why)
+
+
+_SAME_SCHEDULE = {
+    "WarmupLR": ("constant_with_warmup",),
+    "WarmupDecayLR": ("linear",),
+    "WarmupCosineLR": ("cosine",),
+}
+"""Schedules of transformers that rise and fall as one of DeepSpeed's does, but for the form of the warm-up."""
+
+
+def _asked_steps(draft: Draft, steps: int | None) -> int | None:
+    if steps is None:
+        draft.ask((*_OWN_PARAMS, "total_num_steps"), "the schedule ends with the last step, which depends on the data")
+    return steps
+
+
+def _at_least_one(count: int | None) -> int | None:
+    return None if count is None else max(1, count)
+
+
 def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
     answered = draft.answers.get(("training", "train_steps"))
     given = _number(source, tool.own("max_steps"))
@@ -158,9 +219,10 @@ def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
     return math.floor(found) if found is not None and found > 0 else None
 
 
-def _warmup(source: Source, draft: Draft, tool: Tool, steps: int | None) -> int | None:
+def _warmup(
+    source: Source, draft: Draft, tool: Tool, steps: int | None, path: SpecPath = (*_SCHEDULE, "warmup_steps")
+) -> int | None:
     """Steps of the warm-up; None when they are asked for, or when the user says them."""
-    path = (*_SCHEDULE, "warmup_steps")
     count, ratio = _number(source, tool.own("warmup_steps")), _number(source, "warmup_ratio")
     if count is not None and 0 < count < 1:
         count, ratio = None, count  # transformers 5 takes a fraction as the ratio
@@ -208,6 +270,8 @@ def _joined(tool: Tool, draft: Draft, inner: Draft) -> None:
         RefusedError: the two disagree.
     """
     for path in inner.said:
+        if any(path[: len(known)] == known and path != known for known in draft.said):
+            continue
         if path in draft.said and draft.values[path] != inner.values[path]:
             raise RefusedError(
                 f"{tool.name} says {'.'.join(path)} {draft.values[path]!r} and its DeepSpeed configuration "

@@ -39,6 +39,8 @@ TF32 = "set torch.backends.cuda.matmul.allow_tf32 in your program: it changes th
 ADAPTER = "adapters are put on the model by your program (docs/adapter.md)"
 METHOD = "a spec describes causal language modelling; other losses belong to your program"
 QUANTISED = "the runtime trains weights of 16 or 32 bits"
+CHANGING = frozenset({TF32, ADAPTER, METHOD, QUANTISED})
+"""Reasons that stand for another training."""
 
 
 @dataclass(frozen=True, slots=True)

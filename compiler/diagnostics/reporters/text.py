@@ -10,9 +10,10 @@ error[K001]: unknown key "trainning"
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
@@ -28,12 +29,24 @@ def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -
     """One block for each diagnostic, and a last line with the count. Folded remarks take a line each."""
     remarks = [one for one in diagnostics if one.severity is Severity.INFO]
     style = context.style
-    for diagnostic in (one for one in diagnostics if not (context.folded and one.severity is Severity.INFO)):
-        stream.write(writable(stream, "\n".join(_block(diagnostic, context, style))) + "\n\n")
+    whole = [one for one in diagnostics if not (context.folded and one.severity is Severity.INFO)]
+    for group in _of_one_line(whole):
+        drawn: set[tuple[Position, str]] = set()
+        for diagnostic in group:
+            stream.write(writable(stream, "\n".join(_block(diagnostic, context, style, group, drawn))) + "\n\n")
     if context.folded and remarks:
         stream.write("".join(writable(stream, _folded(one, style)) + "\n" for one in remarks) + "\n")
     if diagnostics:
         stream.write(writable(stream, _summary(diagnostics, context, style)) + "\n")
+
+
+def _of_one_line(diagnostics: Sequence[Diagnostic]) -> Iterator[list[Diagnostic]]:
+    """Neighbours of one severity that are about one line: they share its excerpt."""
+
+    def line(one: Diagnostic) -> object:
+        return id(one) if one.position is None else (one.severity, one.file, one.position.line)
+
+    return (list(group) for _, group in itertools.groupby(diagnostics, line))
 
 
 def _folded(diagnostic: Diagnostic, style: Style) -> str:
@@ -59,14 +72,22 @@ def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) 
     if len(context.files) > 1:
         text += f" in {len({d.file for d in diagnostics if d.file})} of {len(context.files)} files"
     if fixable and context.fix_hint:
-        text += f"; {fixable} can be fixed with {context.fix_hint}"
+        text += f"; [*] {fixable} can be fixed with {context.fix_hint}"
     return text
 
 
-def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
+def _block(
+    diagnostic: Diagnostic,
+    context: Context,
+    style: Style,
+    group: Sequence[Diagnostic],
+    drawn: set[tuple[Position, str]],
+) -> list[str]:
+    """A finding. Its `group` shares one excerpt, in which it underlines all places; `drawn` are those seen already."""
     severity = diagnostic.severity
-    head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(": ")
-    indent = len(severity.value) + len(diagnostic.code) + 4
+    mark = " [*]" if context.fix_hint and any(fix.safety is Safety.SAFE for fix in diagnostic.fixes) else ""
+    head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(f"{mark}: ")
+    indent = len(severity.value) + len(diagnostic.code) + len(mark) + 4
     lines = wrapped(printable(diagnostic.message), style.width - indent)
     block = [head + style.strong(lines[0]), *(" " * 2 + style.strong(line) for line in lines[1:])]
     margin = 3
@@ -74,12 +95,13 @@ def _block(diagnostic: Diagnostic, context: Context, style: Style) -> list[str]:
     places = [p for p in (position, *(r.position for r in diagnostic.related)) if p is not None]
     if places:
         margin = max(3, *(len(str(place.line)) + 1 for place in places))
-    block += _place(diagnostic.file, position, context, style, margin, severity, "")
+    others = [one.position for one in group if one.position is not None]
+    block += _place(diagnostic.file, position, context, style, margin, severity, "", others, drawn)
     if position is None and diagnostic.path:
         block.append(f"{' ' * margin}{style.quiet('at')} {printable(format_path(diagnostic.path))}")
     for related in diagnostic.related:
         if related.position is not None:
-            block += _place(diagnostic.file, related.position, context, style, margin, None, related.message)
+            block += _place(diagnostic.file, related.position, context, style, margin, None, related.message, (), drawn)
     if diagnostic.help:
         block += _note("help", printable(diagnostic.help), style, margin)
     for fix in diagnostic.fixes:
@@ -96,6 +118,8 @@ def _place(
     margin: int,
     severity: Severity | None,
     label: str,
+    others: Sequence[Position],
+    drawn: set[tuple[Position, str]],
 ) -> list[str]:
     if file is None and position is None:
         return []
@@ -105,11 +129,21 @@ def _place(
     if position is not None:
         where += f":{position.line}:{position.column}"
     lines = [f"{' ' * (margin - 1)}{arrow} {where}"]
+    if position is not None and (position, label) in drawn:
+        return [] if label else lines
+    if position is not None:
+        drawn.add((position, label))
     line = context.line(file, position.line) if position is not None else None
     if position is None or not line:
         return [*lines, f"{' ' * margin}{bar} {label}"] if label else lines
     shown, start, length = _window(line, position.column, style.width - margin - 3, "…" if style.unicode else "...")
     caret = ("^" if severity is not None else "-") * length
+    if severity is not None and _columns(line) <= style.width - margin - 3:
+        # The whole line is there: every finding about it is marked.
+        marks = sorted((one for one in others if one.line == position.line), key=lambda one: one.column)
+        found = [_window(line, one.column, style.width - margin - 3, "") for one in marks]
+        drawn.update((one, "") for one in marks)
+        start, caret = found[0][1], _carets([(one[1], one[2]) for one in found])
     mark = style.severity(severity, caret) if severity is not None else style.quiet(caret)
     number = style.quiet(f"{position.line:>{margin - 1}} ")
     lines.append(f"{' ' * margin}{bar}")
@@ -120,6 +154,15 @@ def _place(
     else:
         lines.append(f"{' ' * margin}{bar} {' ' * start}{mark}" + (f" {label}" if label else ""))
     return lines
+
+
+def _carets(places: Sequence[tuple[int, int]]) -> str:
+    """Carets below places of a line, from the first one on: each a start and a length in columns."""
+    first = places[0][0]
+    found = [" "] * max(start + length - first for start, length in places)
+    for start, length in places:
+        found[start - first : start - first + length] = "^" * length
+    return "".join(found)
 
 
 def _note(word: str, text: str, style: Style, margin: int) -> list[str]:

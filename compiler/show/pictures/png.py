@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from parcompile.version import how_to_install
+
 from .colours import colour
 from .shapes import Area, Box, Cells, Line, Picture, Shape
 from .svg import MARGIN, headline
@@ -27,7 +29,7 @@ def png(picture: Picture, *, dark: bool = False) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PngError("PNG needs matplotlib: pip install 'parcompile[pictures]', or write SVG instead") from None
+        raise PngError(f"PNG needs matplotlib: {how_to_install('pictures')}, or write SVG instead") from None
     head, top = headline(picture)
     width, height = picture.width + 2 * MARGIN, top + picture.height + MARGIN
     # 72 points of matplotlib's to the inch, so that one of them is one pixel of the picture.

@@ -25,4 +25,5 @@ class Resolution(ContextValues):
             zero_stage=self.zero_stage,
             deepspeed=dict(self.get("deepspeed")),
             provenance=dict(sorted(self.provenance.items())),
+            megatron=dict(self.get("backends", "megatron")) if self.given("backends", "megatron") else {},
         )

@@ -1,0 +1,87 @@
+"""Marks figures of benchmarks/README.md that are older than the code that they measure.
+
+    python benchmarks/figures.py                    # lists sections whose code has changed and that do not say so
+    python benchmarks/figures.py --mark             # lets them say so
+    python benchmarks/figures.py --measured search  # after the figures of a section were written anew
+
+A section whose figures depend on certain rooms holds a comment with these rooms and the hash of their files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "benchmarks" / "README.md"
+MARK = "*Older than the code: what it measures has changed since.*"
+_OF = re.compile(r"^<!-- figures of (?P<rooms>[\w/ .]+): (?P<digest>\w+) -->\n", re.MULTILINE)
+
+
+def digest(rooms: Sequence[str]) -> str:
+    """The hash of the Python and JSON files of folders of the repository, by name and content."""
+    found = hashlib.sha256()
+    for room in sorted(rooms):
+        for file in sorted((ROOT / room).rglob("*")):
+            if file.suffix in (".py", ".json"):
+                found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def sections(text: str) -> dict[str, str]:
+    """The sections of the page by their heading."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def is_stale(section: str) -> bool:
+    """Whether the code of a section has changed since it was measured."""
+    found = _OF.search(section)
+    return found is not None and digest(found["rooms"].split()) != found["digest"]
+
+
+def unmarked(text: str) -> list[str]:
+    """The sections that are older than their code and do not say so."""
+    return [name for name, section in sections(text).items() if is_stale(section) and MARK not in section]
+
+
+def marked(text: str) -> str:
+    """The page with a mark in each of these."""
+    for name in unmarked(text):
+        section = sections(text)[name]
+        found = _OF.search(section)
+        assert found is not None
+        text = text.replace(section, section.replace(found[0], f"{found[0]}\n{MARK}\n", 1), 1)
+    return text
+
+
+def measured(text: str, name: str) -> str:
+    """The page where a section is as new as the code is."""
+    section = sections(text)[name]
+    found = _OF.search(section)
+    assert found is not None, f"{name} does not say what it measures"
+    comment = found[0].replace(found["digest"], digest(found["rooms"].split()))
+    return text.replace(section, section.replace(f"\n{MARK}\n", "").replace(found[0], comment), 1)
+
+
+def main() -> None:
+    """The command of this module."""
+    parser = argparse.ArgumentParser(description="Mark figures that are older than the code that they measure.")
+    parser.add_argument("--mark", action="store_true", help="write the marks")
+    parser.add_argument("--measured", metavar="SECTION", help="a section whose figures are new")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    if options.measured or options.mark:
+        text = measured(text, options.measured) if options.measured else marked(text)
+        PAGE.write_text(text, encoding="utf-8")
+    for name in unmarked(text):
+        print(f"{name}: older than the code that it measures")
+    sys.exit(bool(unmarked(text)))
+
+
+if __name__ == "__main__":
+    main()
