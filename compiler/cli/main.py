@@ -36,6 +36,7 @@ _COMMANDS = (
     "plan",
     "preflight",
     "profile",
+    "prove",
     "schema",
     "search",
     "view",

@@ -1,0 +1,81 @@
+"""An adapter for `parcompile prove --engine examples/prove_adapter.py`: data parallelism by hand.
+
+Four functions make an engine's adapter. FEATURES adds features to the common ones, or narrows them; the first value of
+each is the simplest. PACKAGES are named in the certificate. Put your own engine in place of `Plain`.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+PACKAGES = ("torch", "transformers")
+FEATURES = {
+    "dtype": ("fp32", "fp64"),
+    # What a wrong engine may do: `prove` has to find each of these.
+    "mistake": (
+        "none",
+        "mean of means",
+        "no all-reduce",
+        "clipped before the all-reduce",
+        "ranks weigh alike",
+        "stale",
+    ),
+}
+
+
+def supports(cell):
+    """None where the engine has such a run, else why it has not."""
+    return "one rank reduces nothing" if cell["dp"] == 1 and cell["mistake"] == "no all-reduce" else None
+
+
+def build(model, cell):
+    """The engine of this rank, around a model that every rank has alike."""
+    dist.init_process_group("gloo")
+    return Plain(model, cell["packed"])
+
+
+def step(engine, batch, cell):
+    """One optimizer step on a global batch (tensors [samples, S]): its loss, and the norm before clipping or None."""
+    mistake, dp = cell["mistake"], cell["dp"]
+    share = len(batch["input_ids"]) // dp
+    own = {name: tensor[dist.get_rank() * share :][:share] for name, tensor in batch.items()}
+    counted = max(1, int((batch["labels"][:, 1:] != -100).sum()))
+    if mistake == "mean of means":  # of the tokens of each rank: right only where all have as many
+        counted = dp * max(1, int((own["labels"][:, 1:] != -100).sum()))
+    if mistake == "ranks weigh alike":
+        counted *= dp
+    loss = engine.loss(own) / counted
+    loss.backward()
+    parameters = list(engine.model.parameters())
+    if mistake == "clipped before the all-reduce":
+        torch.nn.utils.clip_grad_norm_(parameters, cell["clipping"] or math.inf)
+    if mistake != "no all-reduce":
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, cell["clipping"] or math.inf))
+    engine.optimizer.step()
+    if mistake != "stale":
+        engine.optimizer.zero_grad()
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return float(total), norm
+
+
+def full_parameters(engine, cell):  # noqa: ARG001 -- some engines gather by layout
+    """Whole parameters by the names of transformers; every rank calls it."""
+    return {name: one.detach() for name, one in engine.model.named_parameters()}
+
+
+class Plain:
+    """The model, and the optimizer that the reference has."""
+
+    def __init__(self, model, packed):
+        self.model, self.packed = model, packed
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
+
+    def loss(self, batch):
+        """The sum over labels that count."""
+        given = {name: batch[name] for name in ("input_ids", *(("position_ids",) if self.packed else ()))}
+        logits = self.model(**given).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")

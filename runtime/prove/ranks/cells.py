@@ -1,0 +1,118 @@
+"""A cell: one small training run, by its features. A plain mapping of a feature's name to its value.
+
+The first value of a feature is its simplest: what shrinking goes back to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Cell = Mapping[str, Any]
+
+AXES = ("dp", "tp", "cp", "pp")
+"""Whose sizes multiply to the number of ranks. Experts are spread over ranks of these."""
+
+MASKS = ("none", "uneven", "empty")
+"""Labels: all count; a drawn number of the first ones of each sample do not; one sample has none that counts."""
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
+"""Of tiny models: the `class` of the configuration, and its `keys` beside the sizes of all."""
+
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "family": tuple(FAMILIES),
+    "dp": (1, 2, 4),
+    "accumulation": (1, 2, 4),
+    "micro_batch": (1, 2),
+    "masks": MASKS,
+    "clipping": (0.0, 0.5),
+    "dtype": ("fp32", "bf16", "fp64"),
+    "tied": (False, True),
+    "packed": (False, True),
+}
+"""Of every engine. An engine adds its own, or narrows these."""
+
+_CANDIDATES = 60
+"""How many are drawn for each cell that is taken."""
+
+
+def has_experts(cell: Cell) -> bool:
+    """Whether the model has a mixture of experts."""
+    return "num_experts_per_tok" in FAMILIES[cell["family"]]["keys"]
+
+
+def has_window(cell: Cell) -> bool:
+    """Whether attention looks back so many tokens only."""
+    return FAMILIES[cell["family"]]["keys"].get("sliding_window") is not None
+
+
+def unsupported(cell: Cell) -> str | None:
+    """Why one plain process cannot run a cell; None where it can."""
+    if has_experts(cell) and cell["dtype"] == "fp64":
+        return "transformers multiplies stacked experts in 16 and 32 bits"
+    return None
+
+
+def world_size(cell: Cell) -> int:
+    """How many ranks a cell takes."""
+    return math.prod(int(cell.get(axis, 1)) for axis in AXES)
+
+
+def batch_size(cell: Cell) -> int:
+    """Samples of a step."""
+    return int(cell["dp"]) * int(cell["micro_batch"]) * int(cell["accumulation"])
+
+
+def text_of(cell: Cell, features: Mapping[str, tuple[Any, ...]]) -> str:
+    """What differs from the simplest values: `qwen3 dp 2 tp 2 clipping 0.5`."""
+    said = [str(cell["family"])]
+    for name, value in cell.items():
+        if name == "config" and value:
+            said.append("a configuration file")
+        elif name not in ("family", "seed") and value != features[name][0]:
+            said.append(name if value is True else f"{name} {value}")
+    return " ".join(said)
+
+
+def simplest(features: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The cell of which every feature has its first value."""
+    return {**{name: values[0] for name, values in features.items()}, "seed": 0}
+
+
+def draw(
+    features: Mapping[str, tuple[Any, ...]],
+    supports: Callable[[Cell], str | None],
+    count: int,
+    seed: int,
+    most_ranks: int,
+) -> list[dict[str, Any]]:
+    """Up to `count` cells that the engine supports, which together have as many pairs of values as possible.
+
+    The same arguments give the same cells.
+    """
+    generator = random.Random(seed)  # noqa: S311 -- nothing secret
+    seen, found = set[Any](), list[dict[str, Any]]()
+    for number in range(count):
+        best, gain = None, -1
+        for _ in range(_CANDIDATES):
+            cell = {name: generator.choice(values) for name, values in features.items()}
+            cell["seed"] = seed * 10_000 + number
+            if world_size(cell) > most_ranks or supports(cell):
+                continue
+            new = len(_pairs(cell) - seen)
+            if new > gain:
+                best, gain = cell, new
+        if best is not None:
+            seen |= _pairs(best)
+            found.append(best)
+    return found
+
+
+def _pairs(cell: Cell) -> set[Any]:
+    values = sorted((name, str(value)) for name, value in cell.items() if name != "seed")
+    return set(itertools.combinations(values, 2))

@@ -1,0 +1,263 @@
+"""DeepSpeed alone: ZeRO 0-3, AutoTP, Ulysses, PipelineEngine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..cells import Cell, has_experts, has_window
+from ..reference import Batch, counted, inputs, micro_batches, optimizer_of, token_sum
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
+
+PACKAGES = ("deepspeed", "transformers", "torch")
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "tp": (1, 2),
+    "cp": (1, 2),
+    "pp": (1, 2),
+    "config": ("",),
+}
+
+
+def supports(cell: Cell) -> str | None:
+    """None where the engine has such a run, else why it has not."""
+    split = [axis for axis in ("tp", "cp", "pp") if cell[axis] > 1]
+    if len(split) > 1:
+        return f"this adapter builds one of {' and '.join(split)} at a time"
+    if cell["pp"] > 1:
+        if cell["stage"] > 1:
+            return "PipelineEngine takes ZeRO 0 and 1"
+        if has_experts(cell) or has_window(cell) or cell["packed"]:
+            return "this adapter's stages hand on hidden states alone: no experts, windows or packed documents"
+    if cell["dtype"] == "bf16" and (cell["tp"] > 1 or cell["pp"] > 1):
+        return "this adapter reads masters in fp32 under ZeRO alone"
+    if cell["tp"] > 1 and cell["stage"] == 3:
+        return "AutoTP takes ZeRO 0 to 2"
+    if cell["tp"] > 1 and has_experts(cell):
+        return "AutoTP has no plan for stacked experts"
+    if cell["cp"] > 1 and (cell["packed"] or has_experts(cell) or has_window(cell)):
+        return "this adapter runs Ulysses on whole documents and full attention"
+    if cell["dtype"] == "fp64" and cell["stage"] == 3:
+        return "ZeRO 3 partitions in fp32"
+    return None
+
+
+def build(model: nn.Module, cell: Cell) -> _Run:
+    """Engine of a cell on this rank."""
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(getattr(deepspeed.ops, "__compatible_ops__", {}), False)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed("gloo")
+    kinds: dict[bool, Callable[[nn.Module, Cell], _Run]] = {True: _Pipeline, False: _Run}
+    return kinds[cell["pp"] > 1](model, cell)
+
+
+def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+    """One optimizer step on a global batch: its loss, and the norm of its gradients before clipping."""
+    return engine.step(batch, cell)
+
+
+def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:
+    """Whole parameters by the names of transformers."""
+    return engine.parameters(cell)
+
+
+def settings_of(cell: Cell) -> dict[str, Any]:
+    """The configuration file of a cell, on top of that which the user gave."""
+    import json
+
+    found: dict[str, Any] = json.loads(cell["config"]) if cell["config"] else {}
+    found |= {
+        "train_micro_batch_size_per_gpu": cell["micro_batch"],
+        "gradient_accumulation_steps": cell["accumulation"],
+        "gradient_clipping": cell["clipping"],
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    zero = {"stage3_param_persistence_threshold": 0, **found.get("zero_optimization", {}), "stage": cell["stage"]}
+    found["zero_optimization"] = zero
+    if cell["dtype"] == "bf16":
+        found["bf16"] = {**found.get("bf16", {}), "enabled": True}
+    if cell["tp"] > 1:
+        found["tensor_parallel"] = {"autotp_size": cell["tp"]}
+    if cell["cp"] > 1:
+        found["sequence_parallel_size"] = cell["cp"]
+    return found
+
+
+class _Run:
+    """An engine whose ranks each see whole layers: ZeRO, AutoTP, Ulysses."""
+
+    def __init__(self, model: nn.Module, cell: Cell) -> None:
+        further: dict[str, Any] = {}
+        if cell["cp"] > 1:
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            further["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model,
+                core_attn_implementation="sdpa",
+                sequence_parallel_size=cell["cp"],
+                micro_batch_size=cell["micro_batch"],
+                seq_length=32,
+                seq_length_is_variable=True,
+            )
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer_of(model.parameters()), config=settings_of(cell), **further
+        )
+        rank = dist.get_rank()
+        self.dp_rank, self.part = divmod(rank, cell["tp"] * cell["cp"])
+
+    def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+        # The engine averages over data-parallel ranks and micro-batches; the loss is the mean over the batch's tokens.
+        times = cell["dp"] * cell["accumulation"] / counted(batch)
+        total = 0.0
+        for one in micro_batches(cell, batch, self.dp_rank):
+            if cell["cp"] > 1:
+                summed = self._sum_of_part(one, cell["cp"])
+            else:
+                summed = token_sum(self.engine(**inputs(cell, one)).logits, one["labels"])
+            self.engine.backward(summed * times)
+            self.engine.step()
+            total += float(summed.detach()) / counted(batch)
+        everyones = torch.tensor(total, dtype=torch.float64)
+        dist.all_reduce(everyones)
+        norm = self.engine.get_global_grad_norm()
+        return float(everyones) / cell["tp"], None if norm is None else float(norm)
+
+    def _sum_of_part(self, batch: Batch, cp: int) -> Tensor:
+        """Over this rank's share of each sequence."""
+        size = batch["input_ids"].shape[1] // cp
+        own = slice(self.part * size, (self.part + 1) * size)
+        shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:][:, own]
+        logits = self.engine(input_ids=batch["input_ids"][:, own], position_ids=batch["position_ids"][:, own]).logits
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=-100, reduction="sum"
+        )
+
+    def parameters(self, cell: Cell) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if cell["tp"] > 1:
+            from deepspeed.module_inject.layers import DS_IS_REPLACED_MODULE, GatherReplacedLayerParams
+
+            for path, module in self.engine.module.named_modules():
+                own = dict(module.named_parameters(recurse=False))
+                split = [one for one in own.values() if getattr(one, DS_IS_REPLACED_MODULE, False)]
+                gathering = GatherReplacedLayerParams(split, module, True) if split else nullcontext()
+                with gathering:
+                    found |= {f"{path}.{name}": one.detach().clone() for name, one in own.items()}
+            return found
+        if cell["dtype"] == "bf16":
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            for name, parameter in self.engine.module.named_parameters():
+                master = safe_get_full_fp32_param(parameter)  # None at stage 0
+                found[name] = (parameter if master is None else master).detach().clone()
+            return found
+        for name, parameter in self.engine.module.named_parameters():
+            gathering = deepspeed.zero.GatheredParameters([parameter]) if cell["stage"] == 3 else nullcontext()
+            with gathering:
+                found[name] = parameter.detach().clone()
+        return found
+
+
+class _Pipeline(_Run):
+    """DeepSpeed's PipelineEngine over the layers of the model."""
+
+    def __init__(self, model: nn.Module, cell: Cell) -> None:
+        from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._counted = 1
+        whole: Any = model
+        layers = [LayerSpec(_Layer, whole, number) for number in range(len(whole.model.layers))]
+        if cell["tied"]:
+            ends = [
+                TiedLayerSpec("embedding", _Embedding, whole, tied_weight_attr="weight"),
+                LayerSpec(_Norm, whole),
+                TiedLayerSpec("embedding", _Embedding, whole, tied_weight_attr="weight", forward_fn=_project),
+            ]
+            layers = [ends[0], *layers, *ends[1:]]
+        else:
+            layers = [LayerSpec(_Embedding, whole), *layers, LayerSpec(_Norm, whole), LayerSpec(_Head, whole)]
+        times = cell["dp"] * cell["accumulation"]
+        net = PipelineModule(
+            layers,
+            num_stages=cell["pp"],
+            loss_fn=lambda logits, labels: token_sum(logits, labels) / self._counted * times,
+            partition_method="uniform",
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=net, optimizer=optimizer_of(list(net.parameters())), config=settings_of(cell)
+        )
+        self._own = {self._names[id(one)]: one for one in net.parameters() if id(one) in self._names}
+        self.dp_rank = self.engine.grid.get_data_parallel_rank()
+
+    def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+        self._counted = counted(batch)
+        given = ((one["input_ids"], one["labels"]) for one in micro_batches(cell, batch, self.dp_rank))
+        loss = float(self.engine.train_batch(given))
+        norm = self.engine.get_global_grad_norm()
+        return loss, None if norm is None else float(norm)
+
+    def parameters(self, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG002
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, {name: one.detach().clone() for name, one in self._own.items()})
+        return {name: one for own in everyones for name, one in own.items()}
+
+
+class _Embedding(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embedding = model.model.embed_tokens
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.embedding.weight
+        return weight
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.embedding(ids)
+
+
+def _project(embedding: _Embedding, hidden: Tensor) -> Tensor:
+    return nn.functional.linear(hidden, embedding.weight)
+
+
+class _Layer(nn.Module):
+    def __init__(self, model: Any, number: int) -> None:
+        super().__init__()
+        self.layer, self.rotary = model.model.layers[number], model.model.rotary_emb
+
+    def forward(self, hidden: Tensor) -> Any:
+        places = torch.arange(hidden.shape[1])[None]
+        found = self.layer(
+            hidden, position_embeddings=self.rotary(hidden, places), position_ids=places, attention_mask=None
+        )
+        return found[0] if isinstance(found, tuple) else found
+
+
+class _Norm(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.norm = model.model.norm
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.norm(hidden)
+
+
+class _Head(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.head = model.lm_head
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.head(hidden)

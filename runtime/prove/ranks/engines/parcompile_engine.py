@@ -1,0 +1,113 @@
+"""The runtime of parcompile: a spec of the cell, its plan, and the engine that executes it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..cells import Cell, batch_size, has_experts
+from ..reference import SEQUENCE, Batch, batches, configuration
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+PACKAGES = ("parcompile", "deepspeed", "transformers", "torch")
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "stage": (1, 0),
+    "tp": (1, 2),
+    "cp": (1, 2),
+    "pp": (1, 2),
+    "ep": (1, 2),
+    "sequence_parallel": (False, True),
+    "checkpointing": ("none", "full"),
+}
+
+
+def supports(cell: Cell) -> str | None:
+    """None where the engine has such a run, else why it has not."""
+    if cell["ep"] > 1 and (not has_experts(cell) or cell["dp"] * cell["cp"] % cell["ep"]):
+        return "ep takes experts, and ranks of dp and cp that it divides"
+    if cell["sequence_parallel"] and cell["tp"] == 1:
+        return "sequence parallelism goes with tp"
+    if cell["dtype"] == "fp64":
+        return "a spec has no precision fp64"
+    if cell["dtype"] == "bf16":
+        return "exported weights are compared in fp32"
+    return None
+
+
+class _Run:
+    """The engine of a cell, and its batches in order."""
+
+    def __init__(self, model: nn.Module, cell: Cell) -> None:
+        import parcompile
+        from parcompile.runtime import initialize
+        from parcompile.runtime.settings import HEARTBEAT
+
+        os.environ[HEARTBEAT] = "0"  # the server watches its processes
+        plan = parcompile.compile(spec_of(cell), estimate=False)
+        samples = [
+            {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
+            for batch in batches(cell)
+            for row in range(batch_size(cell))
+        ]
+        self.engine, _, loader, _ = initialize(plan=plan, model=model, training_data=samples, measurements=False)
+        assert loader is not None
+        self.batches = iter(loader)
+
+
+def spec_of(cell: Cell) -> dict[str, Any]:
+    """The cell as a spec."""
+    config = configuration(cell)
+    # The same path on every rank: it is part of the plan.
+    folder = Path(tempfile.gettempdir()) / "config"
+    own = Path(tempfile.mkdtemp())
+    config.save_pretrained(own)
+    folder.mkdir(exist_ok=True)
+    (own / "config.json").replace(folder / "config.json")
+    axes = {axis: cell[axis] for axis in ("dp", "tp", "cp", "pp", "ep") if axis != "ep" or cell["ep"] > 1}
+    return {
+        "version": 1,
+        "name": "cell",
+        "model": {"hf_config": str(folder / "config.json")},
+        "cluster": {"gpus_per_node": cell["dp"] * cell["tp"] * cell["cp"] * cell["pp"], "accelerator": "cpu"},
+        "parallelism": {**axes, "sequence_parallel": cell["sequence_parallel"], "make_vocab_size_divisible_by": 8},
+        "training": {
+            "sequence_length": SEQUENCE,
+            "global_batch_size": batch_size(cell),
+            "micro_batch_size": cell["micro_batch"],
+            "precision": "fp32",
+            "gradient_clipping": cell["clipping"],
+            "activation_checkpointing": cell["checkpointing"],
+            "optimizer": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.01},
+        },
+        "zero": {"stage": cell["stage"]},
+    }
+
+
+def build(model: nn.Module, cell: Cell) -> _Run:
+    """The engine of a cell on this rank."""
+    return _Run(model, cell)
+
+
+def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:  # noqa: ARG001 -- the loader has it
+    """One optimizer step on the next global batch: its loss, and the norm of its gradients before clipping."""
+    loss = float(engine.engine.train_batch(engine.batches))
+    return loss, float(engine.engine.get_global_grad_norm())
+
+
+def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
+    """Whole parameters by the names of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    engine.engine.module.save_pretrained(folder[0])
+    dist.barrier()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder[0])
+    return {name: one.detach() for name, one in model.named_parameters()}

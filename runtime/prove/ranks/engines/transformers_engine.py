@@ -1,0 +1,117 @@
+"""transformers' Trainer over data-parallel ranks, as scripts call it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..cells import Cell, has_experts
+from ..reference import STEPS, Batch, batches, optimizer_of
+
+os.environ["ACCELERATE_USE_CPU"] = "true"
+
+PACKAGES = ("transformers", "accelerate", "torch")
+FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32",), "wrapper": ("ddp", "fsdp2")}
+"""The Trainer's own loss is computed in fp32 whatever the weights are, and bf16 on CPUs is autocast."""
+
+
+def supports(cell: Cell) -> str | None:
+    """None where the engine has such a run, else why it has not."""
+    if cell["wrapper"] == "fsdp2" and cell["dp"] == 1:
+        return "FSDP shards over at least two ranks"
+    if cell["wrapper"] == "fsdp2" and has_experts(cell):
+        return "FSDP2 of stacked experts is not built by this adapter"
+    return None
+
+
+class _Run:
+    """The Trainer trains all steps at once; its log has each."""
+
+    def __init__(self, model: nn.Module, cell: Cell) -> None:
+        self._log: list[tuple[float, float | None]] = []
+        rows = [
+            {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
+            for batch in batches(cell)
+            for row in range(len(batch["input_ids"]))
+        ]
+        options: dict[str, Any] = {}
+        if cell["wrapper"] == "fsdp2":
+            settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+            options = {"fsdp": "full_shard", "fsdp_config": settings}
+        arguments = TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            ddp_backend="gloo",
+            per_device_train_batch_size=cell["micro_batch"],
+            gradient_accumulation_steps=cell["accumulation"],
+            max_steps=STEPS,
+            max_grad_norm=cell["clipping"] or 1e9,
+            lr_scheduler_type="constant",
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **options,
+        )
+        self.trainer = _Sequential(
+            model=model, args=arguments, train_dataset=rows, callbacks=[_Log(self._log)], data_collator=_stacked
+        )
+        self.trainer.train()
+        if arguments.world_size != dist.get_world_size() if dist.is_initialized() else cell["dp"] != 1:
+            raise RuntimeError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
+        self._steps = iter(self._log)
+
+    def next_step(self) -> tuple[float, float | None]:
+        return next(self._steps)
+
+
+def build(model: nn.Module, cell: Cell) -> _Run:
+    """The trainer of a cell, after its steps."""
+    return _Run(model, cell)
+
+
+def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:  # noqa: ARG001
+    """What the log has of the next step."""
+    return engine.next_step()
+
+
+def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
+    """Whole parameters by the names of transformers."""
+    model: Any = engine.trainer.accelerator.unwrap_model(engine.trainer.model_wrapped)
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        found[name.removeprefix("module.")] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return found
+
+
+class _Sequential(Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def create_optimizer(self, *_: Any, **__: Any) -> Any:
+        self.optimizer: Any = getattr(self, "optimizer", None) or optimizer_of(self.model.parameters())
+        return self.optimizer
+
+
+class _Log(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, log: list[tuple[float, float | None]]) -> None:
+        self._log = log
+
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        if "loss" in logs:
+            norm = logs.get("grad_norm")
+            self._log.append((float(logs["loss"]), None if norm is None else float(norm)))
+
+
+def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

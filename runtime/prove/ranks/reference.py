@@ -1,0 +1,151 @@
+"""The model and the batches of a cell, and its steps in one plain process of transformers and torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .cells import FAMILIES, Cell, batch_size
+
+STEPS, SEQUENCE, VOCABULARY = 3, 32, 128
+IGNORED = -100
+LAST_BIT = 1e-7
+"""By how much the weights of a nudged reference differ, relative."""
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
+"""Of the weights that are stepped; bf16 computes with a copy of them."""
+
+Batch = dict[str, Tensor]
+
+
+def configuration(cell: Cell) -> Any:
+    """Of a model of two layers, whose sizes every layout divides."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": cell["tied"],
+        "initializer_range": 0.08,
+        "attention_dropout": 0.0,
+        "use_cache": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    family = FAMILIES[cell["family"]]
+    return getattr(transformers, family["class"])(**sizes, **family["keys"])
+
+
+def model_of(cell: Cell, nudge: int | None = None) -> nn.Module:
+    """The drawn model; `nudge`: a seed by which each weight moves by `LAST_BIT`, up or down."""
+    import transformers
+
+    torch.manual_seed(cell["seed"])
+    config = configuration(cell)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = model.to(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() < 2:  # norms off the values at which a missing factor does not show
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    if cell["dtype"] == "bf16":  # engines round the weights that they are given, and step from these
+        model = model.to(torch.bfloat16)
+    model = model.to(DTYPES[cell["dtype"]])
+    if nudge is not None:
+        generator = torch.Generator().manual_seed(nudge)
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.data *= 1 + LAST_BIT * signs
+    return model.train()
+
+
+def batches(cell: Cell) -> Iterator[Batch]:
+    """For each step `input_ids`, `labels` (not shifted) and `position_ids`, each [samples, S]."""
+    generator = torch.Generator().manual_seed(cell["seed"] + 7)
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    samples = batch_size(cell)
+    for _ in range(STEPS):
+        ids = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
+        labels, positions = ids.clone(), torch.arange(SEQUENCE).repeat(samples, 1)
+        if cell["masks"] != "none":
+            for row in range(samples):
+                labels[row, : drawn(1, SEQUENCE - 2) if row % 2 else 2] = IGNORED
+        if cell["masks"] == "empty":
+            labels[-1] = IGNORED
+        if cell["packed"]:
+            for row in range(samples):
+                border = drawn(5, SEQUENCE - 5)
+                positions[row, border:] -= border
+                labels[row, border] = IGNORED  # the first token of a document is nobody's next
+        yield {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def counted(batch: Batch) -> int:
+    """Labels of a batch that count, behind the first place, which nothing predicts; at least 1."""
+    return max(1, int((batch["labels"][:, 1:] != IGNORED).sum()))
+
+
+def micro_batches(cell: Cell, batch: Batch, dp_rank: int) -> Iterator[Batch]:
+    """What a data-parallel rank is given in a step, in order: dealt to the ranks within each accumulation step."""
+    size = cell["micro_batch"]
+    for micro in range(cell["accumulation"]):
+        first = (micro * cell["dp"] + dp_rank) * size
+        yield {name: tensor[first : first + size] for name, tensor in batch.items()}
+
+
+def inputs(cell: Cell, batch: Batch) -> Batch:
+    """What the model is called with."""
+    return {name: batch[name] for name in ("input_ids", *(("position_ids",) if cell["packed"] else ()))}
+
+
+def token_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of cross entropies over all labels that count; labels are not shifted yet."""
+    predicted = logits[:, :-1].flatten(0, 1)
+    predicted = predicted.float() if predicted.dtype == torch.bfloat16 else predicted
+    return nn.functional.cross_entropy(predicted, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def optimizer_of(parameters: Any) -> torch.optim.AdamW:
+    """AdamW whose eps is large: with a small one a gradient that is wrong by a factor is the same update."""
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
+
+
+def reference(cell: Cell, nudge: int | None = None, *, low: bool = False) -> dict[str, Any]:
+    """`loss` and `norm` (before clipping) of each step, `params` after all, and where they `start`.
+
+    The loss of a step is the mean over all tokens of its samples that count. `low`: a copy in bf16 computes.
+    """
+    model = model_of(cell, nudge)
+    optimizer = optimizer_of(model.parameters())
+    start = {name: one.detach().clone() for name, one in model.named_parameters()}
+    losses, norms = [], []
+    for batch in batches(cell):
+        total, computing = 0.0, model_of(cell).to(torch.bfloat16) if low else model
+        if low:
+            computing.load_state_dict(model.state_dict())
+        for row in range(batch_size(cell)):
+            one = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            loss = token_sum(computing(**inputs(cell, one)).logits, one["labels"]) / counted(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        if low:
+            for master, copy in zip(model.parameters(), computing.parameters(), strict=True):
+                master.grad = None if copy.grad is None else copy.grad.to(master.dtype)
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), cell["clipping"] or math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return {"loss": losses, "norm": norms, "params": params, "start": start}
