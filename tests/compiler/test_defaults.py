@@ -46,7 +46,7 @@ def test_what_a_spec_leaves_out_has_the_default_of_its_schema() -> None:
     assert len(stated) > 20
     derived = {("parallelism", "dp")}  # "auto", which the world decides
     for path, value in stated.items():
-        if path in derived or path[0] == "deepspeed":
+        if path in derived or path[0] in ("deepspeed", "backends"):  # copied as they stand
             continue
         assert (found[".".join(path)].value, found[".".join(path)].origin) == (value, Origin.DEFAULT), path
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parcompile.model.presets import Preset, presets
-from parcompile.model.tables import TableError, complete, covered, left_out, parameters, table_of
+from parcompile.model.tables import TableError, complete, counts_of, covered, left_out, parameters, table_of
 from parcompile.model.tables.cutting import cut_dim
 from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
 
@@ -164,3 +164,12 @@ def test_other_names_of_keys_of_lfm2_win() -> None:
     shapes = {one.name: one.shape for one in parameters(table, given | {"block_multiple_of": 32})}
     assert shapes["model.layers.0.feed_forward.w1.weight"] == (64, 2560)  # two thirds of 96, which 32 divides
     assert "lm_head.weight" in shapes
+
+
+def test_a_number_of_layers_that_no_model_has_is_not_counted_up_to() -> None:
+    config = {
+        "model_type": "qwen3",
+        **dict.fromkeys(("hidden_size", "num_attention_heads"), 64),
+        "num_hidden_layers": 10**30,
+    }
+    assert counts_of(config) is None

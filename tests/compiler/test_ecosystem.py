@@ -30,7 +30,9 @@ MODEL = {("model",): {"preset": "llama-3-8b"}}
 CLUSTER = {("cluster", "gpus_per_node"): 8}
 
 
-def plan_of(parallelism: dict[str, Any] | None = None, **sections: Any) -> parcompile.Plan:
+def plan_of(
+    parallelism: dict[str, Any] | None = None, targets: tuple[str, ...] = (), **sections: Any
+) -> parcompile.Plan:
     return parcompile.compile(
         {
             "version": 1,
@@ -39,7 +41,8 @@ def plan_of(parallelism: dict[str, Any] | None = None, **sections: Any) -> parco
             "parallelism": parallelism or {},
             "training": {"sequence_length": 4096, "global_batch_size": 16, "activation_checkpointing": "full"},
             **sections,
-        }
+        },
+        targets=targets,
     )
 
 
@@ -68,7 +71,7 @@ def test_accelerate_loads_the_deepspeed_yaml_and_the_import_gives_the_plan_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: dict[str, Any], zero: int
 ) -> None:
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    plan = plan_of(parallelism, zero={"stage": zero})
+    plan = plan_of(parallelism, ("accelerate-deepspeed",), zero={"stage": zero})
     files = render(plan, ("accelerate-deepspeed",))
     file = write(tmp_path / "accelerate_deepspeed.yaml", files["accelerate_deepspeed.yaml"])
     write(tmp_path / "ds_config.json", files["ds_config.json"])

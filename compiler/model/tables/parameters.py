@@ -11,6 +11,9 @@ from .completing import TableError, complete
 from .expression import NULL, ExpressionError, evaluate, names
 from .reading import Row, Table
 
+MOST_REPEATED = 10_000
+"""Layers, or experts that are stored one by one, of a model; the maximum of `num_hidden_layers` in a spec."""
+
 INDICES = ("layer", "item", "part")
 """The names of the numbers in a parameter's name, outermost first."""
 
@@ -65,12 +68,21 @@ def size_of(text: str, scope: Mapping[str, Any]) -> int:
     return value
 
 
+def times_of(text: str, scope: Mapping[str, Any]) -> int:
+    """How often a module is repeated."""
+    times = size_of(text, scope)
+    if times > MOST_REPEATED:
+        key = text if text in names(text) else None
+        raise ExpressionError(f"{text} is {times}: at most {MOST_REPEATED:,} of them are counted", key)
+    return times
+
+
 def numbers_of(table: Table, parts: list[str], scope: Mapping[str, Any], start: int) -> Iterator[dict[str, int]]:
     """The numbers of every instance of a row: of its layer, and of what is repeated within."""
     for end in range(start, len(parts)):
         if parts[end].startswith("{"):
             name = parts[end][1:-1]
-            for number in range(size_of(table.stacks[".".join(parts[: end + 1])], scope)):
+            for number in range(times_of(table.stacks[".".join(parts[: end + 1])], scope)):
                 for inner in numbers_of(table, parts, {**scope, name: number}, end + 1):
                     yield {name: number, **inner}
             return

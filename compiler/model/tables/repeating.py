@@ -8,7 +8,7 @@ from typing import Any
 
 from .completing import TableError, follow, frozen, thawed
 from .expression import ExpressionError, evaluate, names
-from .parameters import numbers_of, size_of
+from .parameters import numbers_of, size_of, times_of
 from .reading import Row, Table
 
 _OF_LAYERS = "of layers"
@@ -50,7 +50,7 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
             for end in range(1, len(parts) + 1):
                 first.setdefault(tuple(parts[:end]), number)
             start = prefix.count(".") if row.name.startswith(prefix) else 0
-            count = size_of(table.stacks[prefix[:-1]], scope) if start else None
+            count = times_of(table.stacks[prefix[:-1]], scope) if start else None
             for inner in numbers_of(table, parts, scope, start):
                 place = [(first[tuple(parts[: end + 1])], inner.get(part[1:-1], 0)) for end, part in enumerate(parts)]
                 name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
