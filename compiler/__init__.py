@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from .api import (
         CheckResult,
         Diagnostic,
+        Difference,
         Estimate,
+        FirstSpec,
+        Imported,
         Plan,
         PlanError,
         Position,
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
         SpecError,
         check,
         compile,  # noqa: A004 -- the word of the command line
+        diff,
+        import_file,
+        init,
         load_plan,
         search,
     )
@@ -28,7 +34,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckResult",
     "Diagnostic",
+    "Difference",
     "Estimate",
+    "FirstSpec",
+    "Imported",
     "Plan",
     "PlanError",
     "Position",
@@ -39,6 +48,9 @@ __all__ = [
     "__version__",
     "check",
     "compile",
+    "diff",
+    "import_file",
+    "init",
     "load_plan",
     "search",
 ]

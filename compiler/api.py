@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from .backends.importers import added_kind, kinds
 from .backends.kinds import UNKNOWN
 from .backends.registry import render
 from .backends.target_names import chosen
@@ -17,21 +18,30 @@ from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.reporters import report
 from .diagnostics.reporters.style import Style
+from .diagnostics.suggest import closest
 from .foreign import recognised
+from .importing import Imported, import_document
+from .model.presets import find_preset, near_presets, preset_alike, presets
 from .pipeline import Checked, check_read, is_plan, read_spec, whole_spec
 from .plan import Plan, PlanError, compile_plan, load_plan
+from .plan.diff import Difference, difference
 from .rules import rule_targets
+from .searching.first import FirstSpec, first_spec, sequence_length_of
 from .searching.ranking import Ranked, SearchResult
 from .searching.ranking import search as _search
 from .searching.space import Refused, open_space
 from .searching.variant import changed
 from .spec.resolve import Resolution, Unavailable
-from .text import Result, SourceError, SourceText, parse
+from .text import Result, SourceError, SourceText, parse, read_file
+from .user_files import read_text
 
 __all__ = [
     "CheckResult",
     "Diagnostic",
+    "Difference",
     "Estimate",
+    "FirstSpec",
+    "Imported",
     "Plan",
     "PlanError",
     "Position",
@@ -41,6 +51,9 @@ __all__ = [
     "SpecError",
     "check",
     "compile",
+    "diff",
+    "import_file",
+    "init",
     "load_plan",
     "search",
 ]
@@ -85,6 +98,10 @@ class CheckResult:
         """The findings that say what was inferred or has no effect."""
         return self._of(Severity.INFO)
 
+    def __repr__(self) -> str:
+        counts = (len(self.errors), len(self.warnings), len(self.remarks))
+        return "CheckResult({!r}: {} errors, {} warnings, {} remarks)".format(self.kind, *counts)
+
     def text(self) -> str:
         """The findings as `parcompile check -v` prints them, 80 columns wide and without colour."""
         stream = io.StringIO()
@@ -124,6 +141,10 @@ class Search:
     fitting: tuple[Ranked, ...]
     too_large: tuple[Ranked, ...]
     refused: tuple[Refused, ...]
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.fitting)} fitting, {len(self.too_large)} too large, {len(self.refused)} refused"
+        return f"Search({counts})"
 
     @property
     def best(self) -> Ranked | None:
@@ -224,6 +245,108 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     found: SearchResult = _search(space)
     spec = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     return Search(spec, found.fitting, found.too_large, found.refused)
+
+
+def init(
+    model: str | Path,
+    *,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    accelerator: str = "h100-sxm",
+    sequence_length: int | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> FirstSpec:
+    """Find a first spec for a model and a cluster, as `parcompile init` does.
+
+    Args:
+        model: a preset, the name of such a model on the Hugging Face Hub, or the path of a config.json or its folder.
+        nodes: machines.
+        gpus_per_node: ranks on each.
+        accelerator: what a rank runs on.
+        sequence_length: tokens of a sequence; by default the model's positions, up to 8,192.
+        training: further values of that section of the spec.
+
+    Returns:
+        The fastest, the safest and the simplest layout as `offers`, each with `word`, `spec`, `reason` and
+        `warnings`; `spec` is that of the fastest. Where none fits `offers` is empty, `reason` says why, and `remedies`
+        what would fit.
+
+    Raises:
+        ValueError: there is no such model, its file cannot be read, or the schema refuses a value.
+    """
+    section, config, name = _model(str(model))
+    length = sequence_length_of(config) if sequence_length is None else sequence_length
+    cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
+    return first_spec(name, section, cluster, length, Path(), training=training)
+
+
+def diff(before: TextOrPath | Plan, after: TextOrPath | Plan) -> Difference:
+    """Find what changes from one plan to another.
+
+    Args:
+        before: a plan, or what `compile` takes.
+        after: the same.
+
+    Returns:
+        The `changes`, each with `kind`, `what`, `before` and `after`, and whether a checkpoint of the first can be
+        resumed with the second: by the `runtime`, and by `deepspeed` alone.
+
+    Raises:
+        SpecError: a spec has errors.
+        SourceError: a file cannot be read.
+        PlanError: a plan cannot be read.
+    """
+    old, new = (one if isinstance(one, Plan) else compile(one) for one in (before, after))
+    return difference(old, new)
+
+
+def import_file(path: str | Path, answers: Mapping[str, Any] | None = None, *, kind: str | None = None) -> Imported:
+    """Convert another tool's configuration into a spec, as `parcompile import` does.
+
+    Args:
+        path: the file.
+        answers: what the file does not say, by its place in the spec: `{"training.sequence_length": 4096}`.
+        kind: what the file is. By default its keys tell.
+
+    Returns:
+        The `spec`; the `questions` that are open, each with the `path` of what is missing; `accounts` of every option
+        of the file; `diagnostics` of the spec and its `plan` when no question is open.
+
+    Raises:
+        SourceError: the file cannot be read.
+        ValueError: it is not recognised, no spec can be made of it, or an answer contradicts it.
+    """
+    if kind is not None and kind not in kinds():
+        raise ValueError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
+    found, recognition = recognised(read_file(str(path)), kind)
+    if found.document is None or not isinstance(found.document.tree, dict):
+        why = found.why_unread or "a configuration is an object of keys and values"
+        raise ValueError(f"{path} cannot be read: {why}")
+    known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
+    if known is None:
+        raise ValueError(f"{path} is not recognised; kind says what it is: {', '.join(kinds())}")
+    given = {tuple(place.split(".")): value for place, value in (answers or {}).items()}
+    return import_document(known, found.document, given, Path())
+
+
+def _model(model: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The section of a spec that names a model, the model's configuration, and a name for a run of it."""
+    preset, path = find_preset(model), Path(model)
+    if preset is None and not path.exists():
+        preset = preset_alike(model)
+    if preset is not None:
+        return {"preset": preset.name}, dict(preset.config), preset.name
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(read_text(file))
+    except FileNotFoundError:
+        near = ", ".join(near_presets(model) or filter(None, [closest(model, list(presets()))]))
+        raise ValueError(f"there is no preset and no file {model!r}{f'; near are {near}' if near else ''}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} does not hold a JSON object")  # noqa: TRY004 -- a file's, not an argument's
+    return {"hf_config": file.as_posix()}, config, str(config.get("model_type") or file.resolve().parent.name)
 
 
 def _checked(given: TextOrPath, targets: Sequence[str], kind: str | None, *, estimate: bool = True) -> Checked:

@@ -51,6 +51,9 @@ class Imported:
     diagnostics: tuple[Diagnostic, ...]
     plan: Plan | None
 
+    def __repr__(self) -> str:
+        return f"Imported({self.tool!r}, complete={self.complete}, {len(self.questions)} questions)"
+
     def of(self, outcome: Outcome) -> list[Account]:
         """The options with this outcome."""
         return [one for one in self.accounts if one.outcome is outcome]

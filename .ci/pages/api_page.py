@@ -10,7 +10,7 @@ import textwrap
 
 import parcompile
 
-FUNCTIONS = ("check", "compile", "search", "load_plan")
+FUNCTIONS = ("check", "compile", "search", "init", "import_file", "diff", "load_plan")
 OBJECTS: dict[str, tuple[str, ...]] = {
     "Plan": ("groups", "estimate", "world_size", "plan_hash", "spec", "refusals"),
     "CheckResult": ("valid", "diagnostics", "errors", "warnings", "remarks", "kind", "text"),
@@ -28,6 +28,9 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         "is_error",
     ),
     "Search": ("spec", "best", "fitting", "too_large", "refused"),
+    "FirstSpec": ("offers", "spec", "reason", "remedies"),
+    "Imported": ("spec", "complete", "questions", "accounts", "diagnostics", "plan", "tool"),
+    "Difference": ("changes", "same", "moved_ranks", "runtime", "deepspeed", "of", "to_json"),
     "Estimate": ("parameters", "memory", "traffic", "time", "budget", "to_json"),
 }
 """Classes with the members that are part of the API."""

@@ -9,6 +9,7 @@ from typing import Any
 from parcompile.layout.grid import Axis
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.model.parameters import parameter_table
+from parcompile.units import format_bytes, format_seconds
 
 from .coefficients import CoefficientSet
 from .flops import CONVENTION
@@ -49,6 +50,10 @@ class Estimate:
     traffic: tuple[GroupTraffic, ...]
     time: Timing
     budget: Budget | None = None
+
+    def __repr__(self) -> str:
+        peak, seconds = format_bytes(self.memory.peak.total_bytes), format_seconds(self.time.step.seconds)
+        return f"Estimate(peak={peak!r}, step={seconds!r}, fits={self.memory.fits})"
 
     def to_json(self) -> dict[str, Any]:
         """For machines: bytes and seconds, whole numbers where they are exact."""

@@ -95,6 +95,9 @@ class Difference:
     runtime: Resumption
     deepspeed: Resumption
 
+    def __repr__(self) -> str:
+        return f"Difference({len(self.changes)} changes, moved_ranks={self.moved_ranks})"
+
     @property
     def same(self) -> bool:
         """Whether nothing differs."""

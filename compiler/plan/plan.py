@@ -43,6 +43,9 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     compiler_version: str = __version__
 
+    def __repr__(self) -> str:
+        return f"Plan({self.spec.name!r}, world_size={self.world_size}, plan_hash={self.plan_hash[:19]!r})"
+
     @property
     def world_size(self) -> int:
         """Ranks of the run."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from parcompile.cost.memory import keeps_both_gradients
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Severity
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import expert_grid
@@ -298,6 +298,7 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
     module, needed = spec.shape.user_module, 1 if spec.shape.tie_word_embeddings else 2
     if module is None or not spec.sequence_parallel:
         return
+    place = ("parallelism", "sequence_parallel")
     found = [name for name, one in module.injection if one.kind == "vocab"]
     if len(found) < needed:
         yield Finding(
@@ -305,7 +306,8 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
             f"{' and '.join(found) or 'no module'} has",
             ("model", "injection"),
             help='give the embedding and the head the rule "vocab", or set sequence_parallel to false',
-            related=also(spec, ("parallelism", "sequence_parallel")),
+            related=also(spec, place),
+            fixes=(Fix("set sequence_parallel to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
         )
 
 

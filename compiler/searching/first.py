@@ -62,6 +62,9 @@ class Offer:
     reason: str
     warnings: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Offer({self.word!r}, {self.spec['parallelism']})"
+
 
 @dataclass(frozen=True, slots=True)
 class FirstSpec:
@@ -70,6 +73,9 @@ class FirstSpec:
     offers: tuple[Offer, ...] = ()
     reason: str = ""
     remedies: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"FirstSpec({', '.join(one.word for one in self.offers) or self.reason[:100]!r})"
 
     @property
     def spec(self) -> dict[str, Any] | None:

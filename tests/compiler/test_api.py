@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import parcompile
+from parcompile.model.presets import find_preset
 from parcompile.plan.process_groups import rank_groups
 
 
@@ -124,3 +125,47 @@ def test_a_search_returns_a_spec_that_compiles_to_its_best_layout() -> None:
 def test_a_search_refuses_a_spec_that_no_layout_mends() -> None:
     with pytest.raises(parcompile.SpecError, match="K001"):
         parcompile.search({**llama(), "trainning": {}})
+
+
+def test_init_offers_what_the_command_does(tmp_path: Path) -> None:
+    found = parcompile.init("Qwen/Qwen2.5-7B-Instruct", sequence_length=4096)
+    assert found.offers[0].word == "fastest"
+    assert found.spec is not None
+    assert parcompile.check(found.spec).valid
+    (tmp_path / "config.json").write_text(json.dumps(dict(find_preset("llama-3-8b").config)))
+    assert parcompile.init(tmp_path, nodes=2).spec["model"] == {"hf_config": (tmp_path / "config.json").as_posix()}
+    nothing = parcompile.init("llama-3-70b", gpus_per_node=1)
+    assert (nothing.spec, bool(nothing.reason), bool(nothing.remedies)) == (None, True, True)
+    with pytest.raises(ValueError, match=r"there is no preset and no file 'lama-3-8b'; near are llama-3-8b"):
+        parcompile.init("lama-3-8b")
+
+
+def test_a_file_of_another_tool_becomes_a_spec_with_answers(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}))
+    opened = parcompile.import_file(file)
+    assert (opened.complete, opened.plan) == (False, None)
+    answers = {"model": {"preset": "llama-3-8b"}, "cluster.gpus_per_node": 8, "training.sequence_length": 4096}
+    answers |= {".".join(one.path): 3e-4 for one in opened.questions if one.path[-1] == "lr"}
+    found = parcompile.import_file(file, answers)
+    assert found.spec["model"] == {"preset": "llama-3-8b"}
+    (tmp_path / "text.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"text.json"):
+        parcompile.import_file(tmp_path / "text.json")
+    with pytest.raises(ValueError, match="there is no importer 'nothing'"):
+        parcompile.import_file(file, kind="nothing")
+
+
+def test_a_difference_takes_plans_and_specs() -> None:
+    wide = {**llama(), "parallelism": {"tp": 4}}
+    found = parcompile.diff(parcompile.compile(llama()), wide)
+    assert not found.same
+    assert parcompile.diff(wide, wide).same
+
+
+def test_what_is_shown_of_an_object_is_a_line() -> None:
+    plan = parcompile.compile(llama())
+    objects = [plan, plan.estimate(), parcompile.check(llama()), parcompile.diff(plan, plan)]
+    objects += [parcompile.init("llama-3-8b"), *parcompile.init("llama-3-8b").offers, parcompile.search(llama())]
+    shown = [repr(one) for one in objects]
+    assert [one for one in shown if len(one) > 200 or not one] == []

@@ -113,7 +113,7 @@ def test_a_zero_3_offload_file_is_imported_and_every_loss_is_named(run: Run) -> 
         },
     )
     run("check ds_config.json")
-    said = run("import ds_config.json --model llama-3-8b --gpus-per-node 8 --sequence-length 4096 -o spec.json")
+    said = run("import ds_config.json --model llama-3-8b --gpus-per-node 8 --sequence-length 4096 -v -o spec.json")
     for key in ("offload_optimizer.device", "offload_param.device"):
         assert f"zero_optimization.{key}: offload is not supported" in said
     assert "zero_optimization.offload_optimizer.pin_memory:" in said

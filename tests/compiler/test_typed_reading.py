@@ -130,7 +130,7 @@ def test_a_wrong_value_is_refused_with_its_name(kind: str, name: str, value: Any
     file = tmp_path / "file.json"
     file.write_text(json.dumps(tree))
     kinds = {"deepspeed": "ds_config", "neox": "gpt_neox"}
-    done = CliRunner().invoke(cli, ["import", "--kind", kinds.get(kind, kind), str(file)])
+    done = CliRunner().invoke(cli, ["import", "-v", "--kind", kinds.get(kind, kind), str(file)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     if isinstance(value, dict):
         return  # its keys are options of their own
