@@ -198,7 +198,7 @@ _MISSING = (
     that the shares of 2 and 4 stages are whole layers. nanotron's code ends a stage when its share is passed: stages
     hold 11 and 5 layers, or 6, 5, 5 and 0, and runs count so. If a stage ended when its share is reached (10 and 6, or
     5, 5, 5 and 1), the error of a step would be {other_time}. But that of memory would be {other_memory}, and
-    its interval would cover {other_coverage}: the peaks of some runs agree with the one cut, of others with the
+    its interval would cover {other_coverage}: the peaks of some runs agree with one split, of others with the
     other. No column of the file tells which.""",
     """Time of 1B fitted on 3B: small layers are bound by launches and bandwidth, which 3B shows little of. The other
     direction, from small to large, is the one that users need.""",

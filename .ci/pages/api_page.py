@@ -39,7 +39,7 @@ ERRORS = ("SpecError", "SourceError", "PlanError")
 START = '''\
 # The Python API
 
-`import parcompile` does from a program what the command line does: check, compile, estimate, search. It needs neither
+`import parcompile` does from a program what the command line does: check, compile, estimate, search, init, import, diff. It needs neither
 torch nor DeepSpeed, and it loads its parts when they are first used. The names on this page are stable from version 1.0
 on: a name is removed or changed only in a new major version. Until then the changelog lists every change. Modules below
 `parcompile` that are not on this page may change at any time. The runtime has its own page:
@@ -119,7 +119,7 @@ parcompile.compile(found.spec, "plan")
 
 ```text
 {'pp': 1, 'tp': 2, 'cp': 1, 'sequence_parallel': True}
-4.6 s; the next one lost because: tied: 1.0% faster, and predictions err by 8%; uses 63.37 GiB, not 50.42 GiB
+4.6 s; the next one lost because: 1.0% faster, within the error of 8%: the first needs 50.42 GiB, not 63.37 GiB
 ```
 '''
 

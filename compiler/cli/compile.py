@@ -56,7 +56,7 @@ def command(
     """
     if check and output is None:
         raise click.UsageError("--check needs the folder to compare with: add -o DIR")
-    asked = bool(targets)
+    named = set(targets)  # "all" names none: it means those that can run the layout
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
     try:
         plan, checked = compile_file(spec, rule_targets(targets, estimate=not no_estimate))
@@ -80,7 +80,7 @@ def command(
             say(f"wrote {file}")
         if not output:
             say("nothing written: add -o DIR to write the plan")
-    without = _without_files(plan, targets) if asked else []
+    without = [one for one in _without_files(plan, targets) if one in named]
     if without:
         if quiet:
             say(f"Error: nothing is written for {', '.join(without)}: target_report.json says why", err=True)

@@ -20,6 +20,7 @@ from parcompile.runtime.errors import RunError
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 MODULES = {file.relative_to(RUNTIME).with_suffix("").as_posix(): file for file in RUNTIME.rglob("*.py")}
+MODULES.pop("prove/ranks/engines/deepspeed_engine")  # it drives DeepSpeed alone, in whatever version there is
 
 PUBLIC = {
     "deepspeed",
