@@ -39,7 +39,7 @@ ERRORS = ("SpecError", "SourceError", "PlanError")
 START = '''\
 # The Python API
 
-`import parcompile` does from a program what the command line does: check, compile, estimate, search, init, import, diff. It needs neither
+`import parcompile` does from a program what the command line does. It needs neither
 torch nor DeepSpeed, and it loads its parts when they are first used. The names on this page are stable from version 1.0
 on: a name is removed or changed only in a new major version. Until then the changelog lists every change. Modules below
 `parcompile` that are not on this page may change at any time. The runtime has its own page:
