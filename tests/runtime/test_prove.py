@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,22 @@ def test_ranks_that_raise_or_hang_or_exit_are_named(tmp_path: Path) -> None:
         "rank 1: exit code 7",
     ]
     assert not found.proves
+
+
+@pytest.mark.ranks
+def test_the_certificate_that_the_page_shows_is_made_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
+    making, verifying = re.findall(r"^parcompile (prove .*certificate\.json)$", page, re.MULTILINE)
+    (tmp_path / "examples").symlink_to(root / "examples")
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(cli, making.partition(" > ")[0].split())
+    assert made.exit_code == 0, made.output
+    Path("certificate.json").write_text(made.stdout)
+    verified = CliRunner().invoke(cli, verifying.split())
+    assert (verified.exit_code, verified.output) == (0, "certificate.json: every cell is as it says\n")
 
 
 @pytest.mark.ranks
