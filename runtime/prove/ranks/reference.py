@@ -45,6 +45,16 @@ def configuration(cell: Cell) -> Any:
     return getattr(transformers, family["class"])(**sizes, **family["keys"])
 
 
+def import_models() -> None:
+    """Imports what every cell needs, once, in front of all forks; it computes nothing."""
+    import torch._dynamo  # what an optimizer imports at its first step
+    import transformers
+
+    with torch.device("meta"):
+        for family in FAMILIES:
+            transformers.AutoModelForCausalLM.from_config(configuration({"family": family, "tied": False}))
+
+
 def model_of(cell: Cell, nudge: int | None = None) -> nn.Module:
     """The drawn model; `nudge`: a seed by which each weight moves by `LAST_BIT`, up or down."""
     import transformers

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from .cells import FEATURES, Cell, draw, unsupported, world_size
 from .comparison import CANNOT, judge
-from .reference import batches, model_of, reference
+from .reference import batches, import_models, model_of, reference
 
 ADAPTER = ("supports", "build", "step", "full_parameters")
 """Functions that an adapter has."""
@@ -46,6 +46,7 @@ def serve(engine: str) -> None:
     torch.set_num_threads(1)
     try:
         adapter = load_adapter(engine)
+        import_models()
     except Exception as error:
         _say(answers, {"error": f"{type(error).__name__}: {error}"})
         return
