@@ -63,7 +63,7 @@ browser:
 		command -v chromium > /dev/null || echo "no chromium: the report page is tested in CI only"; \
 	fi
 
-# Two workers: one for the tests that start ranks, one at a time (tests/conftest.py), the other for all others.
+# Two workers, which take files and single tests in turn (tests/conftest.py).
 test: lint browser
 	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadgroup
 

@@ -86,7 +86,7 @@ def run(isa: str, threads: int, tests: list[str], words: str | None) -> tuple[in
     """The exit code of pytest, and the folder of its records."""
     folder = RECORDS / f"{isa}-{threads}"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "pytest", "-q", "--margins", str(folder), *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--margins", str(folder), *tests]
     print(f"== {isa}, OMP_NUM_THREADS {threads}", flush=True)
     done = subprocess.run([*command, *(["-k", words] if words else [])], cwd=ROOT, env=environment(isa, threads))
     return done.returncode, folder

@@ -22,9 +22,8 @@ from parcompile.rules import check
 from parcompile.runtime.preflight.compare import peak_bytes
 from parcompile.runtime.preflight.run import distinct_ranks
 from parcompile.runtime.preflight.sharded import build_sharded
-from parcompile.runtime.preflight.stand_in import stand_in
+from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import StepMeasurement, run_step
-from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.spec.resolve import Resolution
 from parcompile.units import format_bytes
 

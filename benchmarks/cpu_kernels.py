@@ -18,8 +18,7 @@ import torch
 from meters import quartiles
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels.cpu_products import kept_memory
-from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
+from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel, kept_memory
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
-from parcompile.backends.reading import Source, SpecPath, Undecided
+from parcompile.backends.reading import Importer, RefusedError, Source, SpecPath, Undecided
 from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_tree
 from parcompile.text import SourceError, read_file

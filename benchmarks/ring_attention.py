@@ -50,7 +50,7 @@ from parcompile.runtime.ring_attention import (
     ulysses_attention,
 )
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients
-from parcompile.runtime.ring_attention.kernels.cpu_products import kept_memory
+from parcompile.runtime.ring_attention.kernels.cpu_tiles import kept_memory
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route

@@ -16,11 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from parcompile.model.hf_config import shape_from_config
+from parcompile.model.presets import presets
 from parcompile.searching.ranking import search
 from parcompile.searching.space import open_space
 
-LAYERS = {"llama-3-8b": 32, "llama-3-70b": 80}
-WORLDS = (8, 64, 512, 4096, 16384)
+WORLDS = {"llama-3-8b": (8, 64, 512, 4096, 16384), "llama-3-70b": (8, 64, 512, 4096, 16384), "deepseek-v3": (512,)}
+"""GPUs for each model."""
 
 
 def spec(model: str, world: int) -> dict[str, Any]:
@@ -34,8 +36,11 @@ def spec(model: str, world: int) -> dict[str, Any]:
 
 def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
     seconds, busy, layouts = [], [], 0
+    shape = shape_from_config(presets()[model].config)
+    experts = shape.moe.num_experts if shape.moe else 0
     for _ in range(rounds):
-        space = open_space(spec(model, world), Path(), executable=False, layers=LAYERS[model], experts=0)
+        tree = spec(model, world)
+        space = open_space(tree, Path(), executable=False, layers=shape.num_hidden_layers, experts=experts)
         start, worked = time.perf_counter(), time.process_time()
         found = search(space)
         seconds.append(time.perf_counter() - start)
@@ -58,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    rows = [measure(model, world, options.rounds) for model in LAYERS for world in WORLDS]
+    rows = [measure(model, world, options.rounds) for model, worlds in WORLDS.items() for world in worlds]
     print(f"Python {platform.python_version()}, {platform.machine()}, {options.rounds} rounds")
     for row in rows:
         low, high = row["seconds_range"]

@@ -16,9 +16,9 @@ from .backends.target_names import chosen
 from .backends.writing import write
 from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity
+from .diagnostics.diagnostic import closest
 from .diagnostics.reporters import report
 from .diagnostics.reporters.style import Style
-from .diagnostics.suggest import closest
 from .foreign import recognised
 from .importing import Imported, import_document
 from .model.presets import find_preset, near_presets, preset_alike, presets

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .backends.deepspeed import configuration
-from .backends.deepspeed.fillers import LIGHTNING
-from .backends.deepspeed.surroundings import Surroundings
+from .backends.deepspeed.surroundings import LIGHTNING, Surroundings
 from .backends.kinds import GPT_NEOX, MEGATRON, UNKNOWN, Certainty, Recognition, recognise, recognise_text
 from .diagnostics import Diagnostic
 from .text import Document, Result

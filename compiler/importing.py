@@ -16,9 +16,19 @@ from typing import Any
 
 from . import schema
 from .backends.architecture import InexpressibleError
-from .backends.importer import Importer, RefusedError
 from .backends.importers import IMPORTERS, importer
-from .backends.reading import Account, Draft, Outcome, Question, Source, SpecPath, Undecided, UndecidedError
+from .backends.reading import (
+    Account,
+    Draft,
+    Importer,
+    Outcome,
+    Question,
+    RefusedError,
+    Source,
+    SpecPath,
+    Undecided,
+    UndecidedError,
+)
 from .diagnostics import Diagnostic, has_errors
 from .entry_points import IMPORTERS as GROUP
 from .entry_points import called

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from . import schema
 from .backends.deepspeed import configuration
 from .backends.deepspeed.facts import refusal
-from .backends.deepspeed.reading import judged
-from .backends.deepspeed.surroundings import Asked, Surroundings, surroundings
-from .backends.deepspeed.versions import newest
+from .backends.deepspeed.surroundings import Asked, Surroundings, judged, surroundings
+from .backends.deepspeed.table import newest
 from .backends.kinds import CHECKED, DEEPSPEED, SPEC, Certainty
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
@@ -83,8 +82,7 @@ def read_spec(path: str | Path) -> Result:
     if not is_plan(path):
         return read_file(path)
     from .plan import load_plan
-    from .plan.load import plan_file
-    from .plan.written import written
+    from .plan.tree import plan_file, written
 
     plan = load_plan(path)
     tree = written(plan)
@@ -103,7 +101,7 @@ def whole_spec(path: str | Path) -> None:
     if not is_plan(path):
         return
     from .plan import PlanError, load_plan
-    from .plan.written import lacking
+    from .plan.tree import lacking
 
     missing = lacking(load_plan(path))
     if missing is not None:
@@ -180,7 +178,7 @@ def check_read(
     else:
         found = find(document)
     if any(one.fixes for one in found):
-        from .rules.trial import tried
+        from .rules.arithmetic import tried
 
         found = tried(found, document, find)
     return Checked(read.source, document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)

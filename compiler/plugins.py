@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .backends.importer import Importer, RefusedError
 from .backends.losses import Loss
-from .backends.reading import Account, Draft, Outcome, Question, Source, Undecided, UndecidedError
+from .backends.reading import (
+    Account,
+    Draft,
+    Importer,
+    Outcome,
+    Question,
+    RefusedError,
+    Source,
+    Undecided,
+    UndecidedError,
+)
 from .backends.registry import Target
 from .diagnostics import Edit, Fix, Related, Severity
 from .model.family import Experts, Family, Latent, Norm, Refusal

@@ -11,7 +11,7 @@ from parcompile.plan import Plan, PlanError, load_plan
 
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
-from .engine.evaluation import evaluate
+from .engine.loop import evaluate
 from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from parcompile.atomic import write_file
+
 from .errors import RunError
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 360, 60, 40
@@ -45,7 +47,7 @@ class RunLog:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self.rows() if row["step"] <= first_step]
-        self.file.write_text("".join(map(_line, kept)), encoding="utf-8")
+        write_file(self.file, "".join(map(_line, kept)))
         if tensorboard:
             self._board = _board(self.file.with_name("tensorboard"), first_step)
         if wandb is not None:
@@ -53,12 +55,7 @@ class RunLog:
 
     def rows(self) -> list[dict[str, float]]:
         """All steps so far; what is not finite is NaN."""
-        if not self.file.exists():
-            return []
-        lines = self.file.read_text(encoding="utf-8").splitlines()
-        return [
-            {name: math.nan if value is None else value for name, value in json.loads(line).items()} for line in lines
-        ]
+        return read_rows(self.file) if self.file.exists() else []
 
     def add(self, step: int, **values: float) -> None:
         """A step's metrics: `loss`, and whatever else is measured."""
@@ -81,11 +78,30 @@ class RunLog:
         if not self.writes:
             return
         curve = loss_curve([(row["step"], row["loss"]) for row in self.rows() if "loss" in row])
-        self.file.with_name("loss.svg").write_text(curve, encoding="utf-8")
+        write_file(self.file.with_name("loss.svg"), curve)
         if self._board is not None:
             self._board.close()
         if self._run is not None:
             self._run.finish(exit_code=int(kind is not None))
+
+
+def read_rows(file: Path) -> list[dict[str, float]]:
+    """The steps of a metrics.jsonl; what is not finite is NaN. A last line that a killed run wrote in part is none.
+
+    Raises:
+        RunError: another line is no row of metrics.
+    """
+    lines = enumerate(file.read_bytes().split(b"\n")[:-1], 1)
+    return [_row(line, f"{file}:{number}") for number, line in lines]
+
+
+def _row(line: bytes, where: str) -> dict[str, float]:
+    try:
+        row = {name: math.nan if value is None else float(value) for name, value in json.loads(line).items()}
+        return {**row, "step": int(row["step"])}
+    except (ValueError, TypeError, AttributeError, KeyError):
+        text = line[:60].decode(errors="replace")
+        raise RunError(f"{where} is no row of metrics with a step: {text!r}; remove the line") from None
 
 
 def loss_curve(points: list[tuple[float, float]]) -> str:

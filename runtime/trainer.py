@@ -23,10 +23,10 @@ from .checkpoint import load, save
 from .data import PlanLoader
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
-from .engine.evaluation import evaluate
+from .engine.loop import evaluate
 from .errors import RunError
 from .groups import Mesh, join
-from .groups.mpu import Mpu
+from .groups.mesh import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
 from .model.building import build_model

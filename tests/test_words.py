@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,23 @@ def test_a_page_has_no_retired_word(page: Path) -> None:
 def test_what_rules_say_has_no_retired_word() -> None:
     said = {rule.code: retired(f"{rule.title} {rule.explanation}") for rule in all_rules()}
     assert {code: words for code, words in said.items() if words} == {}
+
+
+def _strings(file: Path) -> Iterator[str]:
+    """What a file may print: string constants of several words that are no docstrings."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docs = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in docs and " " in one.value:
+            yield re.sub(r"`[^`\n]*`|\| cut -d", "", one.value)
+
+
+@pytest.mark.parametrize("room", ["compiler", "runtime"])
+def test_no_message_has_a_retired_word(room: str) -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {text}": words
+        for file in sorted((ROOT / room).rglob("*.py"))
+        for text in _strings(file)
+        if (words := retired(text))
+    }
+    assert found == {}

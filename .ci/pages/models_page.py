@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from parcompile.model.catalogue import ModelType, model_types, transformers_version
+from parcompile.model.catalogue import REASONS, ModelType, model_types, transformers_version
 from parcompile.model.describing import AXES, kinds_of, presets_of, summary_of
-from parcompile.model.reasons import REASONS
 
 _START = """\
 # Models

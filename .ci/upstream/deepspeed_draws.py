@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, table
-from parcompile.backends.deepspeed.versions import newest
+from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, newest, table
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.pipeline import check_read
 from parcompile.text import parse

@@ -383,8 +383,7 @@ def _note(folder: Path) -> str:
     import torch
 
     from parcompile.plan import load_plan
-    from parcompile.runtime.checkpoint.contents import tensor_files
-    from parcompile.runtime.checkpoint.manifest import Note
+    from parcompile.runtime.checkpoint.manifest import Note, tensor_files
 
     plan = load_plan(_compiled(folder))
     checkpoint.mkdir()

@@ -194,7 +194,7 @@ def keep_local(block: Any, group: dist.ProcessGroup) -> None:
 def _start_deepspeed() -> None:
     import deepspeed
 
-    from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
+    from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 
     forbid_jit_builds()
     if not deepspeed.comm.is_initialized():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
+from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 
 from .engines import ds_config
 

@@ -13,7 +13,6 @@ from .accelerate.read import DISTRIBUTED_IMPORTER, PARALLELISM_IMPORTER
 from .accelerate.read import IMPORTER as ACCELERATE_IMPORTER
 from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
 from .gpt_neox.read import IMPORTER as GPT_NEOX_IMPORTER
-from .importer import Importer
 from .kinds import (
     ACCELERATE,
     AXOLOTL,
@@ -26,6 +25,7 @@ from .kinds import (
     TRAINER,
 )
 from .megatron.read import IMPORTER as MEGATRON_IMPORTER
+from .reading import Importer
 from .trainers.axolotl import IMPORTER as AXOLOTL_IMPORTER
 from .trainers.llama_factory import IMPORTER as LLAMA_FACTORY_IMPORTER
 from .trainers.llama_factory import TRAINER_IMPORTER

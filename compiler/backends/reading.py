@@ -7,12 +7,18 @@ fills a `Draft`. The source remembers which options fed which value of the spec,
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parcompile.plan import Plan
 from parcompile.schema import type_of
-from parcompile.text import typed
+from parcompile.spec import Spec
+from parcompile.text import Document, typed
+
+from .losses import Loss
+
+# Another tool's options as they are read into a spec, and what became of each of them.
 
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
@@ -215,3 +221,177 @@ def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
     if read is None or (kind == "number" and isinstance(value, int) and not isinstance(value, bool)):
         return value
     return read(value, name)
+
+
+# What an option of another tool does that has no place in a spec. The texts are the reasons that an import gives.
+
+
+class Effect(enum.Enum):
+    """What such an option does."""
+
+    NUMBERS = "it changes the numbers of a run, and a spec has no word for it"
+    MEMORY = "it changes memory, time or placement, not numbers; a plan decides this itself"
+    SPEED = "it chooses between implementations of the same computation"
+    DATA = "data belongs to the training script"
+    TOKENIZER = "the tokenizer belongs to the training script"
+    CHECKPOINTS = "checkpoints belong to the training script"
+    REPORTS = "logs, profiles and tests of the run belong to the training script"
+    OTHER_RUN = "it belongs to inference, reinforcement learning or another kind of run"
+    OTHER_MODEL = "it belongs to a model of another kind, which a spec cannot express"
+    JOB = "how the job is started, watched and restarted belongs to the launcher"
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether a plan loses nothing without the option: it stays with what runs the plan."""
+        return self in _NO_LOSS
+
+    def account(self, option: str) -> Account:
+        """What to say of an option that does this."""
+        outcome = Outcome.NO_EFFECT if self.loses_nothing else Outcome.LOST
+        return Account(option, outcome, self.value, changes=self is Effect.NUMBERS)
+
+
+CARRIED_VERBATIM = frozenset({Effect.NUMBERS, Effect.MEMORY, Effect.SPEED})
+"""What an import keeps for the backend that it came from."""
+_NO_LOSS = frozenset(
+    {Effect.SPEED, Effect.DATA, Effect.TOKENIZER, Effect.CHECKPOINTS, Effect.REPORTS, Effect.JOB},
+)
+
+
+# One table for a tool: its options, and the values of a spec that they stand for. Both directions follow from it.
+
+Arguments = dict[str, Any]
+"""Options with their values, by the name that the tool gives them."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _read_same(value: Any, _name: str) -> Any:
+    return value
+
+
+def _nothing(_spec: Spec) -> Iterator[Loss]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An option that stands for one value of the spec.
+
+    `write` and `read` turn one into the other; what `write` gives None for is not written.
+    """
+
+    option: str
+    path: SpecPath
+    write: Callable[[Any], Any] = _same
+    read: Callable[[Any, str], Any] = _read_same
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Options that stand for values of the spec only together, and what of those values they cannot say."""
+
+    options: tuple[str, ...]
+    write: Callable[[Spec], Arguments]
+    read: Callable[[Source, Draft], None]
+    losses: Callable[[Spec], Iterable[Loss]] = _nothing
+
+
+Row = Entry | Bundle
+
+
+def write(rows: Sequence[Row], spec: Spec) -> Arguments:
+    """What a spec is in the tool's options."""
+    found: Arguments = {}
+    for row in rows:
+        if isinstance(row, Bundle):
+            found |= row.write(spec)
+            continue
+        value = value_at(spec, row.path)
+        written = None if value is None else row.write(value)
+        if written is not None:
+            found[row.option] = written
+    return found
+
+
+def read(rows: Sequence[Row], source: Source, draft: Draft) -> None:
+    """Takes the options over into a draft, in the order of the table."""
+    for row in rows:
+        if isinstance(row, Bundle):
+            row.read(source, draft)
+        else:
+            draft.carry(source, row.option, row.path, row.read)
+
+
+def losses(rows: Sequence[Row], spec: Spec) -> Iterator[Loss]:
+    """What the tool cannot say of a spec."""
+    for row in rows:
+        if isinstance(row, Bundle):
+            yield from row.losses(spec)
+
+
+def names(rows: Sequence[Row]) -> frozenset[str]:
+    """The options that the table speaks of."""
+    return frozenset(name for row in rows for name in (row.options if isinstance(row, Bundle) else (row.option,)))
+
+
+_RENAMED: Mapping[SpecPath, str] = {("zero", "stage"): "zero_stage"}
+
+
+def value_at(spec: Spec, path: SpecPath) -> Any:
+    """A value of a resolved spec by its path in the file: enumerations as their text, tuples as lists."""
+    node: Any = spec
+    for step in (_RENAMED[path],) if path in _RENAMED else path:
+        node = getattr(node, step)
+    if isinstance(node, enum.Enum):
+        return node.value
+    return list(node) if isinstance(node, tuple) else node
+
+
+def flag(value: Any) -> bool | None:
+    """What is written of something that is on or off: a flag, or nothing."""
+    return True if value else None
+
+
+# What an importer of another tool's files has to offer.
+
+
+class RefusedError(ValueError):
+    """A file that no spec can be made of. The message is meant for users."""
+
+
+@dataclass(frozen=True, slots=True)
+class Importer:
+    """How files of one kind become specs.
+
+    Attributes:
+        tool: the tool, as people call it.
+        tree: the values of a file out of its document.
+        options: every option of a parsed file by its canonical name; `Undecided` where the file says no value.
+        defaults: the tool's own value of each option, by the same names.
+        read: takes the options over into a draft.
+        written: what the same tool's exporter writes for a plan, by the same names. An import is checked against it:
+            an option that comes out with another value was not carried.
+        fate: what there is to say of an option that `read` does not look at; None when the tool does not know it.
+        model_options: those options of a source that describe its model.
+        meaning: what the tool makes of given options, where several of them say one thing. What comes out is compared
+            with what came in by their meaning.
+        stands_for: for an option that is another spelling of others, those others.
+        changes: whether training becomes another one where an option comes out with another value.
+        recognises: whether a parsed file, whose keys are no other tool's, is one of this. Only plug-ins need it.
+    """
+
+    tool: str
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    defaults: Callable[[], Mapping[str, Any]]
+    read: Callable[[Source, Draft], None]
+    written: Callable[[Plan], Mapping[str, Any]]
+    fate: Callable[[str, Any], Account | None] = lambda _name, _value: None
+    tree: Callable[[Document], Mapping[str, Any]] = lambda document: document.tree  # type: ignore[assignment, return-value]
+    model_options: Callable[[Source], list[str]] = lambda _source: []
+    meaning: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
+    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    changes: Callable[[str], bool] = lambda _name: True
+    recognises: Callable[[Mapping[str, Any]], bool] = lambda _tree: False

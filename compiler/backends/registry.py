@@ -17,7 +17,7 @@ from typing import Any
 from parcompile import entry_points
 from parcompile.atomic import is_plain
 from parcompile.plan import Plan, plan_tree
-from parcompile.plan.process_groups import process_groups
+from parcompile.plan.sections import process_groups
 from parcompile.spec import Origin
 
 from .accelerate import deepspeed as accelerate_deepspeed

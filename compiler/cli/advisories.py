@@ -10,7 +10,7 @@ import click
 
 from parcompile.advisories import Advisory, advisories
 from parcompile.advisories.advisory import DEEPSPEED, MEGATRON
-from parcompile.backends.deepspeed.versions import UnknownVersionError, order
+from parcompile.backends.deepspeed.table import UnknownVersionError, order
 from parcompile.diagnostics.reporters.style import Style
 
 from .saying import say

@@ -11,9 +11,8 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
-from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit
+from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
-from parcompile.cost.rates import time_bounds
 from parcompile.cost.table import columns
 from parcompile.user_files import read_text
 from parcompile.version import how_to_install

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import click
 
-from parcompile.backends.deepspeed.fillers import NAMES as FILLERS
+from parcompile.backends.deepspeed.surroundings import NAMES as FILLERS
 from parcompile.backends.deepspeed.surroundings import Asked
-from parcompile.backends.deepspeed.versions import UnknownVersionError, nearest
+from parcompile.backends.deepspeed.table import UnknownVersionError, nearest
 from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
@@ -23,10 +23,9 @@ from parcompile.spec.resolve import Unavailable
 
 from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
+from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
 from .resolved import table_of, values_of
 from .saying import say
-from .selection import Selection, codes_of
-from .targets import chosen_targets, no_estimate_option, target_option, with_inexpressible
 
 
 @click.command("check")

@@ -16,7 +16,7 @@ from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.plan import PlanError
 from parcompile.text import SourceError, SourceText, parse
 
-from .selection import Selection
+from .options import Selection
 
 _ROUNDS = 100
 

@@ -100,7 +100,7 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     Resuming does that by itself; this saves the time at the start of each of many runs.
     """
     with _explained():
-        from parcompile.runtime.checkpoint.converting import convert as converted
+        from parcompile.runtime.checkpoint.adapting import convert as converted
 
         say(str(converted(folder, load_plan(plan), output)))
 
@@ -141,6 +141,6 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool, into:
 def import_(folder: Path, plan: Path, output: Path) -> None:
     """Create a first checkpoint from Hugging Face weights."""
     with _explained():
-        from parcompile.runtime.checkpoint.converting import import_pretrained
+        from parcompile.runtime.checkpoint.adapting import import_pretrained
 
         say(str(import_pretrained(folder, load_plan(plan), output)))

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from parcompile.backends.on_disk import differences, locked_targets
 from parcompile.backends.registry import losses, render
-from parcompile.backends.writing import write
+from parcompile.backends.writing import differences, locked_targets, write
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.pipeline import Checked, compile_file, is_plan
@@ -19,8 +18,8 @@ from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
+from .options import chosen_targets, no_estimate_option, target_option
 from .saying import say
-from .targets import chosen_targets, no_estimate_option, target_option
 
 
 @click.command("compile")

@@ -9,9 +9,9 @@ import click
 from parcompile.backends.writing import to_text
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.plan.diff import TITLES, Difference, difference
-from parcompile.show.diff_markdown import as_markdown
+from parcompile.show.markdown import as_markdown
 
-from .plans import read_plan
+from .options import read_plan
 from .saying import say
 
 

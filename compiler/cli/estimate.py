@@ -34,7 +34,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
-from .numbers import positive_number
+from .options import positive_number
 from .saying import say
 
 MOST_CELLS = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.rules.pages import Page, pages
 
 from .saying import say

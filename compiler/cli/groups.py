@@ -12,9 +12,9 @@ import click
 
 from parcompile.backends.writing import to_text
 from parcompile.diagnostics.reporters.style import Style
-from parcompile.plan.process_groups import rank_groups
+from parcompile.plan.sections import rank_groups
 
-from .plans import read_plan
+from .options import read_plan
 from .saying import say
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.backends.importer import RefusedError
 from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
-from parcompile.backends.reading import Outcome, SpecPath
+from parcompile.backends.reading import Outcome, RefusedError, SpecPath
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_document

@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.diagnostics.reporters.style import Style, hanging
-from parcompile.diagnostics.suggest import closest
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
 from parcompile.searching.first import Offer, first_spec, sequence_length_of
 from parcompile.user_files import read_text
 
+from .options import no_estimate_option
 from .saying import say
 from .search import progress_bar
-from .targets import no_estimate_option
 
 
 @dataclass(frozen=True, slots=True)

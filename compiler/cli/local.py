@@ -7,8 +7,7 @@ import click
 from parcompile.backends.writing import to_text
 from parcompile.version import how_to_install
 
-from .numbers import positive_number
-from .plans import read_plan
+from .options import positive_number, read_plan
 from .saying import say
 
 

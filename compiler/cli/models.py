@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.suggest import closest
-from parcompile.model.catalogue import ALIKE, ModelType, model_type, model_types
+from parcompile.diagnostics.diagnostic import closest
+from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
-from parcompile.model.reasons import REASONS
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
 from parcompile.user_files import read_text

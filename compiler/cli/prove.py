@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from parcompile.backends.writing import to_text
-from parcompile.user_files import read_text
+from parcompile.diagnostics import Diagnostic
+from parcompile.schema import validate
+from parcompile.text import Document, SourceError, read_file
+from parcompile.version import how_to_install
 
-from .numbers import positive_number
+from .options import positive_number
+from .saying import say
 
-_MAX_BYTES = 16 << 20
+if TYPE_CHECKING:
+    from parcompile.runtime.prove import Certificate, Engine
 
 
 @click.command("prove")
-@click.option("--engine", required=True, help="deepspeed, transformers, parcompile, or the path of an adapter (.py).")
+@click.option("--engine", help="deepspeed, transformers, accelerate, parcompile, or the path of an adapter (.py).")
 @click.option("--cells", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many to draw.")
 @click.option("--cell", "chosen", multiple=True, metavar="NAME=VALUE,…", help="This cell, instead of drawn ones.")
 @click.option("--config", type=click.Path(path_type=Path), help="Run DeepSpeed with the other keys of this file.")
@@ -33,7 +39,7 @@ _MAX_BYTES = 16 << 20
 def command(
     context: click.Context,
     /,
-    engine: str,
+    engine: str | None,
     cells: int,
     chosen: tuple[str, ...],
     config: Path | None,
@@ -54,35 +60,46 @@ def command(
     """
     try:
         # Only here: the compiler itself works without torch.
-        from parcompile.runtime.prove import Certificate, Engine, EngineError, Proved, prove, verify
+        from parcompile.runtime.prove import Certificate, Engine, EngineError, Proved, prove
     except ImportError as error:
-        raise click.ClickException(f"{error}; pip install 'parcompile[runtime,hf]'") from None
+        raise click.ClickException(f"{error}: {how_to_install('runtime,hf')}") from None
 
     def tell(number: int, one: Proved) -> None:
         if form == "text":
-            click.echo(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "))
+            say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "))
 
     try:
-        with Engine(engine, python, timeout) as running:
-            shown = Certificate(engine, running.versions, "", seed, (), running.features)
-            if certificate is not None:
-                differing = verify(running, Certificate.from_json(_json(certificate)))
-                click.echo("\n".join(differing) or f"{certificate}: every cell is as it says")
-                if differing:
-                    context.exit(1)
-                return
-            asked = [_cell(one) for one in chosen] or running.draw(cells, seed, ranks)
-            if config is not None:
-                asked = [{**one, **_of_config(config, running.features)} for one in asked]
-            found = prove(running, asked, seed=seed, shrinks=not no_shrink, each=tell)
+        asked, again = [_cell(one) for one in chosen], None if certificate is None else _certificate(certificate)
+        decided = None if config is None else _decided(config)
+        name = engine or (again.engine if again else None)
+        if name is None:
+            raise click.UsageError("--engine says which engine; --verify FILE alone runs without it")
+        with Engine(name, python, timeout) as running:
+            if again is not None:
+                context.exit(_verified(running, again, str(certificate), ranks))
+            if decided is not None and "config" not in running.features:
+                raise click.ClickException("--config is read by --engine deepspeed alone")
+            shown = Certificate(name, running.versions, "", seed, (), running.features)
+            if not asked:
+                asked = running.draw(cells, seed, ranks, decided and {**decided, "pp": 1})
+            asked = [{**one, **(decided or {})} for one in asked]
+            found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if form == "text":
-        click.echo(found.summary())
+        say(found.summary())
     else:
-        click.echo(to_text(found.to_json()) if form == "json" else found.to_junit(), nl=form == "junit")
+        say(to_text(found.to_json()) if form == "json" else found.to_junit(), nl=form == "junit")
     if not found.proves:
         context.exit(1)
+
+
+def _verified(running: Engine, certificate: Certificate, file: str, ranks: int) -> int:
+    from parcompile.runtime.prove import verify
+
+    differing = verify(running, certificate, ranks)
+    say("\n".join(differing) or f"{file}: every cell is as it says")
+    return 1 if differing else 0
 
 
 def _cell(text: str) -> dict[str, Any]:
@@ -94,35 +111,46 @@ def _cell(text: str) -> dict[str, Any]:
             raise click.BadParameter(f"{part!r} has no value: write NAME=VALUE", param_hint="--cell")
         try:
             found[name.strip()] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[name.strip()] = value.strip()  # a word
     return found
 
 
-def _of_config(path: Path, features: dict[str, Any]) -> dict[str, Any]:
-    """The file, and the features that it decides.
+def _decided(path: Path) -> dict[str, Any]:
+    """The features that a DeepSpeed configuration decides, and which of its keys cells do not carry."""
+    from parcompile.runtime.prove import GivenError, given
 
-    Raises:
-        ValueError: it is no configuration, or asks for what the adapter has not.
-    """
-    if "config" not in features:
-        raise ValueError("--config is read by --engine deepspeed alone")
-    tree = _json(path)
-    if not isinstance(tree, dict):
-        raise click.ClickException(f"{path} is not a mapping of DeepSpeed's keys")
-    zero, low = tree.get("zero_optimization") or {}, tree.get("bf16") or {}
-    found: dict[str, Any] = {"config": json.dumps(tree), "stage": zero.get("stage", 0)}
-    if low.get("enabled"):
-        found["dtype"] = "bf16"
-    if tree.get("gradient_clipping"):
-        found["clipping"] = 0.5  # low enough to be active on a tiny model
-    return found
-
-
-def _json(path: Path) -> Any:
+    document = _read(path)
     try:
-        return json.loads(read_text(path, _MAX_BYTES))
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise click.ClickException(f"{path} is not JSON: {error}") from None
+        found = given(document.tree)
+    except GivenError as error:
+        line = document.position(error.path, key=True).line
+        raise click.ClickException(f"{path}:{line}: {error}") from None
+    said = [(document.position(key, key=True).line, ".".join(key), why) for key, why in found.left_out.items()]
+    for line, name, why in sorted(said):
+        say(f"{path}:{line}: {name} is not carried: {why}", err=True)
+    return dict(found.cell)
+
+
+def _certificate(path: Path) -> Certificate:
+    from parcompile.runtime.prove import Certificate
+
+    document = _read(path)
+    _refuse_wrong(path, validate(document, "certificate").diagnostics)
+    return Certificate.from_json(document.tree)
+
+
+def _read(path: Path) -> Document:
+    try:
+        read = read_file(path)
+    except SourceError as error:
+        raise click.ClickException(str(error)) from None
+    _refuse_wrong(path, [one for one in read.diagnostics if one.is_error])
+    assert read.document is not None
+    return read.document
+
+
+def _refuse_wrong(path: Path, wrong: Sequence[Diagnostic]) -> None:
+    if wrong:
+        line = wrong[0].position.line if wrong[0].position else 1
+        raise click.ClickException(f"{path}:{line}: {wrong[0].message}")

@@ -17,9 +17,8 @@ from parcompile.atomic import write_file
 from parcompile.cost.table import columns, headed, verdict
 from parcompile.diagnostics.reporters.style import Style, hanging, wrapped
 from parcompile.layout.grid import Axis
-from parcompile.searching.cuts import VIRTUAL
 from parcompile.searching.ranking import Ranked, SearchResult, search
-from parcompile.searching.space import Candidate, open_space
+from parcompile.searching.space import VIRTUAL, Candidate, open_space
 from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds

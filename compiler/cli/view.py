@@ -13,14 +13,12 @@ from parcompile.plan import Plan
 from parcompile.plan.summary import summary
 from parcompile.show.page.render import page
 from parcompile.show.page.search_result import read_search
-from parcompile.show.pictures.markdown import as_markdown
-from parcompile.show.pictures.named import KINDS, as_text, picture
-from parcompile.show.pictures.png import PngError, png
+from parcompile.show.pictures.named import KINDS, as_markdown, as_text, picture
 from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.subject import Subject
-from parcompile.show.pictures.svg import svg
+from parcompile.show.pictures.svg import PngError, png, svg
 
-from .plans import read_plan
+from .options import read_plan
 from .saying import say
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}

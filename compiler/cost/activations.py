@@ -15,9 +15,9 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
-from parcompile.model.type_traits import types_with
+from parcompile.model.type_traits import by_type, types_with
 
-from .streams import mixture_bytes
+from .blocks import mixture_bytes
 
 SCORE_BYTES = 5
 """Kept for each attention score where scores are stored: softmax, dropout's mask and output (arXiv 2205.05198)."""
@@ -185,8 +185,7 @@ def eager_layer_bytes(
         if experts.taken_size is not None:
             # Norms of what experts take and of what each gives, in fp32; their sum.
             mlp += (8 * (1 + chosen) + width) * experts.taken_size
-        if shape.model_type in CLAMPED:
-            mlp += width * 2 * chosen * experts.intermediate_size / tp
+        mlp += width * CLAMPED.get(shape.model_type, 0) * chosen * experts.intermediate_size / tp
         mlp += width * (kept + 2 * (shape.model_type in CLAMPED_SHARED)) * experts.shared_intermediate_size / tp
         if family.experts is not None and family.experts.beside_mlp:
             # Their own norms, the norm of the router's input, that input before and behind its scale, and the experts'.
@@ -234,8 +233,9 @@ FP32_ROUTERS = types_with("fp32_routers")
 """Model types whose routers take hidden states in fp32, and keep them so."""
 VALUE_NORMS = types_with("value_norms")
 """Model types that norm values too, by a norm without a weight, which keeps them in fp32."""
-CLAMPED = types_with("clamped_experts")
-"""Model types whose experts clamp both halves of the first projection, and keep them before and behind that."""
+CLAMPED = by_type("clamped_experts")
+"""Numbers that experts of model types keep more of each feature: they clamp both halves of the first projection, and
+keep them before and behind that; gpt_oss keeps its sigmoid too."""
 CLAMPED_SHARED = types_with("clamped_shared_expert")
 """Those whose shared expert does so too."""
 CLAMPED_DENSE = types_with("clamped_mlps")

@@ -1,14 +1,47 @@
-"""What the blocks of a model (`parcompile.model.blocks`) cost together: sums over those that stand in some layers."""
+"""What the mechanisms of a model cost beside attention and the MLP.
+
+What hyper-connections cost: every block reads all residual streams of a token and writes to all of them.
+
+A mixture takes the streams side by side, in fp32, for as many numbers as it needs: one for each stream to read it, and
+one to write it (transformers models/hy_v4/modeling_hy_v4.py: HYV4HyperConnection, HYV4HyperHead). Where it mixes the
+streams with one another too, one for each pair of them, which it makes doubly stochastic step by step, and it norms the
+streams first (models/deepseek_v4/modeling_deepseek_v4.py: DeepseekV4HyperConnection). Where it gates every feature of
+all streams, by way of a few, it norms them in fp32 and works on in their type (models/qwen4_exp/modeling_qwen4_exp.py:
+Qwen4ExpTextGatedResidual).
+
+What keys that stand for windows of tokens send over cp, and what they keep there.
+
+| message, of a layer and micro-batch of b rows | bytes of a rank |
+|---|---|
+| all-to-all of tokens of others' windows, forward; of gradients, back | w b · tokens · 2 · series · D each |
+| all-gather of keys of windows, forward; reduce-scatter of gradients | w b · most · D · (c − 1) each |
+
+A rank makes the windows whose last tokens it has; `most` is how many the rank with most of them makes, and each of its
+tokens gives values and weights of `series` times D features. An indexer sends the same with features of its own,
+forward only. Full recomputation repeats forward, without the indexer, whose choice is kept.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 
+from parcompile.layout.grid import Axis
+from parcompile.layout.sequence import CpLayout, chunk_ids
 from parcompile.layout.stages import Stage
+from parcompile.layout.tensor import padded_vocab_size
 from parcompile.model.blocks import Exchange, Local
+from parcompile.model.compressed_keys import CompressedKeys
 from parcompile.model.parameters import parameter_table
+from parcompile.model.shape import ModelShape
+from parcompile.model.shared_blocks import INPUTS
+from parcompile.model.type_traits import types_with
 
+from .context_exchanges import ContextExchange
 from .workload import Workload
+
+# What the blocks of a model (`parcompile.model.blocks`) cost together: sums over those that stand in some layers.
 
 
 def local(work: Workload) -> Local:
@@ -54,3 +87,210 @@ def late_gradient(work: Workload, stage: Stage) -> tuple[float, int]:
             size = float(work.layout(row).local_numel * work.element_bytes)
             found = max(found, (size, here[-1] - stage.layers[0]))
     return found
+
+
+# What a second embedding costs in memory, of which every layer gets a part (Gemma 3n, Gemma 4).
+
+NORM_BYTES = 8
+"""Of a norm in fp32: its input and, before the weight, its output."""
+
+
+def parts_bytes(work: Workload) -> float:
+    """The parts of all layers for the tokens of a rank, in the type of the weights."""
+    inputs = work.shape.layer_inputs
+    if inputs is None:
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    return work.split_tokens * work.shape.num_hidden_layers * inputs.width * work.element_bytes / share
+
+
+def projection_bytes(work: Workload, stage: Stage) -> float:
+    """What computing the parts keeps of a micro-batch: the norm of the projected embedding, in front of all layers."""
+    return NORM_BYTES / work.element_bytes * parts_bytes(work) if stage.has_embedding else 0.0
+
+
+def table_gradient_bytes(work: Workload, stage: Stage) -> float:
+    """The gradient of a rank's rows of the table, and that of the parts, from which it comes."""
+    inputs = work.shape.layer_inputs
+    if inputs is None or not stage.has_embedding:
+        return 0.0
+    rows = padded_vocab_size(inputs.vocab_size, work.tp, work.vocab_divisible_by) / work.tp
+    return work.element_bytes * rows * work.shape.num_hidden_layers * inputs.width + parts_bytes(work)
+
+
+# What the uses of shared transformer blocks keep and exchange beside the attention and the MLP in them.
+
+
+def uses(shape: ModelShape, layers: range) -> int:
+    """How many of these layers use a shared block."""
+    return 0 if shape.shared_blocks is None else sum(layer in layers for layer in shape.shared_blocks.layers)
+
+
+def kept_of_use(work: Workload) -> tuple[float, float]:
+    """Bytes that one use keeps for each token: of a rank's own tokens, and of those of the whole sequence.
+
+    The first norm keeps the hidden states and the embedding in fp32 and normalised, the second the attention's result;
+    the layer's projection keeps its input. Attention and MLP keep their inputs whole, and adapters what is between
+    their two matrices.
+    """
+    shared, width, hidden = work.shape.shared_blocks, work.element_bytes, work.shape.hidden_size
+    if shared is None:
+        return 0.0, 0.0
+    own = (INPUTS + 1) * hidden * (4 + width) + width * hidden
+    adapters = shared.adapter_rank * (4 if shared.attention_adapters else 1)
+    whole = width * ((INPUTS + 1) * hidden + adapters)
+    return own / (work.tp if work.sequence_parallel else 1), float(whole)
+
+
+# What hyper-connections cost: every block reads all residual streams of a token and writes to all of them.
+
+FP32_BYTES = 4
+MEANS = types_with("mean_of_streams")
+"""Model types whose last hidden state is the mean of the streams: no mixture reads them behind the last layer."""
+MIXTURES = 2
+"""Of a layer: in front of attention and of the MLP."""
+NUMBERS = 8
+"""Of a stream of a token that a mixture keeps: logits of both kinds, scaled, and behind the sigmoid."""
+
+
+def mixture_parameters(shape: ModelShape) -> int:
+    """Parameters of a layer's mixtures that multiply each token."""
+    if shape.mixture_rank:
+        return MIXTURES * (head_parameters(shape) + shape.hyper_streams**2 * shape.hidden_size)
+    pairs = shape.hyper_streams if shape.square_mixtures else 0
+    return MIXTURES * (2 + pairs) * shape.hyper_streams**2 * shape.hidden_size
+
+
+def head_parameters(shape: ModelShape) -> int:
+    """Those of the mixture behind the last layer, which reads only."""
+    if shape.mixture_rank:
+        return 2 * shape.mixture_rank * shape.hyper_streams * shape.hidden_size
+    return 0 if shape.model_type in MEANS else shape.hyper_streams**2 * shape.hidden_size
+
+
+def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
+    """What a layer's mixtures keep of a token: the streams, what each block adds to them in fp32, and their numbers."""
+    if not shape.hyper_streams:
+        return 0.0
+    numbers = NUMBERS * FP32_BYTES * shape.hyper_streams
+    if shape.square_mixtures:
+        # Each time what is normalised, by rows or by columns, and its sums; before it a softmax and its logits.
+        pairs = shape.hyper_streams**2
+        numbers += FP32_BYTES * (2 * shape.square_mixtures * (pairs + shape.hyper_streams) + 2 * pairs)
+    return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape, element_bytes) + numbers)
+
+
+def added_bytes(shape: ModelShape, element_bytes: float) -> float:
+    """What a block gives for a token as it is added to the streams: in their type where these are mixed, else fp32."""
+    width = element_bytes if shape.square_mixtures or shape.mixture_rank else FP32_BYTES
+    return float(width * shape.hidden_size) if shape.hyper_streams else 0.0
+
+
+def head_bytes(work: Workload, stage: Stage) -> float:
+    """What the mixture behind the last layer keeps of a micro-batch.
+
+    With full recomputation it is gone when the largest layer is computed again.
+    """
+    none = not work.shape.hyper_streams or work.shape.model_type in MEANS
+    if none or not stage.has_head or work.recomputes_layers:
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    return work.split_tokens * _streams(work.shape, work.element_bytes) / share
+
+
+def _streams(shape: ModelShape, element_bytes: float) -> float:
+    """All streams of a token, their copy in fp32, where they are not, and what a norm makes of them.
+
+    With gates of all features: the streams and what a norm makes of them in fp32, times its weight, and the gates.
+    """
+    if shape.mixture_rank:
+        kept = shape.hyper_streams * shape.hidden_size * (2 * FP32_BYTES + 2 * element_bytes)
+        return kept + 2 * element_bytes * shape.mixture_rank
+    copied = FP32_BYTES if element_bytes < FP32_BYTES else 0
+    copied += FP32_BYTES if shape.square_mixtures else 0
+    return shape.hyper_streams * shape.hidden_size * (element_bytes + copied)
+
+
+# What keys that stand for windows of tokens send over cp, and what they keep there.
+
+
+def compressed_layers(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, int]]:
+    """How many of these layers have compressed keys of each kind, and the features of a key."""
+    for own, one in shape.by_kind:
+        if one.compressed is not None and (count := len(set(own) & set(layers))):
+            yield count, one.compressed, one.head_dim
+
+
+def window_exchanges(work: Workload, layers: range, cp_rank: int | None = None) -> tuple[ContextExchange, ...]:
+    """The messages of a step with these layers, by operation; those of the rank that sends most by default."""
+    if work.cp == 1 or not any(compressed_layers(work.shape, layers)):
+        return ()
+    ranks = range(work.cp) if cp_rank is None else (cp_rank,)
+    return max((_of_rank(work, layers, rank) for rank in ranks), key=lambda all_: sum(one.wire_bytes for one in all_))
+
+
+def _of_rank(work: Workload, layers: range, rank: int) -> tuple[ContextExchange, ...]:
+    found: dict[str, list[float]] = {}
+
+    def send(operation: str, messages: int, size: float) -> None:
+        one = found.setdefault(operation, [0, 0.0])
+        one[0] += messages
+        one[1] += messages * size
+
+    forward = 2 if work.recomputes_layers else 1
+    width = work.micro_batch * work.element_bytes
+    for count, keys, head_dim in compressed_layers(work.shape, layers):
+        times = count * work.micro_batches
+        sent, received, most = window_tokens(keys.rate, keys.series, work.sequence_length, work.cp, work.cp_layout)
+        if not most:
+            continue
+        features = [(head_dim, forward, 1)]
+        if keys.choice is not None:
+            features.append((keys.choice.head_dim, 1, 0))
+        for dim, ahead, back in features:
+            if any(sent):
+                projected = 2 * keys.series * dim * width
+                send("all-to-all", times * ahead, sent[rank] * projected)
+                send("all-to-all", times * back, received[rank] * projected)
+            send("all-gather", times * ahead, (work.cp - 1) * most * dim * width)
+            if back:
+                send("reduce-scatter", times, (work.cp - 1) * most * dim * width)
+    return tuple(
+        ContextExchange(Axis.CP, operation, work.cp, 1, int(messages), size, neighbours=False)
+        for operation, (messages, size) in found.items()
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def window_tokens(
+    rate: int, series: int, length: int, cp: int, layout: str
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Of one row: tokens that each rank sends, and gets; and the windows of the rank that makes most."""
+    pieces = CpLayout(layout).chunks_per_rank * cp
+    holders = {piece: rank for rank in range(cp) for piece in chunk_ids(CpLayout(layout), cp, rank)}
+    borders = [piece * length // pieces for piece in range(pieces + 1)]
+    sent, received, made = [0] * cp, [0] * cp, [0] * cp
+    wanted: set[tuple[int, int]] = set()
+    for piece, (start, stop) in enumerate(itertools.pairwise(borders)):
+        first, count = start // rate, stop // rate - start // rate
+        made[holders[piece]] += count
+        if count:
+            wanted |= {(holders[piece], token) for token in range(max(0, first - series + 1) * rate, start)}
+    for rank, token in wanted:
+        holder = holders[token * pieces // length]
+        if holder != rank:
+            sent[holder] += 1
+            received[rank] += 1
+    return tuple(sent), tuple(received), max(made)
+
+
+def gathered_bytes(work: Workload, layers: range) -> float:
+    """Keys of other ranks' windows, which the layers keep for backward of one micro-batch; recomputed, one layer's."""
+    width = work.micro_batch * work.element_bytes * (1 - 1 / work.cp)
+    sizes = [
+        (count, keys.count(work.sequence_length) * head_dim)
+        for count, keys, head_dim in compressed_layers(work.shape, layers)
+    ]
+    if work.recomputes_layers:
+        return width * max((size for _, size in sizes), default=0)
+    return width * sum(count * size for count, size in sizes)

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from parcompile.model.parameters import parameter_table
 from parcompile.units import GIB
 
-from .coefficients import KEEPING, MEMORY, Coefficient, CoefficientSet, Fit
-from .crashes import crashed_of_memory
+from .coefficients import KEEPING, MEMORY, Coefficient, CoefficientSet, Fit, time_bounds
 from .footprint import EVEN, SAFE, applied, footprint, is_safe, keeping_class, layout_class, peak_bytes
-from .measurements import Measurement
+from .measurements import Measurement, crashed_of_memory
 from .memory_terms import StageTerms, memory_terms
-from .rates import time_bounds
 from .step import TRANSFER_OF_TIME, step_seconds, step_terms, timing
 from .workload import FRAMEWORKS, Workload
 

@@ -1,4 +1,4 @@
-"""What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
+"""What a rank of each stage sends in a step, message by message, in its stage and to other stages.
 
 Ring collectives: of n bytes over N ranks an all-reduce sends 2 (N − 1) / N · n, an all-gather or reduce-scatter half of
 that. Symbols: A the bytes of one activation [b, S/c, h], with sequence parallelism continued to a multiple of t, T its
@@ -25,6 +25,15 @@ and norm add messages of a few bytes, which are left out.
 
 Sources: arXiv 1909.08053, section 3; arXiv 2205.05198, section 4; arXiv 2310.01889; DeepSpeed 0.19.8,
 runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py. `tests/runtime/test_preflight.py` compares with live ranks.
+
+What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.
+
+| group | message | times |
+|---|---|---|
+| pp | hidden states [b, S/c, h], all streams; with sequence parallelism a share; to the next | micro-batches · chunks |
+| pp | their gradients to the stage before | the same |
+| pp | beside each of both, where a loss balances experts: two fp32 numbers for each expert | the same |
+| embedding | all-reduce of the gradient of a tied embedding, between the first and the last stage | once a step |
 """
 
 from __future__ import annotations
@@ -32,10 +41,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parcompile.layout.experts import COUNT_BYTES, balanced_rows, shared_tokens
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_DP, KV_REPLICA
-from parcompile.layout.optimizer import padded_numel
+from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
+from parcompile.layout.schedule import RECEIVES_AHEAD
+from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, shared_tokens
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.families import FAMILIES
@@ -47,14 +56,14 @@ from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
-from .blocks import exchanges
+from .blocks import exchanges, uses, window_exchanges
 from .context_exchanges import context_exchanges
 from .indexer import key_bytes
 from .memory import keeps_both_gradients
 from .recurrent import sent_over_cp
-from .shared_blocks import uses
-from .window_keys import window_exchanges
-from .workload import Workload
+from .workload import FRAMEWORKS, Workload
+
+# What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
 
 GRADIENT_SUM_BYTES = 4
 """Gradients are summed over cp in fp32."""
@@ -66,6 +75,8 @@ _BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "po
 """Norms of what the MLP of a layer gives."""
 
 
+_INDEX_BYTES, _SCORE_BYTES = 8, 4
+"""Of an expert that a token chose: its index, and its score in fp32."""
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
@@ -166,7 +177,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
     experts = FAMILIES.get(work.shape.model_type, Family()).experts
     # An MLP beside a mixture of experts takes the hidden states in by itself, and stands behind it.
-    beside = routed_layers(work.shape, stage) if experts is not None and experts.beside else 0
+    routed = routed_layers(work.shape, stage)
+    beside = routed if experts is not None and (experts.beside or experts.beside_mlp) else 0
     # A shared block adds an attention, which takes more features in than it gives, and an MLP.
     wide, runs = uses(work.shape, stage.layers), 2 if work.recomputes_layers else 1
     entered = work.split_tokens * work.shape.attention_inputs * work.element_bytes
@@ -180,7 +192,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     # and so is what a mixture of streams multiplies it by.
     normed = experts is not None and (experts.norm_after or _BEHIND_MLP.intersection(work.shape.norm_names))
     needed = normed or work.shape.hyper_streams
-    unrepeated = routed_layers(work.shape, stage) - beside if work.recomputes_layers and not needed else 0
+    unrepeated = routed - beside if work.recomputes_layers and not needed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         both = 2 * passed + (blocks - passed) + wide + stage.has_head + stage.has_embedding + again
@@ -193,6 +205,15 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
         send(Axis.TP, "all-reduce", wide * times, entered, tp)
+    if work.shape.moe is not None and experts is not None and experts.beside_mlp:
+        # A router of the rank's own tokens: its choices enter the experts by themselves, scores with a gradient.
+        chosen = work.split_tokens * work.shape.moe.num_experts_per_token
+        if work.sequence_parallel:
+            send(Axis.TP, "all-gather", routed * runs * times, chosen * _INDEX_BYTES, tp)
+            send(Axis.TP, "all-gather", routed * runs * times, chosen * _SCORE_BYTES, tp)
+            send(Axis.TP, "reduce-scatter", routed * times, chosen * _SCORE_BYTES, tp)
+        else:
+            send(Axis.TP, "all-reduce", routed * times, chosen * _SCORE_BYTES, tp)
     if work.shape.layer_inputs is not None and stage.has_embedding:
         # The rows of a second embedding, whose table is cut by vocabulary as the first one's.
         rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes
@@ -223,26 +244,22 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             repeated = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
             share = repeated * size // layout.local_shape[layout.dim]
             # Keys of a head that a few ranks share; what all heads of a Mamba-2 layer share, every rank has.
-            attends = work.shape.attends
-            over = KV_REPLICA if attends and layout.replicas == tp // work.shape.num_key_value_heads else Axis.TP
+            over = KV_REPLICA if work.shape.attends and layout.replicas == work.shape.kv_replicas(tp) else Axis.TP
             send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)
     moe = work.shape.moe
     if moe is not None and experts is not None and experts.normed and (work.ep == 1 or work.expert_slices > 1):
         # What slices of experts give is summed in front of its norm, and its gradient.
-        sums = routed_layers(work.shape, stage) * times * (3 if work.recomputes_layers else 2)
+        sums = routed * times * (3 if work.recomputes_layers else 2)
         chosen = moe.num_experts_per_token
         rows = work.split_tokens * chosen if work.ep == 1 else sent_rows(work, chosen) * work.expert_slices
         send(Axis.TP, "all-reduce", sums, rows * work.shape.expert_features * work.element_bytes, tp)
-    if work.shape.norm_over_heads:
-        # A norm over all heads sums its squares over the ranks, and their gradient.
-        sums = 2 * work.shape.attending(stage.layers) * times * (3 if work.recomputes_layers else 2)
-        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
     states = work.shape.recurrent
-    if states is not None and states.kind is RecurrentKind.LIGHTNING_ATTENTION:
-        # Its norm is one over all heads.
-        sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
+    if states is None or states.kind is not RecurrentKind.MAMBA2:
+        # A norm over the features of all ranks sums its squares, and their gradient.
+        split = [one for one in parameter_table(work.shape).layer if one.split is not None and _is_norm(one)]
+        sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
     if states is not None and states.kind is RecurrentKind.MAMBA2 and states.gated_norm and states.groups < tp:
         sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
@@ -251,6 +268,10 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # What the channels of all ranks give together, and the gradients of what each rank uses of it.
         sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
         send(Axis.TP, "all-reduce", sums, states.selected * work.local_tokens * work.element_bytes, tp)
+
+
+def _is_norm(parameter: Parameter) -> bool:
+    return len(parameter.shape) == 1 and parameter.name.endswith("norm.weight")
 
 
 def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:
@@ -302,3 +323,62 @@ def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) 
     send(group, "all-gather", 1, weights, ranks)
     if work.zero_stage >= 3:
         send(group, "all-gather", work.micro_batches, weights, ranks)
+
+
+# What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.
+
+BALANCE_BYTES = 8
+"""Of each expert: the sum of its probabilities and how often it was chosen, in fp32."""
+_FP32_BYTES = 4
+
+
+def stage_exchanges(work: Workload, stage: int) -> Collectives:
+    """Everything that a rank of a pp rank sends to other stages in a step, by group and kind."""
+    found: Collectives = {}
+    if work.pp == 1:
+        return found
+    sends = sum(work.schedule.sends(stage))
+    size = hidden_bytes(work)
+    balance = BALANCE_BYTES * work.shape.moe.num_experts if work.balances_experts and work.shape.moe else 0
+    messages = 1 + bool(balance) + (work.shape.layer_inputs is not None)
+    found[Axis.PP, "send"] = Sent(sends * messages, float(sends * (size + balance)))
+    if work.shape.tie_word_embeddings and stage in (0, work.pp - 1):
+        found[EMBEDDING, "all-reduce"] = Sent(1, float(_embedding_gradient_bytes(work)))
+    return found
+
+
+def busiest_stage(work: Workload) -> int:
+    """A stage that sends most: one between two others, where there is one."""
+    return 1 if work.pp > 2 else 0
+
+
+def buffer_bytes(work: Workload, stage: int) -> float:
+    """Hidden states and gradients on their way, beside the activations that a stage keeps.
+
+    A receive is posted ahead. Towards the next stage an output is under way and a gradient in use; towards the one
+    before, a gradient is under way.
+    """
+    first, last = (stage == end and work.virtual_stages == 1 for end in (0, work.pp - 1))
+    messages = RECEIVES_AHEAD + (0 if last else 2) + (0 if first else 1)
+    return messages * hidden_bytes(work) if work.pp > 1 else 0.0
+
+
+def hidden_bytes(work: Workload) -> float:
+    """Hidden states of a micro-batch as one rank hands them on, with the layers' parts of a second embedding."""
+    inputs = work.shape.layer_inputs
+    further = 0 if inputs is None else work.shape.num_hidden_layers * inputs.width
+    streams = work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work)
+    whole = work.split_tokens * (streams + further * work.element_bytes)
+    return whole / (work.tp if work.sequence_parallel or FRAMEWORKS[work.framework].scatters_exchange else 1)
+
+
+def stream_bytes(work: Workload) -> int:
+    """Of a feature of the hidden states between the layers."""
+    return max(work.element_bytes, _FP32_BYTES) if work.shape.wide_stream else work.element_bytes
+
+
+def _embedding_gradient_bytes(work: Workload) -> int:
+    """What one of two ranks sends to add up the gradients of both: all of its own."""
+    numel = work.padded_vocabulary // work.tp * work.shape.hidden_size
+    both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
+    return numel * (work.gradient_bytes if both else work.element_bytes)

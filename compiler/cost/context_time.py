@@ -15,6 +15,8 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 
+from .blocks import window_exchanges
+from .coefficients import time_values
 from .context_exchanges import (
     SUM_BYTES,
     AttentionSizes,
@@ -28,9 +30,7 @@ from .context_exchanges import (
     sizes_of,
 )
 from .flops import attention_flops_per_token
-from .rates import time_values
 from .recurrent import halo_bytes, state_bytes
-from .window_keys import window_exchanges
 from .workload import Workload
 
 MESSAGE_SECONDS = {"cpu": 1.5e-4}

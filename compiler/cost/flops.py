@@ -14,9 +14,9 @@ from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
 
+from .blocks import head_parameters, mixture_parameters
 from .kinds import mean_over_layers
 from .recurrent import mixer_parameters, scan_flops_per_token
-from .streams import head_parameters, mixture_parameters
 
 CONVENTION = (
     "6 N + 12 L a dh S per token (arXiv 2204.02311, appendix B): head counted, no causal discount, no recompute"

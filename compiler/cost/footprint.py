@@ -198,15 +198,15 @@ def applied(work: Workload, values: Mapping[str, float]) -> Mapping[str, float]:
     return {**values, **COUNTED, "logits": 2.0 * work.element_bytes}
 
 
-def footprint(work: Workload, fit: Fit | None = None) -> Footprint:
-    """The memory of a layout.
+def footprint(work: Workload, fit: Fit | None = None, *, fullest: bool = False) -> Footprint:
+    """The memory of a layout; with `fullest`, without stages that hold less than others for sure.
 
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
     fitted = fit or default_memory()
     values = memory_values(work, fit)
-    stride, terms = work.stride(Axis.PP), memory_terms(work)
+    stride, terms = work.stride(Axis.PP), memory_terms(work, fullest=fullest)
     mixed = [
         (
             kind.share,

@@ -9,7 +9,7 @@ from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 from parcompile.model.type_traits import types_with
 
-from .window_keys import compressed_layers, gathered_bytes
+from .blocks import compressed_layers, gathered_bytes
 from .workload import Workload
 
 INDEX_BYTES = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
 
 from .indexer import frozen_bytes

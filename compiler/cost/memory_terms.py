@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from parcompile.layout.stages import Stage
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
-from .blocks import kept_by_blocks, kept_by_one, late_gradient
-from .collectives import routed_layers
-from .ends import embedding_backward_bytes, ends_bytes, loss_chunk_bytes
+from .blocks import (
+    head_bytes,
+    kept_by_blocks,
+    kept_by_one,
+    kept_of_use,
+    late_gradient,
+    parts_bytes,
+    projection_bytes,
+    uses,
+)
+from .collectives import buffer_bytes, routed_layers
 from .indexer import choice_bytes, scoring_bytes
-from .layer_inputs import parts_bytes, projection_bytes
-from .layer_passes import behind_mlp_bytes, in_flight_bytes, input_bytes, kept_attention, row_copies
+from .layer_passes import (
+    behind_mlp_bytes,
+    embedding_backward_bytes,
+    ends_bytes,
+    in_flight_bytes,
+    input_bytes,
+    kept_attention,
+    loss_chunk_bytes,
+    row_copies,
+)
 from .memory import LARGEST_BUCKET, has_bucket, keeps_both_gradients, optimizer_step_bytes, static_terms
+from .parameters import is_even
 from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes, let_go_bytes
-from .shared_blocks import kept_of_use, uses
-from .stage_exchanges import buffer_bytes
-from .streams import head_bytes
 from .workload import FRAMEWORKS, Workload
 
 
@@ -55,24 +71,21 @@ class _Held:
     largest: LayerBytes
 
     @classmethod
-    def of(cls, whole: Workload, index: int) -> _Held:
-        work, stage = whole.of_stage(whole.stages[index]), whole.stages[index]
-        of_model = whole.of_stage(whole.stages[0])
-        form = eager_layer_bytes if work.framework == "deepspeed" else layer_bytes
-
-        def keeps(shape: ModelShape, *, routed: bool) -> LayerBytes:
-            return form(
-                shape,
-                tp=whole.tp,
-                sequence_parallel=whole.sequence_parallel,
-                element_bytes=whole.element_bytes,
-                moe=routed,
-                row_copies=row_copies(whole),
-            )
-
-        dense, sparse = (keeps(of_model.busiest_shape, routed=one) for one in (False, of_model.shape.moe is not None))
+    def of(cls, work: Workload, index: int) -> _Held:
+        """Of a step with what the stage recomputes."""
+        stage = work.stages[index]
+        keeps = partial(
+            _layer_keeps,
+            eager=work.framework == "deepspeed",
+            tp=work.tp,
+            sequence_parallel=work.sequence_parallel,
+            element_bytes=work.element_bytes,
+            row_copies=row_copies(work),
+        )
+        busiest = work.busiest_shape
+        dense, sparse = (keeps(busiest, routed=one) for one in (False, work.shape.moe is not None))
         routed = routed_layers(work.shape, stage) > 0
-        kinds = [one for own, one in work.busiest_shape.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
+        kinds = [one for own, one in busiest.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
         each, usual = (keeps(one, routed=routed) for one in kinds), sparse if routed else dense
         return cls(work, stage, index, dense, sparse, max(each, key=lambda one: one.total, default=usual))
 
@@ -117,45 +130,83 @@ class _Held:
         return self.stage.layers if self.eager else range(0)
 
 
-def memory_terms(whole: Workload) -> list[StageTerms]:
-    """The terms of every stage.
+@lru_cache(maxsize=4096)
+def _layer_keeps(
+    shape: ModelShape,
+    *,
+    eager: bool,
+    tp: int,
+    sequence_parallel: bool,
+    element_bytes: int,
+    row_copies: float,
+    routed: bool,
+) -> LayerBytes:
+    """What a layer keeps for each token, remembered: layouts of one search share it."""
+    return (eager_layer_bytes if eager else layer_bytes)(
+        shape,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        element_bytes=element_bytes,
+        moe=routed,
+        row_copies=row_copies,
+    )
+
+
+def memory_terms(whole: Workload, *, fullest: bool = False) -> list[StageTerms]:
+    """The terms of every stage; with `fullest`, of those only that may hold most.
 
     Raises:
         ValueError: the layout cannot be cut.
     """
-    stages = whole.stages
-    first = whole.of_stage(stages[0])
-    numels = [first.stage_parameters(stage) for stage in stages]
+    stages = range(len(whole.stages))
+    works = {word: _recomputing(whole, word) for word in {whole.recompute_of(index) for index in stages}}
+    first = works[whole.recompute_of(0)]
+    numels = [first.stage_parameters(stage) for stage in whole.stages]
     both = keeps_both_gradients(first.framework, first.element_bytes, first.gradient_bytes, first.zero_stage)
     has_one = first.framework == "deepspeed" and has_bucket(first) and not both
     bucket = min(LARGEST_BUCKET, max(numels)) if has_one else 0
-    found = []
-    for index, (stage, numel) in enumerate(zip(stages, numels, strict=True)):
-        one = _Held.of(whole, index)
-        work, tokens = one.work, one.tokens
-        logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
-        kept = _at_peak(one, logits)
-        if one.eager:
-            exchange = buffer_bytes(work, index)
-        else:
-            exchange = tokens * work.shape.hidden_size * work.element_bytes * one.copies if work.pp > 1 else 0.0
-        found.append(
-            StageTerms(
-                index,
-                numel,
-                *static_terms(work, stage, numel),
-                bucket * work.element_bytes,
-                kept["stream"],
-                kept["attention"],
-                kept["mlp"],
-                kept["gathered"],
-                logits,
-                logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
-                exchange,
-                optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes) if one.eager else 0.0,
-            )
-        )
-    return found
+    shown = _unlike(whole, numels) if fullest else stages
+    return [_terms(_Held.of(works[whole.recompute_of(index)], index), numels[index], bucket) for index in shown]
+
+
+def _recomputing(whole: Workload, word: str) -> Workload:
+    return whole if word == whole.recompute else replace(whole, recompute=word)
+
+
+def _unlike(whole: Workload, numels: Sequence[int]) -> Sequence[int]:
+    """The first of stages with equal layers: it holds the activations of the most micro-batches."""
+    if not is_even(whole.shape) or whole.shape.parts or whole.shape.runs is not None:
+        return range(len(numels))
+    found: dict[object, int] = {}
+    for index, stage in enumerate(whole.stages):
+        counted = (numels[index], len(stage.layers), routed_layers(whole.shape, stage), whole.recompute_of(index))
+        found.setdefault((*counted, stage.has_embedding, stage.has_head), index)
+    return [*found.values()]
+
+
+def _terms(one: _Held, numel: int, bucket: int) -> StageTerms:
+    """The terms of a stage that trains so many parameters, beside a reduce bucket of so many elements."""
+    work, stage, tokens = one.work, one.stage, one.tokens
+    logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
+    kept = _at_peak(one, logits)
+    if one.eager:
+        exchange = buffer_bytes(work, one.index)
+    else:
+        exchange = tokens * work.shape.hidden_size * work.element_bytes * one.copies if work.pp > 1 else 0.0
+    return StageTerms(
+        one.index,
+        numel,
+        *static_terms(work, stage, numel),
+        bucket * work.element_bytes,
+        kept["stream"],
+        kept["attention"],
+        kept["mlp"],
+        kept["gathered"],
+        logits,
+        logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
+        exchange,
+        optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes) if one.eager else 0.0,
+    )
 
 
 def _at_peak(one: _Held, logits: float) -> dict[str, float]:

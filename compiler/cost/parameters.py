@@ -45,7 +45,7 @@ def stage_numel(
     return total
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=65536)
 def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: int | None = None) -> int:
     """Parameters of routed experts that one rank of a stage holds, remembered."""
     found = 0
@@ -57,6 +57,7 @@ def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: i
     return found
 
 
+@functools.lru_cache(maxsize=65536)
 def rank_parameters(
     shape: ModelShape,
     stage: Stage,
@@ -71,9 +72,7 @@ def rank_parameters(
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    unlike = shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices
-    mixed = shape.moe is not None and shape.moe.layers is not None
-    if unlike or mixed or _uneven(shape):
+    if not is_even(shape):
         return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
     first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
@@ -83,12 +82,16 @@ def rank_parameters(
 
 
 @functools.lru_cache(maxsize=1024)
-def _uneven(shape: ModelShape) -> bool:
-    """Whether a parameter stands in other layers than all, all dense ones, or all with experts."""
+def is_even(shape: ModelShape) -> bool:
+    """Whether all dense layers are equal, and all with experts, which come behind them."""
+    if shape.recurrent is not None or shape.kinds or shape.blocks is not None or shape.shares_choices:
+        return False
+    if shape.moe is not None and shape.moe.layers is not None:
+        return False
     every = range(shape.num_hidden_layers)
     first = min(shape.moe.first_moe_layer, len(every)) if shape.moe is not None else len(every)
     stretches = [list(one) for one in (every, every[:first], every[first:])]
-    return any(list(one.layers) not in stretches for one in parameter_table(shape).layer if one.layers is not None)
+    return all(list(one.layers) in stretches for one in parameter_table(shape).layer if one.layers is not None)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -23,7 +23,9 @@ def fewest_stages(work: Workload, memory: Fit | None = None) -> Workload | None:
     if work.pp == 1 or work.virtual_stages > 1:
         return None
     counts = range(1, work.pp)
-    index = bisect_left(counts, True, key=lambda count: is_safe(footprint(_recomputed(work, count), memory)))
+    index = bisect_left(
+        counts, True, key=lambda count: is_safe(footprint(_recomputed(work, count), memory, fullest=True))
+    )
     return None if index == len(counts) else _recomputed(work, counts[index])
 
 

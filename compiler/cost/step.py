@@ -17,13 +17,12 @@ from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes
-from .coefficients import Fit, default_time
+from .coefficients import Fit, default_time, time_values
+from .collectives import hidden_bytes
 from .context_time import ContextCost, context_cost, state_seconds, window_seconds
 from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
 from .indexer import index_flops_per_token
-from .rates import time_values
 from .recurrent import scan_flops_per_token
-from .stage_exchanges import hidden_bytes
 from .workload import FRAMEWORKS, Workload
 
 OPTIMIZER_BYTES = 28
@@ -107,8 +106,9 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
-        return sum(self.parts.values())
+        """The whole step: the sum of `parts`, in their order."""
+        waits = self.compute + self.launch + self.tensor + self.context + self.expert + self.bubble
+        return waits + self.exchange + self.gradients + self.optimizer
 
     @property
     def parts(self) -> dict[str, float]:
@@ -319,8 +319,8 @@ def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCo
     states = 0 if recurrent is None else len(recurrent.layers) / work.shape.num_hidden_layers
     context = attending * shared.seconds + states * state_seconds(work, values) + window_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
-    found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, 0.0)
-    return replace(found, whole=max(found.busy, _launch(terms, values)))
+    whole = max(work_layer + attention + tensor + context + expert, _launch(terms, values))
+    return _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:

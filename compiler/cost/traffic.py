@@ -10,11 +10,10 @@ from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
-from .collectives import Sent, collectives
+from .blocks import window_exchanges
+from .collectives import Sent, busiest_stage, collectives, stage_exchanges
 from .context_exchanges import ContextExchange, context_exchanges
 from .recurrent import sent_over_cp
-from .stage_exchanges import busiest_stage, stage_exchanges
-from .window_keys import window_exchanges
 from .workload import Workload
 
 

@@ -7,6 +7,7 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import expert_grid
-from parcompile.layout.optimizer import ShardedGroups, sharded_groups
 from parcompile.layout.schedule import Schedule
+from parcompile.layout.shards import ShardedGroups, sharded_groups
 from parcompile.layout.stages import Stage, even_stages
 from parcompile.layout.tensor import TensorLayout, padded_vocab_size, tensor_layout
 from parcompile.machines.accelerator import Accelerator, find_accelerator
@@ -136,11 +137,7 @@ class Workload:
     @property
     def busiest_shape(self) -> ModelShape:
         """The model as the busiest ep rank sees it: its experts compute that many more rows of each token."""
-        moe = self.shape.moe
-        if moe is None or self.imbalance == 1.0:
-            return self.shape
-        rows: Any = moe.num_experts_per_token * self.imbalance
-        return replace(self.shape, moe=replace(moe, num_experts_per_token=rows))
+        return _with_rows(self.shape, self.imbalance)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -156,6 +153,10 @@ class Workload:
         if isinstance(self.recompute, str):
             return self
         return replace(self, recompute=self.recompute[self.stages.index(stage)])
+
+    def recompute_of(self, stage: int) -> str:
+        """What the stage with this index recomputes."""
+        return self.recompute if isinstance(self.recompute, str) else self.recompute[stage]
 
     @property
     def most_recomputed(self) -> Workload:
@@ -304,5 +305,20 @@ class Workload:
 
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
-        dense = Grid.of(self.order, {axis: self.size(axis) for axis in DENSE_AXES})
-        return expert_grid(dense, self.ep, self.expert_tp).stride(axis)
+        sizes = tuple(self.size(one) for one in DENSE_AXES)
+        return _expert_stride(self.order, sizes, self.ep, self.expert_tp, axis)
+
+
+@lru_cache(maxsize=256)
+def _with_rows(shape: ModelShape, factor: float) -> ModelShape:
+    """A model each of whose tokens takes that many times its experts."""
+    if shape.moe is None or factor == 1.0:
+        return shape
+    rows: Any = shape.moe.num_experts_per_token * factor
+    return replace(shape, moe=replace(shape.moe, num_experts_per_token=rows))
+
+
+@lru_cache(maxsize=65536)
+def _expert_stride(order: tuple[Axis, ...], sizes: tuple[int, ...], ep: int, expert_tp: int | None, axis: Axis) -> int:
+    dense = Grid.of(order, dict(zip(DENSE_AXES, sizes, strict=True)))
+    return expert_grid(dense, ep, expert_tp).stride(axis)

@@ -1,4 +1,4 @@
-"""The process groups of a plan, by name.
+"""The process groups of a plan, by name and by family, and where they lie on the machines.
 
 | group | ranks differ in | used for |
 |---|---|---|
@@ -12,17 +12,146 @@
 | expert-tp, ep, expert-dp, expert-tp-ep, expert-tp-ep-pp | those axes of the expert grid | routed experts |
 
 The runtime creates the groups of `Groups.names`; all others are computed when they are asked for.
+
+Where groups lie on the machines: which of them leave their node, over how many nodes and rails they reach.
+
+A node holds `per_node` consecutive ranks; a rail joins the ranks of equal place on all nodes. Everything is counted
+from sizes and strides: a group's nodes depend on its first rank only through that rank's place on its node, and there
+are `per_node` such places.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
 
 from .grid import Grid
-from .group_families import AxisGroups, EmbeddingGroups, GroupFamily, hierarchical_cp_families, kv_replica_family
+
+# A family is all groups of one kind. Most are slices of a grid; embedding groups are the ends of pipeline groups.
+
+Steps = tuple[tuple[int, int], ...]
+"""Size and stride of each axis along which ranks differ, innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroups:
+    """Groups whose members differ only along `axes` of `grid`: each rank is in exactly one."""
+
+    grid: Grid
+    axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks of one group."""
+        return self.grid.size(self.axes)
+
+    @property
+    def count(self) -> int:
+        """Groups."""
+        return self.grid.world_size // self.size
+
+    @property
+    def members(self) -> Steps:
+        """How the members of a group differ from its first rank."""
+        return self.grid.steps(self.axes)
+
+    @property
+    def starts(self) -> Steps:
+        """How the first ranks of the groups differ from rank 0."""
+        return self.grid.steps([axis for axis in self.grid.order if axis not in self.axes])
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The group of a rank, ascending.
+
+        Raises:
+            ValueError: the rank is not in the grid.
+        """
+        return self.grid.group(rank, self.axes)
+
+    def all(self) -> Iterator[tuple[int, ...]]:
+        """Every group, ordered by its first rank."""
+        yield from self.grid.groups(self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingGroups:
+    """The first, or the first and the last, rank of each pipeline group; the ranks between are in no group.
+
+    Megatron-LM keeps tied embeddings equal over {first, last}, and learned positions over {first}.
+    """
+
+    pipeline: AxisGroups
+    last: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis along which members differ."""
+        return self.pipeline.axes
+
+    @property
+    def size(self) -> int:
+        """Ranks of one group."""
+        return 2 if self.last and self.pipeline.size > 1 else 1
+
+    @property
+    def count(self) -> int:
+        """Groups."""
+        return self.pipeline.count
+
+    @property
+    def members(self) -> Steps:
+        """How the last rank differs from the first: one step over all stages between."""
+        if self.size == 1:
+            return ()
+        return ((2, sum((size - 1) * stride for size, stride in self.pipeline.members)),)
+
+    @property
+    def starts(self) -> Steps:
+        """How the first ranks of the groups differ from rank 0."""
+        return self.pipeline.starts
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The group of a rank, or nothing when it is in none."""
+        ends = self._ends(self.pipeline.of_rank(rank))
+        return ends if rank in ends else ()
+
+    def all(self) -> Iterator[tuple[int, ...]]:
+        """Every group, ordered by its first rank."""
+        for group in self.pipeline.all():
+            yield self._ends(group)
+
+    def _ends(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        return (group[0], group[-1]) if self.size == 2 else group[:1]
+
+
+GroupFamily = AxisGroups | EmbeddingGroups
+
+
+def kv_replica_family(grid: Grid, replicas: int) -> AxisGroups:
+    """`replicas` consecutive ranks of each tp group: they hold the same kv heads."""
+    tp = grid.size((Axis.TP,))
+    return AxisGroups(grid.factored(Axis.TP, ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
+
+
+def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[AxisGroups, ...]:
+    """One family for each level of a hierarchical context-parallel group, the innermost level first.
+
+    Megatron-Core calls the sizes `hierarchical_context_parallel_sizes`.
+
+    Raises:
+        ValueError: the sizes do not multiply to cp.
+    """
+    names = tuple(f"cp-{level}" for level in range(len(sizes)))
+    factored = grid.factored(Axis.CP, names, sizes)
+    return tuple(AxisGroups(factored, (name,)) for name in names)
+
+
+# The process groups of a plan, by name.
 
 GROUP_AXES: dict[str, tuple[Axis, ...]] = {
     Axis.TP: (Axis.TP,),
@@ -158,3 +287,98 @@ class Groups:
     def all(self, name: str) -> Iterator[tuple[int, ...]]:
         """Every group of this name; each rank is in exactly one (in at most one embedding group)."""
         yield from self.family(name).all()
+
+
+# Where groups lie on the machines: which of them leave their node, over how many nodes and rails they reach.
+
+NODE, NETWORK = "node", "network"
+"""The slowest link that a group uses: inside a node, or between nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far the groups of one family reach.
+
+    `nodes` and `rails` are the smallest and the largest number that one group touches.
+    """
+
+    count: int
+    leaving_node: int
+    nodes: tuple[int, int]
+    rails: tuple[int, int]
+
+    @property
+    def slowest_link(self) -> str:
+        """The slowest link that any group of the family uses."""
+        return NETWORK if self.leaving_node else NODE
+
+
+def reach(family: GroupFamily, per_node: int) -> Reach:
+    """How far the groups of a family reach, without enumerating them."""
+    return _reach(tuple(family.starts), tuple(family.members), family.count, per_node)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reach(starts: Steps, members: Steps, count: int, per_node: int) -> Reach:
+    """Kept: rules, the plan's hash and the plan itself ask for the same orders of the axes."""
+    places = _places(starts, per_node)
+    nodes = {place: nodes_touched(place, members, per_node) for place in places}
+    rails = {place: _rails(place, members, per_node) for place in places}
+    leaving = sum(times for place, times in places.items() if nodes[place] > 1)
+    return Reach(
+        count=count,
+        leaving_node=leaving,
+        nodes=(min(nodes.values()), max(nodes.values())),
+        rails=(min(rails.values()), max(rails.values())),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def nodes_touched(first: int, members: Steps, per_node: int) -> int:
+    """On how many nodes the ranks `first + members` lie, in the time of the steps and `per_node`.
+
+    The steps of the last (outermost) member repeat their place on a node after a period. Each step counts the nodes of
+    what lies inside it, less one where the next step begins on the node on which it ends.
+    """
+    if not members:
+        return 1
+    *rest, (size, stride) = members
+    inner = tuple(rest)
+    span = sum((count - 1) * step for count, step in inner)
+    period = per_node // math.gcd(stride, per_node)
+    total = 0
+    for index in range(min(size, period)):
+        place = (first + index * stride) % per_node
+        total += _times(index, size, period) * nodes_touched(place, inner, per_node)
+        if (place + span) // per_node == (place + stride) // per_node:
+            total -= _times(index, size - 1, period)
+    return total
+
+
+def _times(index: int, size: int, period: int) -> int:
+    """How many of `size` steps are `index` modulo `period`."""
+    return size // period + (index < size % period)
+
+
+def _places(starts: Steps, per_node: int) -> Counter[int]:
+    """How many of the first ranks stand at each place of a node."""
+    found: Counter[int] = Counter({0: 1})
+    for size, stride in starts:
+        period = per_node // math.gcd(stride, per_node)
+        step: Counter[int] = Counter()
+        for index in range(min(size, period)):
+            step[index * stride % per_node] += _times(index, size, period)
+        following: Counter[int] = Counter()
+        for place, count in found.items():
+            for offset, times in step.items():
+                following[(place + offset) % per_node] += count * times
+        found = following
+    return found
+
+
+def _rails(first: int, members: Steps, per_node: int) -> int:
+    places = {first % per_node}
+    for size, stride in members:
+        period = per_node // math.gcd(stride, per_node)
+        places = {(place + index * stride) % per_node for place in places for index in range(min(size, period))}
+    return len(places)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 
@@ -112,6 +113,7 @@ def merged(stages: Sequence[Stage], boundary: int) -> Stage:
     )
 
 
+@lru_cache(maxsize=256)  # a search asks for the same ones for every stage of every layout
 def even_stages(num_layers: int, pp: int) -> tuple[Stage, ...]:
     """`num_layers / pp` layers on each of `pp` stages.
 

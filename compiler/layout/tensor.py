@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from parcompile.model.table import Parameter, Part, Split
 
-from .experts import Ranges, owned_experts
+from .shards import Ranges, owned_experts
 
 
 class SplitError(ValueError):

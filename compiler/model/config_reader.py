@@ -8,7 +8,7 @@ from typing import Any
 from .derived_rows import by_hand
 from .family import Family
 from .layer_kind import LayersError
-from .layer_period import LayerPeriod
+from .layer_runs import LayerPeriod
 from .tables import alias_of, class_default, reads
 
 Config = Mapping[str, Any]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from .catalogue import ALIKE, ModelType, model_types
-from .derived_facts import norms_queries
+from .derived_rows import norms_queries
 from .presets import find_preset, presets
 
 AXES = "tp, cp, pp, dp, sequence parallelism"

@@ -11,8 +11,7 @@ from .blocks import Traits
 from .compressed_keys import LowRank
 from .indexer import Indexer
 from .layer_kind import LayerShape
-from .layer_period import LayerPeriod
-from .layer_runs import LayerRuns
+from .layer_runs import LayerPeriod, LayerRuns
 from .plug_in_traits import ExpertsOfPlugIn, OfPlugIn, Switch
 from .recurrent.traits import Recurrent
 from .shape import LayerInputs, ModelShape

@@ -18,8 +18,7 @@ from .blocks import Block
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
-from .derived_facts import facts_of
-from .derived_rows import by_hand
+from .derived_rows import by_hand, facts_of
 from .families import FAMILIES, try_family
 from .family import Family, Latent, Norm
 from .indexer import IndexerShape, indexer_shape
@@ -183,8 +182,7 @@ def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
         "mlp_bias": family.is_on(family.mlp_bias, config),
         "head_bias": family.is_on(family.head_bias, config),
         "tie_word_embeddings": not family.never_tied and family.is_on("tie_word_embeddings", config),
-        "qk_norm": (normed := family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config)),
-        "norm_over_heads": normed and family.qk_norm is QkNorm.WHOLE,
+        "qk_norm": family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
         "norm_bias": family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
     }
 

@@ -101,8 +101,6 @@ class ModelShape:
     """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
     """A norm of the queries and keys."""
-    norm_over_heads: bool = False
-    """It is one over all heads together."""
     bare_qk_norms: float = 0.0
     """The share of the layers in which norms without a weight norm queries and keys."""
     attention_gate: int = 0

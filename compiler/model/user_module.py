@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 LAYER = "*"
 """Stands for the number of the layer in a name."""
@@ -142,8 +142,7 @@ def _misfit(name: str, shape: tuple[int, ...], rule: InjectionRule, vocab_size: 
         size = shape[0] if rule.kind == "column" else shape[-1]
         whole = sum(rule.units)
         if whole and size % whole and not (bias and rule.kind == "row"):
-            return (
-                f"{name} is cut along {size} = {' + '.join(map(str, rule.units))} heads: {size} / {whole} is not whole"
-            )
+            heads = " + ".join(map(str, rule.units))
+            return f"{name} is split along {size} = {heads} heads: {size} / {whole} is not whole"
         return None
     return f'{name} {list(shape)}: "{rule.kind}" is for linears, whose weight is [out, in]'

@@ -1,9 +1,8 @@
 """The plan: the one artefact that the runtime reads, and what is made of it."""
 
 from .compile import compile_plan
-from .load import load_plan
 from .plan import Plan, PlanError, Refusal
-from .tree import plan_from_tree, plan_tree
+from .tree import load_plan, plan_from_tree, plan_tree
 
 __all__ = [
     "Plan",

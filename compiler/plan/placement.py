@@ -11,20 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parcompile.cost.collectives import collectives
+from parcompile.cost.blocks import window_exchanges
+from parcompile.cost.collectives import busiest_stage, collectives, stage_exchanges
 from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.indexer import key_bytes
 from parcompile.cost.recurrent import sent_over_cp
-from parcompile.cost.stage_exchanges import busiest_stage, stage_exchanges
 from parcompile.cost.traffic import sending_most
-from parcompile.cost.window_keys import window_exchanges
 from parcompile.cost.workload import Workload
-from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
-from parcompile.layout.group_families import AxisGroups
-from parcompile.layout.groups import EXPERT_DP, KV_REPLICA, Groups, expert_grid
+from parcompile.layout.groups import EXPERT_DP, KV_REPLICA, AxisGroups, Groups, Reach, expert_grid, reach
+from parcompile.layout.shards import keeps_places
 from parcompile.layout.stages import Stage
-from parcompile.layout.topology import Reach, reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Resume(str, enum.Enum):
     """How a checkpoint of the first plan gets into a run of the second."""
 
     SAME_FILES = "same files"
-    CUT_ANEW = "cut anew while it is loaded"
+    CUT_ANEW = "resharded while it is loaded"
     UNIVERSAL = "universal conversion"
     NO = "not possible"
 
@@ -128,7 +128,7 @@ def by_deepspeed(before: Plan, after: Plan) -> Resumption:
         reasons.append(f"tp {old.tp} → {new.tp}: DeepSpeed's files are one per tp rank")
     if old.zero_shards != new.zero_shards and after.spec.zero_stage:
         reasons.append(
-            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is cut into as many files, and "
+            f"dp · cp {old.zero_shards} → {new.zero_shards}: the optimizer state is sharded into as many files, and "
             "DeepSpeed refuses another number"
         )
     if padded_vocabulary(before) != padded_vocabulary(after):
@@ -168,4 +168,4 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
     if old.tp != new.tp and any(
         parameter.split is not None and len(parameter.split.parts) > 1 for parameter in before.parameters
     ):
-        yield "a fused projection is cut part by part: DeepSpeed's converter would join its slices as one"
+        yield "a fused projection is sharded part by part: DeepSpeed's converter would join its slices as one"

@@ -1,4 +1,4 @@
-"""The sections of a plan that follow from its layout.
+"""The sections of a plan that follow from its layout, and the file of its process groups.
 
 Whatever grows with the world is described by sizes and strides, so that a plan for a million ranks is as long as one
 for eight.
@@ -6,6 +6,7 @@ for eight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,19 +14,21 @@ from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
-from parcompile.layout.group_families import GroupFamily
-from parcompile.layout.optimizer import even_shard
+from parcompile.layout.groups import GroupFamily, reach
+from parcompile.layout.groups import Groups as PlanGroups
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
+from parcompile.layout.shards import even_shard
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import TensorLayout
-from parcompile.layout.topology import reach
 from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.workload import workload_of
 
 from .placement import alternatives, placement, step_traffic
 from .plan import Plan
+
+# The sections of a plan that follow from its layout.
 
 EXPANDED_CP = 1024
 """Up to this cp the plan lists the tokens of each cp rank; beyond, they follow from `layout.sequence`."""
@@ -224,9 +227,9 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
     """How ZeRO cuts the optimizer state of a rank of the largest stage."""
     shards = spec.optimizer_shards
     memory = static_memory(workload_of(spec))
-    rule = "DeepSpeed: pad to a multiple of 2 · shards, then cut evenly"
+    rule = "DeepSpeed: pad to a multiple of 2 · shards, then split evenly"
     if spec.parallelism.ep > 1:
-        rule += "; experts that are dealt over ep are padded and cut by themselves, over expert-dp"
+        rule += "; experts that are dealt over ep are padded and sharded by themselves, over expert-dp"
     return {
         "rule": rule if spec.zero_stage else "none: every rank holds all of it",
         "shards": shards,
@@ -234,3 +237,65 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
         "padded_numel": memory.padded_numel,
         "shard_numel": memory.shard_numel,
     }
+
+
+# process_groups.json: every group, for people and for launchers that build groups themselves.
+
+EXPANDED_WORLD = 4096
+"""Up to this world size every group is spelled out.
+
+Beyond, the file has sizes and strides only, and `parcompile groups` computes the groups of any rank.
+"""
+
+
+def process_groups(plan: Plan) -> dict[str, Any]:
+    """All groups of a plan, by name: as sizes and strides, and spelled out up to `EXPANDED_WORLD` ranks."""
+    groups = plan.groups
+    expanded = plan.world_size <= EXPANDED_WORLD
+    return {
+        "compiler_version": plan.compiler_version,
+        "spec_hash": plan.spec_hash,
+        "world_size": plan.world_size,
+        "order": "-".join(plan.spec.parallelism.order),
+        "gpus_per_node": plan.spec.cluster.gpus_per_node,
+        "expanded": expanded,
+        "groups": {name: [list(ranks) for ranks in groups.all(name)] for name in groups.all_names}
+        if expanded
+        else None,
+        "strided": {name: strided(groups.family(name)) for name in groups.all_names},
+    }
+
+
+def rank_groups(plan: Plan, rank: int, names: Sequence[str] = ()) -> dict[str, Any]:
+    """The coordinates and groups of one rank, computed in the size of its groups.
+
+    `names` are the groups to show; without any, those of the runtime, and those of the experts when the plan has them.
+
+    Raises:
+        ValueError: the rank is not in the plan's world, or there is no group of that name.
+    """
+    groups, per_node = plan.groups, plan.spec.cluster.gpus_per_node
+    coordinates = {axis: index for axis, index in groups.grid.coordinates(rank).items() if axis != Axis.EP}
+    if groups.ep > 1:
+        expert = groups.expert_grid.coordinates(rank)
+        coordinates |= {Axis.EP: expert[Axis.EP], "expert-dp": expert[Axis.DP]}
+    found = {}
+    for name in [known_name(groups, name) for name in names] or groups.shown_names:
+        ranks = groups.of_rank(name, rank)
+        found[name] = {"ranks": list(ranks), "nodes": sorted({member // per_node for member in ranks})}
+    return {"rank": rank, "coordinates": coordinates, "groups": found}
+
+
+def known_name(groups: PlanGroups, name: str) -> str:
+    """The name under which a group is known: axes may be joined in any order (`cp-dp` is `dp-cp`).
+
+    Raises:
+        ValueError: there is no group of that name.
+    """
+    if name in groups.all_names:
+        return name
+    wanted = sorted(name.split("-"))
+    for known in groups.all_names:
+        if sorted(known.split("-")) == wanted:
+            return known
+    raise ValueError(f"there is no group {name!r}; there are {', '.join(groups.all_names)}")

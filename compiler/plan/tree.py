@@ -1,4 +1,4 @@
-"""The plan as the JSON tree that is written, and back."""
+"""The plan as the JSON tree that is written, and back: from its file, or the spec of one that is not at hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_type_hints
 
+from parcompile.atomic import locate, read_set
 from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
@@ -29,10 +31,13 @@ from parcompile.spec import (
 )
 from parcompile.spec.workload import workload_of
 from parcompile.text.typed import shown
+from parcompile.user_files import read_text
 from parcompile.version import __version__
 
 from .plan import Plan, PlanError, Refusal
 from .sections import groups, optimizer_shards, sequence, stage_rows, tensors, topology
+
+# The plan as the JSON tree that is written, and back.
 
 PLAN_VERSION = 1
 KEYS = (
@@ -205,3 +210,85 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
     training["optimizer"]["betas"] = list(spec.training.optimizer.betas)
     return training
+
+
+# Reads a plan from its file.
+
+
+def plan_file(path: str | Path) -> Path:
+    """The file of a plan, which may be given as its folder.
+
+    Raises:
+        PlanError: the folder holds none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = locate(file, "plan.json")
+        if not file.exists():
+            raise PlanError(f"{path} is a folder without a plan.json: name a file, or the folder of a compiled plan")
+    elif file.name == "plan.json":
+        file = locate(file.parent, file.name)
+    return file
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads `plan.json`, or the folder that holds it.
+
+    Raises:
+        PlanError: the file cannot be read, or is not a plan of this version.
+    """
+    file = plan_file(path)
+    try:
+        tree = json.loads(_content(Path(path), file))
+    except OSError as error:
+        raise PlanError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict) or "plan_version" not in tree:
+        raise PlanError(f"{file} is not a plan: compile a spec with `parcompile spec.json -o DIR`")
+    try:
+        return plan_from_tree(tree)
+    except PlanError as error:
+        raise PlanError(f"{file}: {error}") from None
+
+
+def _content(path: Path, file: Path) -> str:
+    """The text of a plan; one that a compilation is moving at this moment is found where it is."""
+    if file.name != "plan.json":
+        return read_text(file)
+    content = read_set(path if path.is_dir() else path.parent, ["plan.json"])["plan.json"]
+    return read_text(file) if content is None else content.decode("utf-8")
+
+
+# The spec of a plan whose file is not at hand: the values that it gave stand in the provenance.
+
+
+def written(plan: Plan) -> dict[str, Any]:
+    """The spec as it was written, as far as its values tell: files beside it are replaced by what they held."""
+    spec = plan.spec
+    tree: dict[str, Any] = {"version": 1}
+    for path, found in sorted(spec.provenance.items()):
+        if found.origin is Origin.SPEC:
+            *sections, key = path.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[key] = found.value
+    if any(found.origin is Origin.CONFIG for found in spec.provenance.values()):
+        tree["model"] = dict(spec.model.hf_config)
+    if _machine_file(plan) is not None:
+        tree["cluster"]["accelerator"] = spec.cluster.accelerator
+    return tree
+
+
+def lacking(plan: Plan) -> str | None:
+    """What of a plan whose spec is not at hand a spec alone cannot say: the figures of a machine that a file held."""
+    file = _machine_file(plan)
+    return None if file is None else f"the figures of the machine in {file}"
+
+
+def _machine_file(plan: Plan) -> str | None:
+    """The file that described the accelerator, if one did."""
+    given = plan.spec.provenance.get("cluster.accelerator")
+    value = None if given is None or plan.spec.cluster.preset is None else given.value
+    return value if isinstance(value, str) else None

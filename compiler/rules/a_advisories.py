@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from parcompile.advisories import Advisory, advisories
 from parcompile.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
-from parcompile.backends.deepspeed.fillers import LIGHTNING
-from parcompile.backends.deepspeed.surroundings import Asked
-from parcompile.backends.deepspeed.versions import known
+from parcompile.backends.deepspeed.surroundings import LIGHTNING, Asked
+from parcompile.backends.deepspeed.table import known
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 
 from .file_registry import DEEPSPEED, MEGATRON, Check, Settings, file_rule

@@ -1,4 +1,4 @@
-"""The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding."""
+"""Batches: global batch = micro-batch · accumulation steps · dp without rounding, virtual stages, evaluation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from parcompile.layout.grid import Axis
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 
-from .arithmetic import divisors, listed, nearest_multiples
-from .places import also
+from .arithmetic import also, divisors, listed, nearest_multiples
 from .registry import Finding, rule
+
+# The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding.
 
 _TOTAL = ("training", "global_batch_size")
 _MICRO = ("training", "micro_batch_size")
@@ -163,3 +164,145 @@ def inferred_batch_is_shown(spec: Resolution) -> Iterator[Finding]:
             found = spec.provenance[".".join(path)]
             how = found.detail if found.origin is Origin.DERIVED else "the default"
             yield Finding(f"{path[1]} = {size}: {how}", path)
+
+
+# The interleaved schedule: micro-batches go through a pipeline with virtual stages in groups.
+
+_GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
+_VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
+_PP = ("parallelism", "pp")
+_INTERLEAVED = {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}
+_FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
+
+
+@rule(
+    "B006",
+    "the micro-batches do not divide into groups",
+    """With virtual stages a rank runs a group of N consecutive micro-batches (pp unless
+    microbatch_group_size_per_virtual_pipeline_stage is given) on one virtual stage before it goes to the next. N is at
+    least pp and at most the number of micro-batches, and the last group is either whole or has pp micro-batches or
+    more: micro-batches % N is 0 or at least pp.""",
+    wrong={"parallelism": _INTERLEAVED, "training": {"global_batch_size": 12, **_FP32_SUMS}},
+    right={"parallelism": _INTERLEAVED, "training": {"global_batch_size": 16, **_FP32_SUMS}},
+    sources=("Megatron-Core pipeline_parallel/schedules.py",),
+)
+def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
+    """Fires when N is outside [pp, micro-batches], or the last group is too small."""
+    group, pp, steps = spec.microbatch_group_size, spec.axis(Axis.PP), spec.gradient_accumulation_steps
+    if group is None or pp == 1:
+        return
+    rest = steps % group
+    if pp <= group <= steps and not 0 < rest < pp:
+        return
+    if not pp <= group <= steps:
+        message = f"groups of {group} micro-batches: {group} is not between pp {pp} and the {steps} micro-batches"
+    else:
+        message = f"{steps} micro-batches in groups of {group}: {steps} % {group} = {rest} is neither 0 nor pp {pp}"
+    # Every divisor of the micro-batches that is no smaller than pp makes whole groups.
+    near = sorted((size for size in divisors(steps) if size >= pp), key=lambda size: (abs(size - group), size))[:2]
+    fixes = [Fix(f"set {_GROUP[-1]} to {size}", Safety.CHANGES_COST, (Edit(_GROUP, size),)) for size in near]
+    fixes += _other_batches(spec)
+    fixes.append(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, _without(spec)))
+    yield Finding(
+        message + (f"; nearest: {listed(near)}" if near else ""),
+        _GROUP if spec.given(*_GROUP) else _VIRTUAL,
+        help=f"use a number of micro-batches that is a multiple of pp {pp}, or another group",
+        fixes=tuple(fixes),
+        related=also(spec, _PP, _TOTAL, ("training", "gradient_accumulation_steps")),
+    )
+
+
+def _other_batches(spec: Resolution) -> list[Fix]:
+    if not spec.given(*_TOTAL) or spec.given("training", "gradient_accumulation_steps"):
+        return []
+    whole = spec.axis(Axis.PP) * spec.micro_batch_size * spec.axis(Axis.DP)
+    near = [value for value in nearest_multiples(spec.global_batch_size, whole) if value != spec.global_batch_size]
+    return [Fix(f"set global_batch_size to {value}", Safety.CHANGES_NUMERICS, (Edit(_TOTAL, value),)) for value in near]
+
+
+def _without(spec: Resolution) -> tuple[Edit, ...]:
+    return tuple(Edit(path, remove=True) for path in (_VIRTUAL, _GROUP) if spec.given(*path))
+
+
+@rule(
+    "B007",
+    "a group of micro-batches without virtual stages",
+    """microbatch_group_size_per_virtual_pipeline_stage concerns the interleaved schedule, which has virtual stages.""",
+    wrong={"parallelism": {"microbatch_group_size_per_virtual_pipeline_stage": 8}},
+    right={
+        "parallelism": {**_INTERLEAVED, "microbatch_group_size_per_virtual_pipeline_stage": 8},
+        "training": _FP32_SUMS,
+    },
+    severity=Severity.WARNING,
+    sources=("Megatron-Core model_parallel_config.py",),
+)
+def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the key without virtual stages."""
+    if spec.given(*_GROUP) and spec.virtual_stages == 1:
+        yield Finding(
+            f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1",
+            _GROUP,
+            help=f"remove it, or set {_VIRTUAL[-1]}",
+            fixes=(Fix(f"remove {_GROUP[-1]}", Safety.SAFE, (Edit(_GROUP, remove=True),)),),
+            related=also(spec, _VIRTUAL),
+        )
+
+
+# Batches of evaluation.
+
+_EVAL_TOTAL = ("training", "eval_global_batch_size")
+_EVAL_MICRO = ("training", "eval_micro_batch_size")
+
+
+@rule(
+    "B008",
+    "the evaluation batch does not divide into micro-batches",
+    """As in training, every model copy evaluates the same whole number of micro-batches: eval_global_batch_size %
+    (eval_micro_batch_size · dp) = 0. What is left out is that of training.""",
+    wrong={"training": {"eval_global_batch_size": 12}},
+    right={"training": {"eval_global_batch_size": 16}},
+    sources=("Megatron-LM arguments.py",),
+)
+def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
+    """Fires when one of both is given and they do not divide."""
+    given = [path for path in (_EVAL_TOTAL, _EVAL_MICRO) if spec.given(*path)]
+    if not given:
+        return
+    total = spec.eval_batch("global_batch_size", spec.global_batch_size)
+    micro, dp = spec.eval_batch("micro_batch_size", spec.micro_batch_size), spec.axis(Axis.DP)
+    if total % (micro * dp) == 0:
+        return
+    near = nearest_multiples(total, micro * dp)
+    yield Finding(
+        f"eval_global_batch_size {total} / (eval_micro_batch_size {micro} · dp {dp}) = {total} / {micro * dp} is not "
+        f"whole; nearest: {listed(near)}",
+        given[0],
+        help=f"write a multiple of {micro * dp}",
+        fixes=(
+            *(
+                Fix(f"set {_EVAL_TOTAL[1]} to {value}", Safety.CHANGES_COST, (Edit(_EVAL_TOTAL, value),))
+                for value in near
+            ),
+            Fix("remove both", Safety.CHANGES_COST, tuple(Edit(path, remove=True) for path in given)),
+        ),
+        related=also(spec, *given[1:], ("training", "global_batch_size"), ("parallelism", "dp")),
+    )
+
+
+@rule(
+    "B009",
+    "DeepSpeed has no evaluation batch",
+    """DeepSpeed's configuration has no key for the evaluation batch. It is passed to Megatron-LM, and read by
+    `parcompile.runtime.evaluate`; another evaluation loop does not see it.""",
+    wrong={"training": {"eval_global_batch_size": 16}},
+    right={"training": {}},
+    severity=Severity.INFO,
+    targets=("deepspeed", "runtime"),
+)
+def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
+    """Fires when one is given."""
+    for path in (_EVAL_TOTAL, _EVAL_MICRO):
+        if spec.given(*path):
+            yield Finding(
+                f"{path[1]} is not in DeepSpeed's configuration", path, help="parcompile.runtime.evaluate reads it"
+            )

@@ -14,8 +14,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.cp_implementation import AUTO
 
-from .arithmetic import divisors, listed
-from .places import also
+from .arithmetic import also, divisors, listed
 from .registry import Finding, rule
 
 _CP = ("parallelism", "cp")

@@ -10,9 +10,8 @@ from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
 
-from .arithmetic import listed, nearest_multiples
+from .arithmetic import also, listed, nearest_multiples
 from .examples import HYBRID
-from .places import also
 from .registry import Finding, rule
 
 _LENGTH = ("training", "sequence_length")

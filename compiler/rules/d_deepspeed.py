@@ -1,15 +1,25 @@
-"""The further DeepSpeed keys of a spec: nothing in them may fight the plan."""
+"""The further DeepSpeed keys of a spec: none may fight the plan, and what changes the numbers of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import DECIDED_BY, FORBIDDEN, FORBIDDEN_ZERO, refusal
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety
+from parcompile.backends.deepspeed.facts import (
+    DECIDED_BY,
+    FORBIDDEN,
+    FORBIDDEN_ZERO,
+    refusal,
+    refused_scaling,
+    wrong_scale,
+)
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
+from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
-from .places import also
+from .arithmetic import also
 from .registry import Finding, rule
+
+# The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 
 _STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantized_gradients", "mics_shard_size"})
 """Those that DeepSpeed ignores below stage 3: there they only have no effect (Z003)."""
@@ -86,3 +96,95 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
 def _refused(path: Path, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:
     fixes = (Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),)
     return Finding(message, path, help=hint, fixes=fixes, related=related)
+
+
+# Further DeepSpeed keys that change the numbers of a run, wrongly or merely differently.
+
+_PREDIVIDE = ("deepspeed", "gradient_predivide_factor")
+_SCATTER = ("deepspeed", "zero_optimization", "reduce_scatter")
+_PRESCALE = ("deepspeed", "prescale_gradients")
+_REDUCTION = ("deepspeed", "gradient_allreduce_op")
+
+
+@rule(
+    "D005",
+    "a DeepSpeed key gives wrong gradients",
+    """The runtime scales its loss for DeepSpeed's default reduction of gradients, a mean over the ranks.
+    gradient_allreduce_op "sum" gives gradients another scale, and so does a gradient_predivide_factor equal to the
+    number of ranks where DeepSpeed does not multiply it back. With Adam and clipping the loss curve does not show the
+    mistake. With reduce_scatter, stages 2 and 3 refuse a factor and prescale_gradients.""",
+    wrong={"deepspeed": {"gradient_allreduce_op": "sum"}},
+    right={"deepspeed": {"prescale_gradients": True}},
+    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
+    targets=("deepspeed",),
+)
+def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
+    """Fires when gradients are predivided, and when they are not averaged."""
+    if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
+        yield Finding(
+            f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large",
+            _REDUCTION,
+            help="remove it: the mean over dp is what the plan's loss needs",
+            fixes=(_removal(_REDUCTION),),
+        )
+    factor = spec.get(*_PREDIVIDE) if spec.given(*_PREDIVIDE) else 1
+    prescale = spec.given(*_PRESCALE) and spec.get(*_PRESCALE) is True
+    if factor == 1 and not prescale:
+        return
+    stage = spec.zero_stage
+    scatter = not (spec.given(*_SCATTER) and spec.get(*_SCATTER) is False)
+    path = _PREDIVIDE if factor != 1 else _PRESCALE
+    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor)
+    if refused is not None:
+        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=(_removal(path),))
+        return
+    cp = spec.axis(Axis.CP)
+    wrong = wrong_scale(
+        stage,
+        reduce_scatter=scatter,
+        prescale=prescale,
+        predivide=factor,
+        ranks=spec.axis(Axis.DP) * cp,
+        cp=cp,
+    )
+    if wrong is not None:
+        yield Finding(
+            f"gradient_predivide_factor {factor:g} with reduce_scatter false: gradients come out {wrong}",
+            _PREDIVIDE,
+            help="write another factor, or remove one of the two",
+            fixes=(_removal(_PREDIVIDE), _removal(_SCATTER)),
+            related=also(spec, _SCATTER),
+        )
+
+
+@rule(
+    "D006",
+    "a DeepSpeed key replaces a value of the plan",
+    """The emitted configuration names every key that affects numerics. A further key of the same name takes the place
+    of the plan's value.""",
+    wrong={"deepspeed": {"communication_data_type": "fp32"}},
+    right={"deepspeed": {"wall_clock_breakdown": True}},
+    severity=Severity.INFO,
+    targets=("deepspeed",),
+)
+def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says which value of the plan is replaced."""
+    planned: dict[tuple[str, ...], object] = {
+        ("prescale_gradients",): False,
+        ("gradient_predivide_factor",): 1.0,
+        ("communication_data_type",): spec.precision.value,
+        ("seq_parallel_communication_data_type",): "fp32",
+        ("zero_allow_untested_optimizer",): False,
+        ("zero_optimization", "reduce_scatter"): True,
+        ("zero_optimization", "contiguous_gradients"): True,
+        ("zero_optimization", "overlap_comm"): False,
+        ("zero_optimization", "allgather_partitions"): True,
+    }
+    for path, value in planned.items():
+        place = ("deepspeed", *path)
+        if spec.given(*place) and spec.get(*place) != value:
+            yield Finding(f"{path[-1]} {spec.get(*place)} replaces the plan's {value}", place)
+
+
+def _removal(path: tuple[str, ...]) -> Fix:
+    return Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.backends.deepspeed.surroundings import Asked, Surroundings
-from parcompile.backends.deepspeed.versions import newest
+from parcompile.backends.deepspeed.table import newest
 from parcompile.diagnostics import Diagnostic, Path, Severity
 
 from .registry import Finding, import_modules

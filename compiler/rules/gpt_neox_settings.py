@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.deepspeed import configuration
-from parcompile.backends.deepspeed.fillers import BARE
-from parcompile.backends.deepspeed.surroundings import Surroundings
+from parcompile.backends.deepspeed.surroundings import BARE, Surroundings
 from parcompile.backends.deepspeed.table import find
-from parcompile.backends.gpt_neox.check import TUNED, findings
-from parcompile.backends.gpt_neox.excerpts import Excerpt, for_deepspeed, whole
-from parcompile.backends.gpt_neox.fields import deepspeed
+from parcompile.backends.gpt_neox.check import TUNED, deepspeed, findings
+from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.text import Document
 

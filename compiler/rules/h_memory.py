@@ -1,21 +1,236 @@
-"""What a rank holds fits into its accelerator."""
+"""What a rank needs fits into its accelerator: what it holds, and at its peak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.diagnostics.suggest import closest
+from parcompile.cost.workload import Workload
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.layout.grid import Axis
+from parcompile.layout.tensor import SplitError
 from parcompile.machines.accelerator import accelerators
 from parcompile.machines.preset import PresetError, is_preset_file
-from parcompile.spec.resolve import Resolution
-from parcompile.units import format_bytes
+from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.workload import workload_of
+from parcompile.units import format_bytes, format_seconds
 
-from .h_fit import as_fix, changes, exceeds_device, workload
-from .places import also, model_path
-from .registry import Finding, rule
+from .arithmetic import also, model_path
+from .registry import ESTIMATE, PEAK_RULE, Finding, rule
+
+if TYPE_CHECKING:
+    from parcompile.cost.changes import Change
+
+
+# What a rank needs at its peak, activations included, fits into its accelerator: an estimate says how likely.
+
+_ACCELERATOR = ("cluster", "accelerator")
+_DP = ("parallelism", "dp")
+_STEPS = ("training", "gradient_accumulation_steps")
+_PLACES: dict[str, tuple[str, str]] = {
+    "activation_checkpointing": ("training", "activation_checkpointing"),
+    "micro_batch_size": ("training", "micro_batch_size"),
+    "sequence_parallel": ("parallelism", "sequence_parallel"),
+    "tp": ("parallelism", "tp"),
+    "ep": ("parallelism", "ep"),
+    "pp": ("parallelism", "pp"),
+    "cp": ("parallelism", "cp"),
+    "stage": ("zero", "stage"),
+    "nodes": ("cluster", "nodes"),
+}
+_NO_SMALL_CHANGE = (
+    "none of the changes of one to three values that were tried fits: `parcompile search` looks at every layout of a "
+    "spec whose axes are left out, and says what would fit if none does"
+)
+_SMALL = 0.02
+"""Parts below this share of a peak are added up in the equation."""
+
+
+@rule(
+    PEAK_RULE,
+    "the peak of a rank is not likely to fit",
+    """Weights, gradients, optimizer state, activations and logits of the fullest rank are estimated, with an interval
+    that holds 90 % of what was measured on other models. Usable is what a run can fill of an accelerator before it
+    crashes. Below a chance of 5 % this is an error, below 90 % a warning. Each fix is the smallest change of its kind
+    that fits with 90 %, with its step beside that of the spec. Of a pipeline that recomputes nothing, no more of the
+    first stages than have to be are recomputed. --no-estimate leaves this rule out.""",
+    wrong={"training": {"micro_batch_size": 4}},
+    right={"training": {"micro_batch_size": 4, "activation_checkpointing": "full"}},
+    sources=("arXiv 2205.05198", "docs/accuracy.md"),
+    targets=(ESTIMATE,),
+)
+def peak_fits(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the estimated peak fits with less than 90 %, unless what is exact says so already."""
+    work = workload(spec)
+    if exceeds_device(work):
+        return
+    memory = _footprint(work)
+    if is_safe(memory):
+        return
+    found = changes(spec, work)
+    chance = memory.probability or 0.0
+    yield Finding(
+        equation(work, memory),
+        _ACCELERATOR,
+        help=None if found or not has_whole_batch(spec) else _NO_SMALL_CHANGE,
+        fixes=tuple(as_fix(spec, one) for one in found),
+        related=also(spec, *(_PLACES[name] for name in ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
+        severity=Severity.ERROR if chance < HOPELESS else Severity.WARNING,
+    )
+
+
+@rule(
+    "H005",
+    "no accelerator is named",
+    """Whether a layout fits depends on the accelerator. Without one the check does not say whether it fits, and times
+    are those of the default accelerator.""",
+    wrong={"cluster": {"gpus_per_node": 8}},
+    right={"cluster": {"gpus_per_node": 8, "accelerator": "h200"}},
+    severity=Severity.INFO,
+    targets=(ESTIMATE,),
+)
+def accelerator_is_named(spec: Resolution) -> Iterator[Finding]:
+    """Says what is not checked, and whose times are shown."""
+    if spec.given(*_ACCELERATOR):
+        return
+    peak = _footprint(workload(spec)).peak
+    yield Finding(
+        f"cluster.accelerator is not given: whether the peak of {format_bytes(peak.total_bytes)} on rank {peak.rank} "
+        f"fits is not checked, and times are those of {spec.cluster.accelerator}",
+        _ACCELERATOR,
+        help='name one of `parcompile accelerators`, or describe yours by its memory, as {"memory_gib": 24}',
+    )
+
+
+def workload(spec: Resolution) -> Workload:
+    """The step of a spec whose layout can be cut.
+
+    Raises:
+        Unavailable: another rule says why it cannot.
+    """
+    try:
+        decided = spec.spec()
+    except Unavailable:
+        decided = _with_a_whole_batch(spec).spec()
+    known = decided.cluster.preset is not None or decided.cluster.accelerator in accelerators()
+    if not known or spec.shape.num_attention_heads % spec.axis(Axis.TP):
+        raise Unavailable("memory")
+    try:
+        return workload_of(decided)
+    except ValueError:
+        raise Unavailable("memory") from None
+
+
+def _with_a_whole_batch(spec: Resolution) -> Resolution:
+    """The spec with as many micro-batches as stages, where those that it asks for are not whole: memory is the same.
+
+    Raises:
+        Unavailable: its batch is not what is wrong.
+    """
+    training = spec.tree.get("training")
+    if not spec.given("training", "global_batch_size") or spec.given(*_STEPS) or not isinstance(training, dict):
+        raise Unavailable("memory")
+    steps = {"global_batch_size": None, "gradient_accumulation_steps": spec.axis(Axis.PP)}
+    kept = {name: value for name, value in {**training, **steps}.items() if value is not None}
+    return Resolution({**spec.tree, "training": kept}, spec.invalid, spec.folder)
+
+
+def has_whole_batch(spec: Resolution) -> bool:
+    """Whether the batch divides, without which no change of the layout can be compared."""
+    try:
+        spec.spec()
+    except Unavailable:
+        return False
+    return True
+
+
+def exceeds_device(work: Workload) -> bool:
+    """Whether what is held for the whole run is more than the device has, where that is exact.
+
+    Raises:
+        Unavailable: the layout cannot be cut.
+    """
+    device = work.machine.memory_bytes
+    if device is None or not work.names_machine or work.zero_stage > 1:
+        return False
+    try:
+        return static_memory(work).total_bytes > device
+    except (SplitError, ValueError):
+        raise Unavailable("memory") from None
+
+
+def _footprint(work: Workload) -> Footprint:
+    try:
+        return footprint(work)
+    except (SplitError, ValueError):
+        raise Unavailable("memory") from None
+
+
+def equation(work: Workload, memory: Footprint) -> str:
+    """The parts of the fullest rank and their sum, beside what is usable."""
+    peak, limit = memory.peak, memory.limit_bytes or 0.0
+    low, high = (format_bytes(size, peak.total_bytes) for size in memory.interval_bytes)
+    large = {name: size for name, size in peak.components.items() if size >= _SMALL * peak.total_bytes}
+    rest = peak.total_bytes - sum(large.values())
+    terms = [f"{name} {format_bytes(size, peak.total_bytes)}" for name, size in large.items()]
+    terms += [f"others {format_bytes(rest, peak.total_bytes)}"] if rest >= 1 else []
+    sign = ">" if peak.total_bytes > limit else "≤"
+    chance = memory.probability or 0.0
+    return (
+        f"{' + '.join(terms)} = {format_bytes(peak.total_bytes)} on rank {peak.rank} (stage {peak.stage}) {sign} "
+        f"{format_bytes(limit)} usable of {work.machine.name}; 90 % interval {low} to {high}: fits with probability "
+        f"{chance:.0%}; the largest part is {peak.largest}"
+    )
+
+
+def changes(spec: Resolution, work: Workload) -> list[Change]:
+    """The smallest changes that fit, of values that the spec may have otherwise; none in the trial of a fix."""
+    if spec.is_trial or not has_whole_batch(spec):
+        return []
+    # Only here: most specs fit.
+    from parcompile.cost.changes import NAMES, changes_that_fit
+
+    names = set(NAMES)
+    named = spec.get("parallelism", "cp_implementation") != "auto" or spec.given("parallelism", "hierarchical_cp_sizes")
+    if named:
+        names.discard("cp")
+    split = spec.pipeline_split
+    if split.first is not None or split.last is not None or split.embedding or split.loss:
+        names.discard("pp")
+    try:
+        return changes_that_fit(work, names, chooses_context=not named)
+    except ValueError:
+        raise Unavailable("memory") from None
+
+
+def as_fix(spec: Resolution, change: Change) -> Fix:
+    """The edits of a change, with those that keep the world whole and the global batch as it is."""
+    edits = [Edit(_PLACES[name], value) for name, value in change.settings.items()]
+    if spec.given(*_DP) and spec.get(*_DP) != "auto" and spec.get(*_DP) != change.work.dp:
+        edits.append(Edit(_DP, change.work.dp))
+    if spec.given(*_STEPS) or not spec.given("training", "global_batch_size"):
+        edits.append(Edit(_STEPS, change.work.micro_batches))
+    said = [f"{_name(edit.path)} to {_written(edit, change)}" for edit in edits]
+    title = f"set {', '.join(said[:-1])}{' and ' if len(said) > 1 else ''}{said[-1]}"
+    cost = "as long" if abs(change.cost) < 0.0005 else f"{change.cost:+.1%}".replace("%", " %").replace("-", "−")
+    size, seconds = format_bytes(change.memory.peak.total_bytes), format_seconds(change.seconds)
+    return Fix(f"{title}: peak {size}, step {seconds} ({cost})", Safety.CHANGES_COST, tuple(edits))
+
+
+def _name(path: Path) -> str:
+    return "zero.stage" if path == _PLACES["stage"] else str(path[-1])
+
+
+def _written(edit: Edit, change: Change) -> str:
+    if isinstance(edit.value, list):
+        return change.work.recompute_text
+    return str(edit.value).lower() if isinstance(edit.value, bool) else str(edit.value)
+
+
+# What a rank holds fits into its accelerator.
 
 
 @rule(

@@ -9,8 +9,7 @@ from parcompile.layout.grid import Axis
 from parcompile.model.catalogue import CORRECTED
 from parcompile.spec.resolve import Resolution
 
-from .arithmetic import listed, nearest_divisors
-from .places import also, layout_change, model_path
+from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
 from .registry import Finding, rule
 
 _EP = ("parallelism", "ep")

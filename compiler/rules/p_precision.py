@@ -9,7 +9,7 @@ from parcompile.layout.grid import Axis
 from parcompile.spec import Precision
 from parcompile.spec.resolve import Resolution
 
-from .places import also
+from .arithmetic import also
 from .registry import Finding, rule
 
 _PRECISION = ("training", "precision")

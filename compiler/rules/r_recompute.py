@@ -8,7 +8,7 @@ from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
-from .places import also
+from .arithmetic import also
 from .registry import Finding, rule
 
 _PATH = ("training", "activation_checkpointing")

@@ -1,20 +1,22 @@
-"""The model can be read, and its positions reach as far as the sequence."""
+"""The model can be read, its positions reach as far as the sequence, and its schedule and module fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
 from parcompile.model.type_traits import by_type
-from parcompile.spec.resolve import Resolution
+from parcompile.spec import LrScheduler
+from parcompile.spec.resolve import Resolution, Unavailable
 
-from .arithmetic import divisors
-from .places import model_path
+from .arithmetic import also, divisors, model_path
 from .registry import Finding, rule
+
+# The model can be read, and its positions reach as far as the sequence.
 
 _LENGTH = ("training", "sequence_length")
 _TINY = {
@@ -191,3 +193,189 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
                 help="remove it, or choose the model_type that has it",
                 fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(("model", key), remove=True),)),),
             )
+
+
+# A user module: its rules fit its parameters, and tp divides what they cut.
+
+_TP = ("parallelism", "tp")
+_ROWS = {
+    "embed.weight": [1024, 64],
+    "layers.*.attention.wq.weight": [64, 64],
+    "layers.*.attention.wo.weight": [64, 64],
+    "head.weight": [1024, 64],
+}
+RULES = {
+    "embed": "vocab",
+    "layers.*.attention": "attention",
+    "layers.*.attention.wq": "column",
+    "layers.*.attention.wo": "row",
+    "head": "vocab",
+}
+MODULE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+    "parameters": _ROWS,
+    "injection": RULES,
+}
+
+
+@rule(
+    "S008",
+    "an injection rule does not fit the module",
+    """Each rule names a module or a parameter of model.parameters; "column" and "row" are for linears (weight
+    [out, in]), "vocab" for tables of vocab_size rows, "attention" for the modules that attend. Rows of the layers stand
+    together, with * in the place of their number.""",
+    wrong={"model": {**MODULE, "injection": {**RULES, "layers.*.attention.wk": "column"}}},
+    right={"model": MODULE},
+)
+def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
+    """Fires for every rule and row that does not fit."""
+    try:
+        shape_from_config(spec.model_config)
+    except InjectionError as error:
+        for problem in error.problems:
+            path, meant = ("model", *problem.path), problem.rename_to
+            fixes: tuple[Fix, ...] = ()
+            if meant is not None and meant not in spec.get("model", "injection"):
+                fixes = (Fix(f"rename {path[-1]} to {meant}", Safety.CHANGES_COST, (Edit(path, rename_to=meant),)),)
+            yield Finding(problem.message, path, help=problem.help, fixes=fixes)
+    except ValueError:
+        raise Unavailable("model") from None
+
+
+# The learning-rate schedule.
+
+_SCHEDULE = ("training", "lr_scheduler")
+_MIN, _START, _WARMUP, _TYPE, _DECAY, _SHAPE = (
+    (*_SCHEDULE, name) for name in ("min_lr", "warmup_start_lr", "warmup_steps", "type", "decay_steps", "decay_type")
+)
+_LR = ("training", "optimizer", "lr")
+_STEPS = ("training", "train_steps")
+_FURTHER = ("deepspeed", "scheduler")
+_LEAST_WARMUP = 2
+
+
+@rule(
+    "S002",
+    "the lowest learning rate is above the highest",
+    """A schedule rises from warmup_start_lr to optimizer.lr and falls to min_lr: both are at most optimizer.lr.""",
+    wrong={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100, "min_lr": 0.1}}},
+    right={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100, "min_lr": 3e-5}}},
+    sources=("Megatron-LM arguments.py",),
+)
+def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
+    """Fires when min_lr > lr, or warmup_start_lr > lr."""
+    schedule, lr = spec.lr_scheduler, spec.lr
+    if schedule is None:
+        return
+    for path, rate in ((_MIN, schedule.min_lr), (_START, schedule.warmup_start_lr)):
+        if rate <= lr or not spec.given(*path):
+            continue
+        name = path[-1]
+        yield Finding(
+            f"{name} {rate:g} > optimizer.lr {lr:g}",
+            path,
+            help=f"write a {name} of {lr:g} or less, for example {lr / 10:g}",
+            fixes=(
+                Fix(f"remove {name}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),)),
+                Fix(f"set {name} to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(path, lr),)),
+            ),
+            related=also(spec, _LR),
+        )
+
+
+@rule(
+    "S006",
+    "the schedule does not fit into the training steps",
+    """linear and cosine fall from the end of the warm-up to the last training step, wsd in the last decay_steps of
+    them: train_steps is given, and warmup_steps + decay_steps ≤ train_steps, where linear and cosine need one step to
+    fall. decay_steps and decay_type are wsd's alone.""",
+    wrong={"training": {"lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
+    right={"training": {"train_steps": 1000, "lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
+    sources=("Megatron-Core optimizer_param_scheduler.py", "DeepSpeed runtime/lr_schedules.py"),
+)
+def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
+    """Fires when train_steps is missing for a falling rate, or the warm-up is not over before the end."""
+    schedule, steps = spec.lr_scheduler, spec.get(*_STEPS)
+    if schedule is None:
+        return
+    yield from _decay(spec, schedule, steps)
+    constant = Fix("set type to constant", Safety.CHANGES_NUMERICS, (Edit(_TYPE, "constant"),))
+    if steps is None and schedule.type not in ("constant", "inverse_sqrt"):
+        yield Finding(
+            f"lr_scheduler {schedule.type} falls until the last training step, but train_steps is not given",
+            _TYPE,
+            help="add train_steps under training",
+            fixes=(constant,),
+        )
+    elif steps is not None and schedule.warmup_steps >= steps:
+        shorter = max(_LEAST_WARMUP, steps // 10)
+        removal = Fix("remove lr_scheduler", Safety.CHANGES_NUMERICS, (Edit(_SCHEDULE, remove=True),))
+        change = Fix(f"set warmup_steps to {shorter}", Safety.CHANGES_NUMERICS, (Edit(_WARMUP, shorter),))
+        yield Finding(
+            f"warmup_steps {schedule.warmup_steps} ≥ train_steps {steps}: the warm-up does not end",
+            _WARMUP,
+            help=f"use less than {steps}",
+            fixes=(change, removal) if shorter < steps else (removal,),
+            related=also(spec, _STEPS),
+        )
+
+
+def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None) -> Iterator[Finding]:
+    if schedule.type != "wsd":
+        for path in (_DECAY, _SHAPE):
+            if spec.given(*path):
+                yield Finding(
+                    f"{path[-1]} has no effect on the schedule {schedule.type}: it is wsd's",
+                    path,
+                    help="remove it, or set type to wsd",
+                    fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
+                )
+        return
+    if schedule.decay_steps is None:
+        yield Finding(
+            "wsd falls in the last decay_steps training steps, but decay_steps is not given",
+            _TYPE,
+            help="add decay_steps under lr_scheduler: usually 10 to 20 % of train_steps",
+        )
+    elif steps is not None and schedule.warmup_steps < steps < schedule.warmup_steps + schedule.decay_steps:
+        most = steps - schedule.warmup_steps
+        yield Finding(
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > train_steps {steps}",
+            _DECAY,
+            help=f"use a decay_steps of {most} or less",
+            fixes=(Fix(f"set decay_steps to {most}", Safety.CHANGES_NUMERICS, (Edit(_DECAY, most),)),),
+            related=also(spec, _STEPS),
+        )
+
+
+@rule(
+    "S007",
+    "two learning-rate schedules",
+    """training.lr_scheduler is written into ds_config.json as DeepSpeed's section scheduler; a scheduler among the
+    further DeepSpeed keys would be mixed with it.""",
+    wrong={
+        "training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100}},
+        "deepspeed": {"scheduler": {"type": "WarmupLR"}},
+    },
+    right={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100}}},
+    sources=("DeepSpeed runtime/lr_schedules.py",),
+    targets=("deepspeed", "runtime"),
+)
+def one_schedule(spec: Resolution) -> Iterator[Finding]:
+    """Fires when both are given."""
+    if spec.lr_scheduler is not None and spec.given(*_FURTHER):
+        yield Finding(
+            "deepspeed.scheduler and training.lr_scheduler are both given: a run has one schedule",
+            _FURTHER,
+            help="keep one of them; training.lr_scheduler is known to every target",
+            fixes=(
+                Fix("remove deepspeed.scheduler", Safety.CHANGES_NUMERICS, (Edit(_FURTHER, remove=True),)),
+                Fix("remove lr_scheduler", Safety.CHANGES_NUMERICS, (Edit(_SCHEDULE, remove=True),)),
+            ),
+            related=also(spec, _SCHEDULE),
+        )

@@ -1,4 +1,4 @@
-"""What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
+"""What tensor parallelism changes without being told, and modules of the user that it divides.
 
 And that it divides a sequence under sequence parallelism.
 """
@@ -12,9 +12,13 @@ from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import accelerators
 from parcompile.spec.resolve import Resolution
 
+from .arithmetic import also, listed, model_path, nearest_divisors
 from .c_sequence import length_finding
-from .places import also, model_path
 from .registry import Finding, rule
+from .s_model import MODULE
+from .t_tensor import tp_fixes
+
+# What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
 
 _TP = ("parallelism", "tp")
 
@@ -131,3 +135,54 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
             f"{-(-local // tp)} tokens each, {-local % tp} of them padding",
             also(spec, ("parallelism", "tp"), ("parallelism", "sequence_parallel")),
         )
+
+
+# A module of the user: tp divides what its rules cut.
+
+_UNEVEN = {"embed.weight": [1024, 64], "layers.*.up.weight": [258, 64], "head.weight": [1024, 64]}
+
+
+@rule(
+    "T011",
+    "a module's weight does not divide over tp",
+    """A linear is split evenly: what "column" or "row" splits has to be a multiple of tp. Heads are never split; fewer
+    kv heads than ranks are replicated, other fused parts are not.""",
+    wrong={
+        "model": {
+            **MODULE,
+            "parameters": _UNEVEN,
+            "injection": {"embed": "vocab", "layers.*.up": "column", "layers.*.core": "attention", "head": "vocab"},
+        },
+        "parallelism": {"tp": 4},
+    },
+    right={"model": MODULE, "parallelism": {"tp": 4}},
+)
+def module_divides(spec: Resolution) -> Iterator[Finding]:
+    """Fires for each rule whose parts tp does not divide."""
+    shape, tp = spec.shape, spec.axis(Axis.TP)
+    if shape.user_module is None:
+        return
+    splits = [parameter.split for parameter in spec.parameters if parameter.split]
+    cut = [part.units for split in splits for part in split.parts if not split.pads_vocabulary]
+    near = nearest_divisors(tp, shape.num_attention_heads, *cut, count=4)
+    reported = set()
+    for parameter in spec.parameters:
+        if parameter.split is None or parameter.split.pads_vocabulary:
+            continue
+        row = parameter.name.replace("{layer}", "*")
+        name = row if row in dict(shape.user_module.injection) else row.rpartition(".")[0]
+        # What rules T001 and T002 say of the heads is not said again.
+        heads = (shape.num_attention_heads, shape.num_key_value_heads)
+        for part in parameter.split.parts:
+            if part.units % tp == 0 or name in reported or (part.units != part.size and part.units in heads):
+                continue
+            reported.add(name)
+            what = f"{part.size}" if part.units == part.size else f"{part.units} heads"
+            yield Finding(
+                f"{row} is split along {what} on tp {tp}: {part.units} / {tp} is not whole; "
+                f"nearest tp: {listed(near[:2])}",
+                ("model", "injection", name),
+                help="choose another tp, or remove the rules of the row and its columns to hold them whole",
+                fixes=tp_fixes(spec, near),
+                related=also(spec, _TP),
+            )

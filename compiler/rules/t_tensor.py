@@ -14,9 +14,8 @@ from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
-from .arithmetic import listed, nearest_divisors
+from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
 from .examples import HYBRID
-from .places import also, layout_change, model_path
 from .registry import Finding, rule
 
 _TP = ("parallelism", "tp")

@@ -12,8 +12,8 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes
 
+from .arithmetic import axis_path
 from .m_experts import MIXTRAL
-from .places import axis_path
 from .registry import Finding, rule
 
 _ORDER = ("parallelism", "order")

@@ -1,17 +1,22 @@
-"""The world is the product of the axes."""
+"""The world is the product of the axes, which the order names once each and levels multiply to."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
-from parcompile.diagnostics import Edit, Fix, Severity
-from parcompile.layout.grid import Axis
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.grid import AXES, Axis
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve.cp_implementation import AUTO
 
-from .arithmetic import divisors, listed, nearest_divisors
-from .places import also, axis_path, layout_change
+from .arithmetic import also, axis_path, divisors, layout_change, listed, nearest_divisors
+from .c_implementation import possible_sizes, resize
 from .registry import Finding, rule
+
+# The world is the product of the axes.
 
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
@@ -168,3 +173,138 @@ def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
             help=f"use a tp that divides {node}, and more pp, cp or dp",
             related=also(spec, ("cluster", "gpus_per_node")),
         )
+
+
+# The order names each axis once, in a way that the targets know.
+
+_ORDER = ("parallelism", "order")
+_MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
+
+
+@rule(
+    "W004",
+    "the order does not name every axis once",
+    """The order lists the axes from the innermost to the outermost, each at most once; an axis may be left out only
+    when its size is 1.""",
+    wrong={"parallelism": {"cp": 2, "order": "tp-dp-pp"}},
+    right={"parallelism": {"cp": 2, "order": "tp-cp-dp-pp"}},
+    sources=("Megatron-LM parallel_state.py, RankGenerator",),
+)
+def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
+    """Fires on repeated axes and on axes larger than 1 that are missing."""
+    if not spec.given(*_ORDER):
+        return
+    named = str(spec.get(*_ORDER)).split("-")
+    twice = [axis for axis in AXES if named.count(axis) > 1]
+    if twice:
+        once = "-".join(dict.fromkeys(named))
+        yield Finding(
+            f"{', '.join(twice)} stands twice in the order {'-'.join(named)}",
+            _ORDER,
+            help=f"name each axis once: {once}",
+            fixes=(_reorder(once, Safety.CHANGES_COST),),
+        )
+    missing = [axis for axis in AXES if axis not in named and spec.axis(axis) > 1]
+    if missing:
+        sizes = ", ".join(f"{axis} {spec.axis(axis)}" for axis in missing)
+        full = "-".join(chain(dict.fromkeys(named), missing))
+        yield Finding(
+            f"the order {'-'.join(named)} leaves out {sizes}",
+            _ORDER,
+            help=f"name every axis that is larger than 1, for example {full}",
+            fixes=(_reorder(full, Safety.CHANGES_COST),),
+            related=also(spec, *(axis_path(axis) for axis in missing)),
+        )
+
+
+@rule(
+    "W006",
+    "Megatron-LM needs pp as the outermost axis",
+    """Megatron-LM builds one grid for dense layers and one for experts, and both have to give the same pipeline groups.
+    With another axis outside pp that holds only when both grids have the same number of data-parallel ranks:
+    dp = dp · cp / ep, that is cp = ep.""",
+    wrong={
+        "parallelism": {"cp": 2, "pp": 2, "order": "tp-cp-ep-pp-dp"},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
+    right={
+        "parallelism": {"cp": 2, "pp": 2, "order": "tp-cp-ep-dp-pp"},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
+    sources=("Megatron-LM parallel_state.py",),
+    targets=("megatron",),
+)
+def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
+    """Fires when an axis larger than 1 stands outside pp and the two grids differ."""
+    pp, cp, ep, order = spec.axis(Axis.PP), spec.axis(Axis.CP), spec.axis(Axis.EP), spec.order
+    outside = [axis for axis in order[order.index(Axis.PP) + 1 :] if spec.axis(axis) > 1]
+    if pp > 1 and outside and cp != ep:
+        dp, inner = spec.axis(Axis.DP), (axis for axis in order if axis is not Axis.PP)
+        yield Finding(
+            f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}",
+            _ORDER,
+            help="move pp to the end of the order",
+            fixes=(_reorder("-".join((*inner, Axis.PP)), Safety.CHANGES_COST),),
+            related=also(spec, ("parallelism", "pp")),
+        )
+
+
+@rule(
+    "W007",
+    "Megatron-LM's command line cannot express the order",
+    """Megatron-LM's arguments know two orders: tp-cp-ep-dp-pp, and tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. Axes of
+    size 1 do not matter.""",
+    wrong={"parallelism": {"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"}},
+    right={"parallelism": {"tp": 2, "cp": 2, "order": "tp-cp-dp-pp"}},
+    sources=("Megatron-LM training/initialize.py",),
+    targets=("megatron",),
+)
+def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
+    """Fires for every other order of the axes that are larger than 1."""
+    larger = tuple(axis for axis in spec.order if spec.axis(axis) > 1)
+    known = [tuple(axis for axis in order if axis in larger) for order in _MEGATRON_ORDERS]
+    if larger not in known:
+        right = "-".join(_MEGATRON_ORDERS[0])
+        yield Finding(
+            f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}",
+            _ORDER,
+            help=f"write {right}",
+            fixes=(_reorder(right, Safety.CHANGES_COST),),
+        )
+
+
+def _reorder(order: str, safety: Safety) -> Fix:
+    path: Path = _ORDER
+    return Fix(f"set order to {order}", safety, (Edit(path, order),))
+
+
+# The two levels of a context-parallel implementation.
+
+_CP = ("parallelism", "cp")
+_SIZES = ("parallelism", "hierarchical_cp_sizes")
+
+
+@rule(
+    "W012",
+    "the levels of cp do not multiply to it",
+    """usp and double_ring split the context-parallel ranks into inner and outer ones:
+    hierarchical_cp_sizes[0] · hierarchical_cp_sizes[1] = cp.""",
+    wrong={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
+    right={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [4, 2]}},
+    sources=("Megatron-LM arguments.py, hierarchical_context_parallel_sizes",),
+)
+def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
+    """Fires for another product."""
+    sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation
+    if sizes is None or cp == 1 or sizes[0] * sizes[1] == cp:
+        return
+    kind = CpImplementation.USP if name == AUTO else CpImplementation(name)
+    if not kind.has_levels:
+        return  # C008: they have no effect
+    yield Finding(
+        f"hierarchical_cp_sizes {sizes[0]} · {sizes[1]} = {sizes[0] * sizes[1]} ≠ cp {cp}",
+        _SIZES,
+        help="remove it, and the cost model chooses the sizes",
+        fixes=tuple(resize(one) for one in possible_sizes(spec, kind)),
+        related=also(spec, _CP),
+    )

@@ -8,22 +8,28 @@ from collections.abc import Iterator
 from parcompile.cost.memory import keeps_both_gradients
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.experts import keeps_places
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import expert_grid
+from parcompile.layout.shards import keeps_places
+from parcompile.layout.stages import stages_from_counts
 from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
+from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.parameters import parameter_table
+from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 
+from .arithmetic import also, model_path
+from .examples import SHARED_KEYS
 from .m_experts import MIXTRAL
-from .places import also, model_path
 from .registry import OTHER_TOOL, Finding, rule
-from .s_module import MODULE, RULES
+from .s_model import MODULE, RULES
+
+# What the runtime executes today. Other plans compile for other tools; the runtime refuses them.
 
 _WINDOWED = {
     "model_type": "phimoe",
@@ -261,13 +267,11 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 )
 def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
     """Fires where a rank shares some rows of a weight and DeepSpeed's BF16_Optimizer computes the norm."""
-    tp = spec.axis(Axis.TP)
-    if tp == 1:
+    tp, widths = spec.axis(Axis.TP), (spec.precision.bytes, spec.gradient_accumulation_dtype.bytes)
+    if tp == 1 or not keeps_both_gradients("deepspeed", *widths, spec.zero_stage):
         return
     try:
         work = workload_of(spec.spec())
-        if not keeps_both_gradients("deepspeed", work.element_bytes, work.gradient_bytes, work.zero_stage):
-            return
         name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
     except ValueError:
         raise Unavailable("layout") from None  # another rule says why it cannot be split
@@ -315,3 +319,95 @@ def _is_partly_shared(work: Workload, parameter: Parameter) -> bool:
     layout = work.layout(parameter)
     shared = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
     return layout.dim is not None and 0 < shared < layout.local_shape[layout.dim]
+
+
+# Layers of different shapes: what the runtime does not run of them.
+
+
+@rule(
+    "X007",
+    "a stage ends between layers that share keys and values",
+    """In Gemma 3n and Gemma 4 the last num_kv_shared_layers layers attend with the keys and values of earlier layers:
+    those of the last layer of the same kind (sliding or full) before them. The runtime hands hidden states to
+    the next stage, and no keys and values: these layers have to be on one stage with the layers whose keys and values
+    they use.""",
+    wrong={"model": {**SHARED_KEYS}, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
+    right={
+        "model": {**SHARED_KEYS},
+        "parallelism": {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
+        "training": {"gradient_accumulation_dtype": "fp32"},
+    },
+    severity=Severity.WARNING,
+    targets=("runtime",),
+    run_by=(OTHER_TOOL,),
+)
+def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
+    """Fires for the first layer whose keys and values are on another stage."""
+    pp, shape = spec.axis(Axis.PP), spec.shape
+    if pp == 1 or not shape.kinds:
+        return
+    try:
+        stages = stages_from_counts(spec.pipeline_split.counts(shape.num_hidden_layers))
+    except ValueError:
+        return  # rule L001 and its neighbours speak of it
+    for layer, source in _sources(shape):
+        here, there = (
+            next(place for place, stage in enumerate(stages) if number in stage.layers) for number in (layer, source)
+        )
+        if here != there:
+            first = min(number for _, number in _sources(shape))
+            yield Finding(
+                f"layer {layer} of stage {here} attends with the keys and values of layer {source}, which is on stage "
+                f"{there} (num_kv_shared_layers {len(_sources(shape))})",
+                ("parallelism", "pp"),
+                help=f"let one stage hold layers {first} to {shape.num_hidden_layers - 1}: set "
+                f"num_layers_in_first_pipeline_stage to {first} or less with pp 2, or pp to 1",
+                related=also(spec, model_path(spec, "num_kv_shared_layers")),
+            )
+            return
+
+
+def _sources(shape: ModelShape) -> list[tuple[int, int]]:
+    """Each layer that has no keys of its own, and the layer whose keys it uses: the last with the same window."""
+    own: dict[int | None, int] = {}
+    found = []
+    kinds = {layer: one for layers, one in shape.by_kind for layer in layers}
+    for layer in range(shape.num_hidden_layers):
+        one = kinds.get(layer, shape)
+        if one.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER:
+            found.append((layer, own[one.sliding_window]))
+        else:
+            own[one.sliding_window] = layer
+    return found
+
+
+@rule(
+    "X008",
+    "kv heads of different layers are replicated by different numbers of ranks",
+    """With fewer kv heads than tensor-parallel ranks, ranks hold the same heads and add up their gradients. The runtime
+    has one kind of groups for that: layers that replicate their kv heads have to do so over the same number of
+    ranks.""",
+    wrong={
+        "model": {**SHARED_KEYS, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        "parallelism": {"tp": 8},
+    },
+    right={
+        "model": {**SHARED_KEYS, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        "parallelism": {"tp": 4},
+    },
+    severity=Severity.WARNING,
+    targets=("runtime",),
+    run_by=(OTHER_TOOL,),
+)
+def kv_heads_are_replicated_alike(spec: Resolution) -> Iterator[Finding]:
+    """Fires for two counts below tp."""
+    tp = spec.axis(Axis.TP)
+    fewer = [heads for heads in spec.shape.kv_head_counts if heads < tp and tp % heads == 0]
+    if len(fewer) > 1:
+        counts, ranks = (" and ".join(map(str, values)) for values in (fewer, [tp // one for one in fewer]))
+        yield Finding(
+            f"kv heads {counts} on tp {tp}: {ranks} ranks hold the same heads",
+            ("parallelism", "tp"),
+            help=f"set tp to {fewer[0]} or less",
+            related=also(spec, model_path(spec, "num_key_value_heads")),
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.stages import has_effect, reach
+from parcompile.backends.deepspeed.facts import has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.spec.resolve import Resolution
 
-from .places import also
+from .arithmetic import also
 from .registry import Finding, rule
 
 _STAGE = ("zero", "stage")

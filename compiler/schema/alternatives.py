@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.diagnostics import Related
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 from .findings import Findings, named
 from .keys import unknown_key
 from .mismatch import choice, mismatch
 from .synonyms import known_key
 from .values import as_number, describe_expected, fitting, is_type, listed, quoted, types_of
-from .view import SchemaView, about
-from .violation import Violation
+from .view import SchemaView, Violation, about
 
 Follow = Callable[[Violation], None]
 _CLOSED = ("additionalProperties", "unevaluatedProperties")

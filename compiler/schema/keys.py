@@ -7,13 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 from .findings import NOTHING, Findings
 from .synonyms import bare, known_key, near_key
 from .values import listed, quoted
-from .view import SchemaView, about, example
-from .violation import Violation
+from .view import SchemaView, Violation, about, example
 
 
 class Places(Protocol):

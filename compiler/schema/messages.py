@@ -18,8 +18,7 @@ from .findings import Findings, named
 from .keys import missing_keys, needed_keys, unknown_keys
 from .mismatch import form, not_allowed, out_of_range, repeated, wrong_count, wrong_form, wrong_type
 from .values import quoted
-from .view import SchemaView, about
-from .violation import Violation
+from .view import SchemaView, Violation, about
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 from .findings import NOTHING, Findings, named
 from .keys import FEW
 from .synonyms import bare, is_exact, known_value
 from .values import as_number, as_truth, describe_expected, describe_found, fitting, is_type, listed, quoted
-from .view import SchemaView, about, example
-from .violation import Violation
+from .view import SchemaView, Violation, about, example
 
 Schemas = Sequence[dict[str, Any]]
 

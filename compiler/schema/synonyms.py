@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 _SPEC_KEYS: dict[str, tuple[str, ...]] = {
     "model.preset": ("model_name", "model_name_or_path", "name_or_path", "pretrained", "model_id", "base_model"),

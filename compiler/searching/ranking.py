@@ -26,9 +26,8 @@ from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
-from .recomputation import between, is_open
 from .remedies import Remedy, remedies
-from .space import Candidate, Refused, Setting, Space, expand
+from .space import Candidate, Refused, Setting, Space, between, expand, is_open
 
 FAR = 1.15
 """Times the limit: more than what a larger micro-batch may save by having fewer logits wait."""
@@ -47,7 +46,7 @@ class Predictor:
 
     def footprint(self, work: Workload) -> Footprint:
         """The memory of a layout."""
-        return footprint(work, self.memory)
+        return footprint(work, self.memory, fullest=True)
 
     def execution(self, work: Workload, *, orders: bool) -> Execution:
         """The fastest execution; in the default order, unless `orders`."""

@@ -9,19 +9,73 @@ world unless it is given. What the spec gives stays.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parcompile.cost.coefficients import Fit
+from parcompile.cost.recomputation import fewest_stages
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis
+from parcompile.layout.stages import PipelineSplit
 from parcompile.schema import default
 
-from .cuts import cuts
 from .executions import OpenChoices
 from .variant import CUT_KEYS, Variant, variant
+
+# How the layers of a model are cut into stages where a spec leaves it open: evenly if they divide, else nearly so.
+
+VIRTUAL, FIRST, LAST, EMBEDDING, LOSS = CUT_KEYS
+INTERLEAVED = {2: 2, 8: 4}
+"""Virtual stages of a rank that are tried, each from so many stages on: a short pipeline has little to win by more."""
+
+
+def cut(layers: int, pp: int) -> dict[str, object] | None:
+    """What a spec has to say so that `layers` go onto `pp` stages; nothing where they divide.
+
+    The head with its loss, or with it the embedding, counts as a layer where the rest then divides. Otherwise all
+    stages but the first and the last hold equally many, and these two share what is left, the last the smaller half.
+    None where there are fewer layers than stages.
+    """
+    if layers < pp:
+        return None
+    if layers % pp == 0:
+        return {}
+    for accounts in ({LOSS: True}, {EMBEDDING: True, LOSS: True}):
+        if (layers + len(accounts)) % pp == 0:
+            return dict(accounts)
+    middle = -(-layers // pp)
+    while layers - middle * (pp - 2) < 2:
+        middle -= 1
+    ends = layers - middle * (pp - 2)
+    return {FIRST: ends - ends // 2, LAST: ends // 2}
+
+
+def cuts(layers: int, pp: int) -> list[dict[str, object]]:
+    """The ways to cut that a search compares: as few chunks as stages, and interleaved ones where layers divide."""
+    plain = cut(layers, pp)
+    if plain is None:
+        return []
+    if pp == 1:
+        return [{}]
+    tried = [virtual for least, virtual in INTERLEAVED.items() if pp >= least]
+    return [plain, *({**plain, VIRTUAL: virtual} for virtual in tried if _divides(layers, pp, virtual, plain))]
+
+
+def _divides(layers: int, pp: int, virtual: int, plain: dict[str, object]) -> bool:
+    accounts = {"embedding": bool(plain.get(EMBEDDING)), "loss": bool(plain.get(LOSS))}
+    if FIRST in plain:
+        return False
+    try:
+        counts = PipelineSplit(pp, virtual, **accounts).counts(layers)
+    except ValueError:
+        return False
+    return min(counts) >= 1
+
+
+# The layouts of a spec whose axes are open, and which of them the rules allow.
 
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
@@ -243,3 +297,27 @@ def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
     tried = space.micro_batches if space.accumulation_steps is None else (work.micro_batch,)
     sizes = tuple(micro for micro in tried if share % micro == 0 and share // micro % group == 0)
     return Setting(changes, work, sizes, space.recompute or (work.recompute,))
+
+
+# Layouts between those that recompute nothing and those that recompute everything.
+
+
+def is_open(one: Candidate, judged: Iterable[tuple[Candidate, bool]]) -> bool:
+    """Whether stages of a layout may recompute different things, and it fits where all recompute everything."""
+    if one.work.pp == 1 or one.work.virtual_stages > 1:
+        return False
+    full = (other for other, fits in judged if fits and other.work.recompute == "full")
+    return any(other.work.micro_batch == one.work.micro_batch for other in full)
+
+
+def between(judged: Iterable[tuple[Candidate, bool]], memory: Fit | None) -> Iterator[Candidate]:
+    """Of layouts that recompute nothing and do not fit, and all and do: those with the fewest first stages recomputed.
+
+    `judged` are layouts that differ in the micro-batch and in what is recomputed, with whether each fits.
+    """
+    known = list(judged)
+    for one, fits in known:
+        if not fits and one.work.recompute == "none" and is_open(one, known):
+            found = fewest_stages(one.work, memory)
+            if found is not None:
+                yield Candidate({**one.changes, "activation_checkpointing": list(found.recompute)}, found)

@@ -1,6 +1,5 @@
 """The spec: its values after resolution, and how each of them is decided."""
 
-from .rates import learning_rate
 from .values import (
     Cluster,
     LrScheduler,
@@ -12,6 +11,7 @@ from .values import (
     Provenance,
     Spec,
     Training,
+    learning_rate,
 )
 
 __all__ = [

@@ -1,9 +1,17 @@
-"""The spec after resolution: every value decided, nothing optional, nothing "auto"."""
+"""The spec after resolution: every value decided, nothing optional, nothing "auto".
+
+The learning rate of each step: one function, which the runtime executes and targets are compared with.
+
+Steps count from 1. Step n trains at position n - 1 of the schedule, as in Megatron-LM
+(core/optimizer_param_scheduler.py) and transformers (optimization.py): the first step at `warmup_start_lr`, step
+`warmup_steps` + 1 at the optimizer's lr, and a falling rate arrives at `min_lr` when the last step is done.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +23,8 @@ from parcompile.layout.stages import PipelineSplit, Stage, merged, rank_stages
 from parcompile.machines.accelerator import Accelerator
 from parcompile.model.architecture import architecture
 from parcompile.model.shape import ModelShape
+
+# The spec after resolution: every value decided, nothing optional, nothing "auto".
 
 
 class Precision(str, enum.Enum):
@@ -120,15 +130,19 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class LrScheduler:
-    """The learning rate rises from `min_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
+    """The learning rate rises from `warmup_start_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
 
-    `type` is "constant", or "linear" or "cosine": from lr to `min_lr` at the end of the last training step.
-    `learning_rate` gives the rate of each step.
+    `type` is "constant"; "linear" or "cosine": from lr to `min_lr` at the end of the last training step;
+    "inverse_sqrt": lr · √(warmup_steps / steps done), at least `min_lr`; or "wsd": lr, and in the last `decay_steps`
+    to `min_lr` as `decay_type` says. `learning_rate` gives the rate of each step.
     """
 
     type: str
     warmup_steps: int
     min_lr: float
+    warmup_start_lr: float
+    decay_steps: int | None = None
+    decay_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +242,32 @@ class Spec:
         shape = self.model.shape
         boundary = shape.num_hidden_layers if shape.moe is None else shape.moe.first_moe_layer
         return tuple(merged(held, boundary) for held in self.virtual_stages)
+
+
+def learning_rate(training: Training, step: int) -> float:
+    """The rate of an optimizer step, counted from 1; after `train_steps` it stays at `min_lr` where it falls to it."""
+    schedule, highest = training.lr_scheduler, training.optimizer.lr
+    if schedule is None:
+        return highest
+    lowest, warmup, done = schedule.min_lr, schedule.warmup_steps, step - 1
+    if done < warmup:
+        return schedule.warmup_start_lr + (highest - schedule.warmup_start_lr) * done / warmup
+    if schedule.type == "constant":
+        return highest
+    if schedule.type == "inverse_sqrt":
+        return max(lowest, highest * math.sqrt(max(1, warmup) / max(1, done)))
+    assert training.train_steps is not None, "a rule wants train_steps for a rate that falls"
+    fall, shape = training.train_steps - warmup, schedule.type
+    if schedule.decay_steps is not None and schedule.decay_type is not None:
+        fall, shape = schedule.decay_steps, schedule.decay_type
+    progress = min(1.0, max(0.0, (done - training.train_steps + fall) / fall))
+    return lowest + (highest - lowest) * _LEFT[shape](progress)
+
+
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+}
+"""What is left of the way from the highest rate to the lowest, by the share of the fall that is done."""

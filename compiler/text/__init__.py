@@ -2,9 +2,8 @@
 
 from parcompile.diagnostics import Position
 
-from .document import Document, Place, Result, SourceError
+from .document import Document, Place, Result, SourceError, SourceText
 from .reading import MAX_BYTES, STDIN, parse, parse_bytes, read_file
-from .source_text import SourceText
 
 __all__ = [
     "MAX_BYTES",

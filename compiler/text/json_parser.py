@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from parcompile.diagnostics import Path
 
-from .document import Document, Place, Result
+from .document import Document, Place, Result, SourceText
 from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token
 from .literals import duplicate_key, shown
-from .source_text import SourceText
 
 MAX_DEPTH = 100
 """Brackets inside brackets; a spec needs 6."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from parcompile.diagnostics import Diagnostic
 
+from .document import SourceText
 from .literals import MAX_DIGITS, read_number, shown, template
-from .source_text import SourceText
 
 PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from parcompile.diagnostics import Diagnostic, Path
 
-from .source_text import SourceText
+from .document import SourceText
 
 INT64_MAX = 2**63 - 1
 INT64_MIN = -(2**63)

@@ -7,12 +7,11 @@ import stat
 import sys
 from pathlib import Path as FilePath
 
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.units import MIB
 
-from .document import Result, SourceError
+from .document import Result, SourceError, SourceText
 from .json_parser import parse_json
-from .source_text import SourceText
 
 MAX_BYTES = 8 * MIB
 """Larger files are not read: a spec has a few kilobytes."""

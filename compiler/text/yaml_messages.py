@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from parcompile.diagnostics import Diagnostic
 
-from .source_text import SourceText
+from .document import SourceText
 
 if TYPE_CHECKING:
     import yaml

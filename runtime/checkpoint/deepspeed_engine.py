@@ -17,8 +17,8 @@ from parcompile.runtime.errors import RunError
 
 from .expert_weights import with_experts
 from .manifest import Note
+from .reading import load_trusted
 from .state_file import StateFile
-from .trusted import load_trusted
 
 
 class _Engine(CheckpointEngine):  # type: ignore[misc]

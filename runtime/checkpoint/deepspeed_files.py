@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parcompile.runtime.deepspeed_patches.experts import EXPERT_KEYS
+from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
 from parcompile.runtime.errors import RunError
 
 MASTER = "fp32"

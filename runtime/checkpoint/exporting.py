@@ -17,8 +17,8 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder, saved_config
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import OF_EXPERTS, as_saved, matrix_of, merged
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.model.pretrained import PretrainedFolder
 
 from .reading import SavedRun

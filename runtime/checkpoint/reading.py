@@ -1,4 +1,9 @@
-"""Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
+"""Reads whole tensors out of a checkpoint of any layout, without running what is in its pickles.
+
+Reads DeepSpeed's pickled files without running what is in them.
+
+DeepSpeed loads its own files with the whole of pickle, which can run any code. What they need beyond tensors is three
+classes; a file that asks for anything else is not DeepSpeed's and is refused before anything loads it.
 
 DeepSpeed keeps one file of weights for each rank of tp × pp, and of its optimizer one for each of them and each of the
 dp · cp shards. A parameter lies in the files of its stage, as a run of elements in one or several shards, and its tp
@@ -11,6 +16,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +29,54 @@ from parcompile.runtime.model.lora import matrix_of, plain_name
 
 from .deepspeed_files import MASTER, SHARD_FILE, OptimizerShard, experts_file, weights_file, without_keys
 from .manifest import Note
-from .trusted import load_trusted
 from .whole_tensors import WholeTensors
+
+# Reads DeepSpeed's pickled files without running what is in them.
+
+
+def _classes() -> dict[str, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+    return {f"{one.__module__}.{one.__qualname__}": one for one in classes}
+
+
+def check_trusted(file: Path) -> None:
+    """Refuses a file whose pickle asks for anything that DeepSpeed's does not.
+
+    Raises:
+        RunError: it does, or is no file of torch.
+    """
+    try:
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    except Exception as error:  # a broken pickle raises what it likes
+        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
+    strange = sorted(set(asked) - _classes().keys())
+    if strange:
+        raise RunError(f"{file} asks to load {', '.join(strange)}, which no checkpoint of DeepSpeed holds: not loaded")
+
+
+def load_trusted(file: Path) -> Any:
+    """The content of a file, its tensors mapped rather than read; no code of it runs.
+
+    Raises:
+        RunError: it cannot be read, or holds more than data.
+    """
+    check_trusted(file)
+    try:
+        with torch.serialization.safe_globals(list(_classes().values())):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
 
 
 class SavedGroup(NamedTuple):

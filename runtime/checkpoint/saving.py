@@ -26,11 +26,9 @@ from parcompile.runtime.errors import RunError
 
 from . import expert_weights
 from .agreement import await_seen, on_all_ranks, on_rank_0
-from .contents import check_listed
-from .locking import hold, holds
-from .manifest import Note, damages, locate
-from .placing import begin, forget, is_noted_there, put_in_place, unfinished
-from .random_state import random_file, random_state
+from .manifest import Note, check_listed, damages, locate
+from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
+from .state_file import random_file, random_state
 from .universal import universal_checkpoint_info
 
 Files = Mapping[str, tuple[int, str]]

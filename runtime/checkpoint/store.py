@@ -22,12 +22,11 @@ from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
 from .agreement import on_all_ranks
-from .contents import strange_contents
 from .deepspeed_files import experts_file, weights_file
-from .manifest import Note, damages, read_note
-from .random_state import load_random_state, random_file
+from .manifest import Note, damages, read_note, strange_contents
 from .reading import SavedRun
 from .saving import saver_of
+from .state_file import load_random_state, random_file
 from .verifying import refuse_damaged, unreadable, wrong_files
 
 

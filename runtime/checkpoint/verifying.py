@@ -7,10 +7,8 @@ from pathlib import Path
 
 from parcompile.runtime.errors import RunError
 
-from .contents import strange_contents
-from .manifest import Note, damages, read_note
-from .reading import SavedRun
-from .trusted import check_trusted
+from .manifest import Note, damages, read_note, strange_contents
+from .reading import SavedRun, check_trusted
 
 
 def verify(folder: str | Path) -> list[str]:

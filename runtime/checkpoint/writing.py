@@ -17,25 +17,23 @@ import torch
 from torch import Tensor
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.layout.optimizer import padded_shard
+from parcompile.layout.shards import padded_shard
 from parcompile.layout.tensor import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places
 from parcompile.plan.resume import file_layout
 from parcompile.progress import tracked
-from parcompile.runtime.deepspeed_patches.experts import expert_settings
+from parcompile.runtime.deepspeed_patches.norm import expert_settings
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.model.slices import cut
 from parcompile.spec import Precision
 
 from .agreement import one_line
-from .contents import check_listed
 from .deepspeed_files import MASTER, experts_file, shard_file, weights_file
 from .expert_weights import MODULE
-from .locking import hold, release
-from .manifest import LATEST, NOTE, Note, damages
-from .placing import begin, is_noted_there, put_in_place
+from .manifest import LATEST, NOTE, Note, check_listed, damages
+from .placing import begin, hold, is_noted_there, put_in_place, release
 from .state_file import write_state
 from .universal import universal_checkpoint_info
 

@@ -108,7 +108,7 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> Batch
             if tensor.shape != rows[0][name].shape:
                 raise ValueError(
                     f"sample {number}: {name} have shape {list(tensor.shape)}, those of sample {numbers[0]} of the "
-                    f"same batch have {list(rows[0][name].shape)}: cut and pad samples to the plan's sequence_length, "
-                    "or pack them (PackedPlanLoader)"
+                    f"same batch have {list(rows[0][name].shape)}: truncate and pad samples to the plan's "
+                    "sequence_length, or pack them (PackedPlanLoader)"
                 )
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +17,20 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 Ids = list[int]
 
 
+_TURNS, _PROMPTS, _ANSWERS = (
+    ("messages", "conversations"),
+    ("prompt", "instruction"),
+    ("completion", "response", "output"),
+)
+
+
 def is_instruction(row: Mapping[str, Any]) -> bool:
-    """Whether a row has a prompt and an answer, in one of the usual forms."""
-    return bool({"messages", "conversations", "completion", "response", "output"} & row.keys())
+    """Whether a row has turns, or a prompt and an answer, in one of the usual forms."""
+
+    def has(names: tuple[str, ...]) -> bool:
+        return any(row.get(name) is not None for name in names)
+
+    return has(_TURNS) or (has(_PROMPTS) and has(_ANSWERS))
 
 
 def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
@@ -37,7 +49,7 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
     if tokenizer.chat_template is None:
         return _without_template(messages, tokenizer, where)
     if _GENERATION.search(str(tokenizer.chat_template)):
-        found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        found = _written(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
         answers = found["assistant_masks"]
         return found["input_ids"], _masked(found["input_ids"], [bool(one) for one in answers])
     text, spans = _spans(messages, tokenizer, where)
@@ -48,39 +60,77 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
     return found["input_ids"], _masked(found["input_ids"], answers)
 
 
-def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, str]]:
-    turns = row.get("messages") or row.get("conversations")
-    if turns:
-        if "from" in turns[0]:
-            turns = [{"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]} for one in turns]
-        if not any(one.get("role") == "assistant" for one in turns):
+def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    name = next((name for name in _TURNS if row.get(name) is not None), None)
+    if name is not None:
+        turns = _turns(row[name], name, where)
+        if not any(one["role"] == "assistant" for one in turns):
             raise unusable(f"{where} has no message with the role assistant: nothing to train on")
         return turns
-    prompt = row.get("prompt", row.get("instruction"))
-    answer = next((row[name] for name in ("completion", "response", "output") if name in row), None)
-    if not isinstance(prompt, str) or not isinstance(answer, str):
-        raise unusable(
-            f"{where} has {', '.join(row)}: expected messages, or prompt and completion, or instruction and output",
+    asked, answered = (
+        next((name for name in names if row.get(name) is not None), "") for names in (_PROMPTS, _ANSWERS)
+    )
+    for name in (asked, answered):
+        if not isinstance(row[name], str):
+            raise unusable(f"{where}: {name} is {shown(row[name])}: expected a text")
+    prompt = f"{row[asked]}\n\n{row['input']}" if row.get("input") else row[asked]
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]
+
+
+def _turns(given: Any, name: str, where: str) -> list[Mapping[str, Any]]:
+    """Messages with role and content; ShareGPT's have `from` and `value`."""
+    if not isinstance(given, list | tuple):
+        raise unusable(f"{where}: {name} is {shown(given)}: expected a list of messages")
+    found: list[Mapping[str, Any]] = []
+    for number, one in enumerate(given):
+        keys = ("from", "value") if isinstance(one, Mapping) and "role" not in one else ("role", "content")
+        if not isinstance(one, Mapping) or not isinstance(one.get(keys[0]), str) or keys[1] not in one:
+            raise unusable(
+                f'{where}: {name}[{number}] is {shown(one)}: expected {{"role": "user", "content": "..."}}, or '
+                '{"from": "human", "value": "..."}'
+            )
+        found.append(
+            {"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]} if keys[0] == "from" else one
         )
-    if row.get("input"):
-        prompt = f"{prompt}\n\n{row['input']}"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return found
 
 
-def _without_template(messages: Sequence[Mapping[str, str]], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
+def shown(value: Any) -> str:
+    """A value of a row for a message, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
+    """What the chat template makes of messages; a template is a program of the tokenizer's author, and may fail."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise unusable(f"{where}: the tokenizer's chat template does not accept these messages ({why})") from None
+
+
+def _without_template(messages: Sequence[Mapping[str, Any]], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
     if [one["role"] for one in messages] != ["user", "assistant"]:
-        raise unusable(f"{where} has {len(messages)} messages, and the tokenizer has no chat template for them")
+        roles = ", ".join(one["role"] for one in messages)
+        raise unusable(
+            f"{where} has the messages {roles}, and the tokenizer has no chat template: without one a row is one user "
+            "and one assistant; name a tokenizer with a chat template (--tokenizer)"
+        )
+    for one in messages:
+        if not isinstance(one["content"], str):
+            raise unusable(f"{where}: the content of {one['role']} is {shown(one['content'])}: expected a text")
     prompt = tokenizer(messages[0]["content"])["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     answer = tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"] + end
     return prompt + answer, [IGNORED_LABEL] * len(prompt) + answer
 
 
-def _spans(messages: Sequence[Mapping[str, str]], tokenizer: Any, where: str) -> tuple[str, list[tuple[int, int]]]:
+def _spans(messages: Sequence[Mapping[str, Any]], tokenizer: Any, where: str) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and where its answers are; of a template that rewrites earlier turns, the last."""
 
     def text(count: int, *, prompt: bool = False) -> str:
-        found: str = tokenizer.apply_chat_template(messages[:count], add_generation_prompt=prompt, tokenize=False)
+        found: str = _written(tokenizer, messages[:count], where, add_generation_prompt=prompt, tokenize=False)
         return found
 
     whole, spans = text(len(messages)), []

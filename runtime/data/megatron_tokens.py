@@ -35,13 +35,18 @@ def megatron_tokens(index: Path) -> NDArray[np.integer]:
     magic, version, code, sequences, _ = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
     if magic != _MAGIC or version != 1 or code not in _TYPES:
         raise unusable(f"{index} is no index of Megatron's version 1 with tokens that are whole numbers")
-    found = np.memmap(tokens, dtype=_TYPES[code], mode="r")
+    size = np.dtype(_TYPES[code]).itemsize
+    if index.stat().st_size < _HEADER.size + 12 * sequences:
+        raise unusable(f"{index} is incomplete: it begins as the index of {sequences:,} sequences")
     lengths = np.fromfile(index, np.int32, sequences, offset=_HEADER.size)
-    if len(lengths) != sequences or int(lengths.sum(dtype=np.int64)) != len(found):
+    listed, held = int(lengths.sum(dtype=np.int64)), tokens.stat().st_size
+    if held != listed * size or (lengths < 0).any():
         raise unusable(
-            f"{tokens} holds {len(found):,} tokens; {index} lists {int(lengths.sum(dtype=np.int64)):,}: one of them is "
-            "incomplete",
+            f"{tokens} holds {held:,} bytes; {index} lists {listed:,} tokens of {size} bytes: one of them is incomplete"
         )
+    if not listed:
+        raise unusable(f"{tokens} holds no token")
+    found = np.memmap(tokens, dtype=_TYPES[code], mode="r")
     starts = np.fromfile(index, np.int64, sequences, offset=_HEADER.size + 4 * sequences)
     ends = list(itertools.accumulate(lengths.tolist(), initial=0))[:-1]
     if starts.tolist() != [end * found.itemsize for end in ends]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from parcompile.plan import Plan
 from parcompile.runtime.labels import IGNORED_LABEL
 
-from .conversations import Ids, is_instruction, tokens_and_labels
+from .conversations import Ids, is_instruction, shown, tokens_and_labels
 from .megatron_tokens import megatron_tokens
 from .rows_of_files import data_files, rows, unusable
 
@@ -26,8 +26,10 @@ def read_training_data(path: str | Path, plan: Plan, tokenizer: str | Path | Non
     Text (.txt, or rows with `text`) is one stream of tokens, cut into sequences; documents are separated by the
     end-of-sequence token. Rows with `messages`, `prompt` and `completion`, or `instruction` and `output` are
     conversations: only answers are predicted, and as many conversations as a sequence has room for share it, none of
-    which attends to another. Rows with `input_ids` (and `labels`) are taken as they are and share sequences likewise.
-    Megatron's NAME.bin is read where it is; all other data are tokenized by every rank as it starts.
+    which attends to another. Rows with `input_ids` (and `labels`) are taken as they are, without what their
+    `attention_mask` hides at the ends, and share sequences likewise. Of a row that has several of these, `input_ids`
+    are read, else the conversation, else `text`; the summary says so. Megatron's NAME.bin is read where it is; all
+    other data are tokenized by every rank as it starts.
 
     Args:
         path: a file, a folder of files of one format, a prefix of Megatron's files, or a folder that `datasets` saved.
@@ -40,21 +42,37 @@ def read_training_data(path: str | Path, plan: Plan, tokenizer: str | Path | Non
     spec, files = plan.spec, data_files(path)
     room, words = spec.training.sequence_length, None
     if tokenizer is not None:
-        from transformers import AutoTokenizer
-
-        words = AutoTokenizer.from_pretrained(str(tokenizer))
+        words = _tokenizer(Path(tokenizer))
     if files[0].suffix == ".idx":
-        parts = [megatron_tokens(file) for file in files]
-        found: SequencesOfFiles = _Windows(parts, room, spec.training.seed)
+        found: SequencesOfFiles = _Windows([megatron_tokens(file) for file in files], room, spec.training.seed)
+        made = "they were written with the tokenizer of another model"
     else:
         found = _of_rows(files, words, room, spec.training.seed)
-    largest, vocab_size = found.largest_token(), spec.model.shape.vocab_size
-    if largest >= vocab_size:
+        made = f"{tokenizer} is the tokenizer of another model"
+        if words is None:
+            made = "without --tokenizer a token of text is a byte: name the tokenizer of the model"
+    (smallest, largest), vocab_size = found.extremes(), spec.model.shape.vocab_size
+    if smallest < 0 or largest >= vocab_size:
         raise unusable(
-            f"{path} has the token {largest}, and the model's vocabulary {vocab_size} (vocab_size): the tokenizer is "
-            "another model's"
+            f"{path} has the token {smallest if smallest < 0 else largest}, and the model's vocabulary {vocab_size} "
+            f"(vocab_size): {made}"
         )
     return found
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Read from a folder alone: nothing is downloaded, and no program in it is run."""
+    if not folder.is_dir():
+        raise unusable(f"there is no folder {folder} with a tokenizer (--tokenizer)")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise unusable(
+            f"{folder} holds no tokenizer that transformers reads (tokenizer.json, tokenizer_config.json): {why[:200]}"
+        ) from None
 
 
 def shuffled(count: int, seed: int) -> list[int]:
@@ -99,8 +117,8 @@ class SequencesOfFiles(ABC):
         """`input_ids` and `labels` [S], and of packed documents `position_ids` and `attention_mask`."""
 
     @abstractmethod
-    def largest_token(self) -> int:
-        """Of all; of Megatron's files, of the first 16 million tokens of each."""
+    def extremes(self) -> tuple[int, int]:
+        """The smallest and the largest token of all; of Megatron's files, of the first 16 million of each."""
 
 
 class _Windows(SequencesOfFiles):
@@ -111,7 +129,7 @@ class _Windows(SequencesOfFiles):
         self._counts = [len(part) // length for part in parts]
         tokens = sum(map(len, parts))
         if not tokens:
-            raise unusable("the training data hold no token")
+            raise unusable("the training data hold no token: every text is empty")
         if not any(self._counts):
             self._parts = [np.concatenate([np.asarray(part) for part in parts])[:length]]
             self._counts = [1]
@@ -132,8 +150,8 @@ class _Windows(SequencesOfFiles):
         pad = torch.nn.functional.pad
         return {"input_ids": pad(ids, (0, padding)), "labels": pad(ids, (0, padding), value=IGNORED_LABEL)}
 
-    def largest_token(self) -> int:
-        return max(int(part[: 2**24].max()) for part in self._parts if len(part))
+    def extremes(self) -> tuple[int, int]:
+        return _extremes(part[: 2**24] for part in self._parts)
 
 
 class _Packed(SequencesOfFiles):
@@ -164,24 +182,34 @@ class _Packed(SequencesOfFiles):
         positions[at:] = torch.arange(self._length - at)
         return {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask}
 
-    def largest_token(self) -> int:
-        return max(int(ids.max()) for ids, _ in self._documents)
+    def extremes(self) -> tuple[int, int]:
+        return _extremes(one for ids, labels in self._documents for one in (ids, labels[labels != IGNORED_LABEL]))
+
+
+def _extremes(parts: Iterable[NDArray[Any]]) -> tuple[int, int]:
+    held = [(int(part.min()), int(part.max())) for part in parts if len(part)]
+    return min(low for low, _ in held), max(high for _, high in held)
 
 
 def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> SequencesOfFiles:
     stream: list[NDArray[Any]] = []
     documents: list[tuple[NDArray[Any], NDArray[Any]]] = []
-    shortened = dropped = 0
+    shortened = dropped = unread = 0
     end: Ids = list(b"\n\n")
     if tokenizer is not None:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for file in files:
         for where, row in rows(file):
-            if "input_ids" not in row and isinstance(row.get("text"), str):
-                text = row["text"]
+            known = "input_ids" in row or is_instruction(row)
+            if (text := row.get("text")) is not None and not known:
+                if not isinstance(text, str):
+                    raise unusable(f"{where}: text is {shown(text)}: expected a text")
+                if not text:
+                    continue
                 words = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
                 stream.append(np.array([*words, *end], np.int32))
                 continue
+            unread += text is not None
             ids, labels = _tokens(row, tokenizer, where)
             shortened += len(ids) > room
             if len(ids) > 1 and any(one != IGNORED_LABEL for one in labels[1:room]):
@@ -192,6 +220,8 @@ def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> Seq
         raise unusable(f"{files[0].parent}: some rows are text and others conversations: train on one of them")
     if stream:
         return _Windows([np.concatenate(stream)], room, seed)
+    if not documents and not dropped:
+        raise unusable(f"{files[0]} holds no row, or only empty texts")
     if not documents:
         raise unusable(f"{files[0]}: no row has a token to predict in its first {room} tokens")
     found = _Packed(documents, room, seed)
@@ -199,16 +229,58 @@ def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> Seq
         found.summary += f"; {shortened:,} are longer and end there"
     if dropped:
         found.summary += f"; {dropped:,} left out: nothing to predict in them"
+    if unread:
+        found.summary += f"; {unread:,} have text too, which is not read"
     return found
 
 
-def _tokens(row: Any, tokenizer: Any, where: str) -> tuple[Ids, Ids]:
+def _tokens(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
     if "input_ids" in row:
-        ids = list(row["input_ids"])
-        return ids, list(row.get("labels") or ids)
+        return _ready(row, where)
     if is_instruction(row):
         return tokens_and_labels(row, tokenizer, where)
     raise unusable(
         f"{where} has {', '.join(row) or 'nothing'}: expected text, messages, prompt and completion, instruction and "
         "output, or input_ids",
     )
+
+
+def _ready(row: Mapping[str, Any], where: str) -> tuple[Ids, Ids]:
+    """Tokens and labels that a row has as numbers, without the padding at its ends."""
+    ids, columns = _numbers(row, "input_ids", where), {}
+    for name in ("labels", "attention_mask"):
+        columns[name] = ids if name == "labels" else [1] * len(ids)
+        if row.get(name) is not None:
+            columns[name] = _numbers(row, name, where)
+        if len(columns[name]) != len(ids):
+            raise unusable(
+                f"{where}: {name} has {len(columns[name]):,} numbers, input_ids {len(ids):,}: they go in pairs"
+            )
+    labels, mask = columns["labels"], columns["attention_mask"]
+    for name, bad in (
+        ("input_ids", next((one for one in ids if not 0 <= one < 2**31), None)),
+        ("labels", next((one for one in labels if one != IGNORED_LABEL and not 0 <= one < 2**31), None)),
+        ("attention_mask", next((one for one in mask if one not in (0, 1)), None)),
+    ):
+        if bad is not None:
+            allowed = {
+                "labels": f"token ids, and {IGNORED_LABEL} where nothing is predicted",
+                "attention_mask": "0 and 1",
+            }
+            raise unusable(f"{where}: {name} holds {bad}: expected {allowed.get(name, 'token ids, from 0 on')}")
+    if 1 not in mask:
+        return [], []
+    kept = slice(mask.index(1), len(mask) - mask[::-1].index(1))
+    if 0 in mask[kept]:
+        raise unusable(
+            f"{where}: attention_mask hides tokens between others; 0 is for padding at the ends of a row: write a row "
+            "for each part"
+        )
+    return ids[kept], labels[kept]
+
+
+def _numbers(row: Mapping[str, Any], name: str, where: str) -> Ids:
+    found = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
+    if not isinstance(found, list | tuple) or any(type(one) is not int for one in found):
+        raise unusable(f"{where}: {name} is {shown(found)}: expected a list of whole numbers")
+    return list(found)

@@ -62,14 +62,14 @@ Read:
 Agreed on with DeepSpeed by name, in the module that the name belongs to:
 
 - `parameter.tensor_model_parallel` (`is_model_parallel_parameter`, runtime/utils.py): whether a parameter counts in the
-  gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.marking`
+  gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.partial`
 - `parameter.allreduce` and `parameter.group_name` (`is_moe_param`, moe/utils.py): experts that other ranks do not hold,
   and the groups that share them. Groups of parameters say so with "moe" and "name". `mark_expert`
 - `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
-- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mpu`
+- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mesh`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
-  `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.trusted`
+  `checkpoint.deepspeed_files`, `checkpoint.writing`, `checkpoint.reading`
 - `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for
   `ds_to_universal`. `checkpoint.universal`
 - The environment variable `LOCAL_RANK` (runtime/engine.py): the engine asks for it without a launcher too.

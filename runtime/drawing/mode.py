@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.ring_attention.kernels.hashing import mixed, of_seed
+from parcompile.runtime.ring_attention.kernels.kernel import mixed, of_seed
 
 from .numbers import dropped, uniform
 from .place import Place
@@ -175,7 +175,7 @@ def _features(site: Site, key: tuple[str, int], width: int, what: str, device: t
         if whole != width * site.place.tp:
             raise RunError(
                 f"{what} {width} numbers for each token, the whole model draws {whole or 'none'}: tp {site.place.tp} "
-                "does not cut them evenly",
+                "does not split them evenly",
                 everywhere=True,
             )
         ranges = ((width * site.place.tp_index, width * (site.place.tp_index + 1)),)

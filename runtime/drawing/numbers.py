@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels.hashing import WORD, combined
+from parcompile.runtime.ring_attention.kernels.kernel import WORD, combined
 
 _FEATURES = 0x510E527F
 _CHUNK_NUMEL = {"cpu": 2**18}

@@ -16,7 +16,7 @@ from parcompile.layout.sequence import CpLayout, token_ranges
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, MicroBatch, current
-from parcompile.runtime.ring_attention.kernels.hashing import combined
+from parcompile.runtime.ring_attention.kernels.kernel import combined
 
 _ROWS, _POSITIONS = 0x1F123BB5, 0x6A09E667
 

@@ -1,8 +1,16 @@
-"""One call from a plan to a DeepSpeed engine."""
+"""One call from a plan to a DeepSpeed engine.
+
+The plan's learning rates, step by step.
+
+DeepSpeed's own schedules are others for the same words (runtime/lr_schedules.py): the first two steps have the lowest
+rate, that of the cosine 0 in the first, and the cosine begins to fall one step early.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +22,101 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
+from parcompile.runtime.deepspeed_patches.engine import with_optimizer
 from parcompile.runtime.deepspeed_patches.probe import check_names
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import take_over_norm, warn_of_empty_tables
+from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, join
-from parcompile.runtime.groups.mpu import Mpu
+from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.inject import inject
+from parcompile.runtime.inject.heads import count_once
 from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
-from parcompile.runtime.inject.shared_rows import count_once
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow, share_errors, share_errors_of
-from parcompile.runtime.loss.sequence import SequenceLoss, without_waiting
+from parcompile.runtime.loss import SequenceLoss, without_waiting
 from parcompile.runtime.model.building import build_model
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
 from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
+from parcompile.spec import Training, learning_rate
 
 from .finite import STOP_AFTER, FiniteWatch
-from .loop import attach_loop
-from .options import options_for_deepspeed
-from .outside import guard_backward
-from .partial_gradients import sum_once
+from .loop import attach_loop, guard_backward
 from .router_bias import attach_biases, keep_biases
+from .unsharded import sum_once
+
+# The plan's learning rates, step by step.
+
+
+class PlanSchedule:
+    """Sets the rates of an optimizer before its first step and after each one; DeepSpeed calls `step`.
+
+    A group with a rate of its own rises to that rate, and falls in proportion. The state is that of DeepSpeed's
+    schedules: the number of steps made, less one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
+        self.optimizer, self._training = optimizer, training
+        self._highest = [float(group["lr"]) for group in optimizer.param_groups]
+        self.last_batch_iteration = -1
+        self._set()
+
+    def step(self) -> None:
+        """Goes on to the next step's rate."""
+        self.last_batch_iteration += 1
+        self._set()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group for the next step."""
+        share = learning_rate(self._training, self.last_batch_iteration + 2) / self._training.optimizer.lr
+        return [highest * share for highest in self._highest]
+
+    def get_last_lr(self) -> list[float]:
+        """As `get_lr`."""
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps have been made."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after the steps of a state."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self._set()
+
+    def _set(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+
+# What `deepspeed.initialize` is given for a plan, and what of DeepSpeed is changed while it makes the engine.
+
+
+@contextmanager
+def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Iterator[dict[str, Any]]:
+    """Within it `deepspeed.initialize`, with the options that come, makes the engine of the plan.
+
+    Args:
+        mesh: the live ranks.
+        model: the injected model.
+        options: what `deepspeed.initialize` would be called with for one rank.
+    """
+    training = mesh.plan.spec.training
+    if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
+        options["lr_scheduler"] = partial(PlanSchedule, training=training)
+    with for_deepspeed(mesh, model, **options) as given:
+        if mesh.plan.spec.zero_stage:
+            yield given
+            return
+        from .unsharded import UnshardedOptimizer
+
+        with with_optimizer(lambda engine, optimizer: UnshardedOptimizer(engine, optimizer, mesh)):
+            yield given
+
+
+# One call from a plan to a DeepSpeed engine.
 
 
 def initialize(

@@ -1,22 +1,28 @@
-"""How an engine goes through the micro-batches of its steps: `engine.train_batch` and `engine.eval_batch`."""
+"""How an engine goes through the micro-batches of its steps, and the loss on data that is not trained on."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from parcompile.runtime.data import Batch
+from parcompile.layout.grid import Axis
+from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.loss import loss_of_step, own_part
+from parcompile.runtime.labels import IGNORED_LABEL
+from parcompile.runtime.loss import BalancedLoss, loss_of_step, own_part
+from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.pipeline import PipelinedLoop
+
+# How an engine goes through the micro-batches of its steps: `engine.train_batch` and `engine.eval_batch`.
 
 
 class Loop(Protocol):
@@ -131,3 +137,110 @@ def _rest(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         yield batch
     if number < count:
         raise RunError(f"the batches ended after {number} of the {count} micro-batches of a step", everywhere=True)
+
+
+# The loss on data that is not trained on.
+
+_LABELS = ("labels", "shift_labels")
+"""Entries of a batch that say which tokens are predicted."""
+
+
+def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None) -> float:
+    """The mean loss of a data set's predicted tokens, the same on every rank: nats per token.
+
+    Forward passes take the plan's `eval_micro_batch_size` sequences. dp shares the sequences out; the result does not
+    depend on the layout. A loss that balances experts is not counted.
+
+    Args:
+        engine: from `initialize`.
+        dataset: samples, as for `PlanLoader`.
+        batches: how many batches of the plan's `eval_global_batch_size` sequences to look at; None: the whole data set.
+    """
+    mesh, training = engine.mesh, engine.mesh.plan.spec.training
+    micro, dp = training.eval_micro_batch_size, mesh.size("dp")
+    count = len(dataset) if batches is None else min(len(dataset), batches * training.eval_global_batch_size)
+    firsts = range(mesh.index("dp") * micro, count, dp * micro)
+    passes = len(firsts)
+    if mesh.parallel_group(Axis.EP) is not None:
+        # Ranks that exchange tokens make equally many passes: the last ones may be of nothing that counts.
+        passes = len(range(0, count, dp * micro))
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+
+    def read() -> Iterator[Batch]:
+        for number in range(passes):
+            first = firsts[number] if number < len(firsts) else 0
+            samples = [dataset[index] for index in range(first, min(first + micro, count))]
+            batch = split_batch(stack(samples), mesh)
+            if number >= len(firsts):
+                batch = {**batch, **{name: torch.full_like(batch[name], IGNORED_LABEL) for name in _LABELS}}
+            total[1] += (batch["shift_labels"] != IGNORED_LABEL).sum()
+            yield {**batch, "num_items_in_batch": 1.0}
+
+    with evaluating(engine), _without_balance(engine.module), engine.loop.together():
+        for loss in engine.loop.evaluate(read(), passes):
+            total[0] += loss
+        dist.all_reduce(total, group=mesh.group("dp-cp"))
+        if mesh.size("pp") > 1:
+            dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
+    return float(total[0] / total[1].clamp(min=1))
+
+
+@contextlib.contextmanager
+def _without_balance(model: nn.Module) -> Iterator[None]:
+    """Within it the loss of a model does not balance its experts."""
+    causal: Any = without_peft(model)
+    before = causal.loss_function
+    if isinstance(before, BalancedLoss):
+        causal.loss_function = before.causal
+    try:
+        yield
+    finally:
+        causal.loss_function = before
+
+
+# What is done to an engine's model outside of the engine: evaluation is right there, a backward pass is not.
+
+
+def guard_backward(engine: Any) -> None:
+    """Lets a backward pass of what `engine.module(…)` has returned say what to call, where it is not the engine's.
+
+    Gradients of a rank are its part: the engine sums and scales them, and its optimizer takes them over.
+    """
+    if dist.get_world_size() > 1:
+        _Guard(engine)
+
+
+class _Guard:
+    def __init__(self, engine: Any) -> None:
+        self._forwards, self._backwards = 0, 0
+        engine.forward = self._counting("_forwards", engine.forward)
+        engine.backward = self._counting("_backwards", engine.backward)
+        engine.module.register_forward_hook(self._leave)
+
+    def _counting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counted(*args: Any, **options: Any) -> Any:
+            setattr(self, name, getattr(self, name) + 1)
+            try:
+                return call(*args, **options)
+            finally:
+                setattr(self, name, getattr(self, name) - 1)
+
+        return counted
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._forwards or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        found = (output, getattr(output, "loss", None), getattr(output, "logits", None))
+        for tensor in found:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
+
+    def _check(self, _: Tensor) -> None:
+        if not self._backwards:
+            raise RunError(
+                "backward() of what engine.module(…) has returned would leave each rank its part of the gradients, "
+                "which no optimizer step takes: write loss = engine(**batch).loss and engine.backward(loss), or "
+                "engine.train_batch(iterator). To evaluate, call engine.module(…) under torch.no_grad()",
+                everywhere=True,
+            )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.experts import balanced_rows, shared_tokens
+from parcompile.layout.shards import balanced_rows, shared_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ from parcompile.runtime.tensor_parallel import (
 )
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
+from .heads import mark, sum_repeated_gradient
 from .mechanisms.expert_adapters import ExpertAdapters, why_not
 from .mechanisms.selective import SELECTING, STEPPING
 from .regions import BLOCK_TAKES_INPUT, Region
-from .shared_rows import mark, sum_repeated_gradient
 
 INJECTED_FIRST = (
-    "adapters are put on a model before it is injected, so that they are cut with its weights: give "
+    "adapters are put on a model before it is injected, so that they are sharded with its weights: give "
     "load_pretrained(folder, plan, adapter=config), initialize(model=get_peft_model(whole_model, config)), or "
     "PlanTrainer(model=folder, peft_config=config)"
 )

@@ -77,6 +77,8 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
         if style in (_GATHERED, _SPLIT) and name.rpartition(".")[2] in _WHOLE:
             continue
         weight = name if name in parameters else f"{name}.weight"
+        if weight not in parameters and slices.has(weight) and not slices.holds(weight):
+            continue  # on another stage, as the embedding of nemotron_h
         if weight not in parameters:
             raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
         dims = parameters[weight].dim()
@@ -92,7 +94,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             continue  # a projection in front of experts, or behind them: whole on every rank, of a part of a sum
         if slices.of(weight).dim != wanted:
             raise RunError(
-                f"{name} is {style} for transformers, but the plan cuts dim {slices.of(weight).dim}", everywhere=True
+                f"{name} is {style} for transformers, but the plan splits dim {slices.of(weight).dim}", everywhere=True
             )
 
 

@@ -1,4 +1,12 @@
-"""What attention modules keep of all heads, made that of this rank's: counts, and a norm over all heads."""
+"""What a rank holds of heads and of the vocabulary: counts and norms, kv heads of several ranks, embeddings.
+
+Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
+
+Their gradients are summed over the ranks that hold them, and count once in the gradient norm. A weight of keys, or of
+values, is the same on those ranks as a whole, which the layers handle. Of a weight that fuses queries, keys and values
+only some rows are, and of a Mamba-2 layer those that all heads share: their gradients are summed here, and count in the
+norm of the first rank that holds them only.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.deepspeed_patches.norm import count_in_norm
+from parcompile.runtime.deepspeed_patches.optimizer_state import place_in_shard
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.slices import Slice
+from parcompile.runtime.pipeline import Elsewhere
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, mark_shard
+
+from .regions import Region
+
+# What attention modules keep of all heads, made that of this rank's: counts, and a norm over all heads.
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads", "kv_heads")
@@ -87,3 +106,139 @@ class SpreadRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """The whole width, and the slice."""
         return f"{self.width}, held={self.weight.numel()}, eps={self.epsilon}"
+
+
+# The embedding and the head, cut along the padded vocabulary; tied ones stay tied.
+
+
+def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
+    """Replaces the embedding and the head that this rank has, where anything has to be cut or padded.
+
+    Raises:
+        RunError: the embedding does more than look up and scale.
+    """
+    causal: Any = model
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    padded = next(
+        layout.full_shape[0]
+        for parameter, layout in mesh.plan.tensors().values()
+        if parameter.split and parameter.split.pads_vocabulary
+    )
+    if region is None and padded == mesh.plan.spec.model.shape.vocab_size:
+        return
+    options = {} if region is None else region.options
+    tied = None
+    if not isinstance(embedding, Elsewhere):
+        new_embedding = VocabParallelEmbedding.from_embedding(
+            embedding, padded_num_embeddings=padded, pad_sequence=True, **options
+        )
+        keep_what_follows(embedding, new_embedding)
+        causal.set_input_embeddings(new_embedding)
+        if getattr(head, "weight", None) is embedding.weight:
+            tied = new_embedding.weight
+    if not isinstance(head, Elsewhere):
+        new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, **options)
+        if tied is not None:
+            new_head.weight = tied
+        causal.set_output_embeddings(new_head)
+        if region is not None:
+            region.enter_layer(new_head)
+
+
+def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:
+    """Some embeddings multiply what they look up (Gemma 3, BioGPT) or norm it (Muse): lets `new` do so too.
+
+    Raises:
+        RunError: the embedding does something else.
+    """
+    if type(old) is nn.Embedding:
+        return
+    norm = getattr(old, "embed_norm", None)
+    if isinstance(norm, nn.Module) and not list(norm.parameters()):
+        new.register_forward_hook(lambda _, __, rows: norm(rows))
+        return
+    factor = getattr(old, "embed_scale", None)
+    if not isinstance(factor, Tensor | float):
+        raise RunError(
+            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm",
+            everywhere=True,
+        )
+    if isinstance(factor, Tensor):
+        new.register_buffer("embed_scale", factor, persistent=False)
+
+    def scale(module: Any, _: Any, rows: Tensor) -> Tensor:
+        by = factor if isinstance(factor, float) else module.embed_scale.to(rows.dtype)
+        scaled: Tensor = rows * by
+        return scaled
+
+    new.register_forward_hook(scale)
+
+
+# Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
+
+_ROWS = "parcompile_repeated_rows"
+
+
+def mark(parameter: nn.Parameter, piece: Slice) -> None:
+    """Marks a slice so that each of its elements counts once in the gradient norm."""
+    if piece.is_partly_repeated:
+        mark_shard(parameter)
+        if dist.get_rank(piece.replica_group) > 0:
+            setattr(parameter, _ROWS, piece.repeated)
+    else:
+        mark_shard(parameter, piece.replica_group)
+
+
+def sum_repeated_gradient(parameter: nn.Parameter, piece: Slice) -> None:
+    """Adds up what several ranks hold of a slice's gradient over those ranks, in one message."""
+    group, rows = piece.replica_group, piece.repeated
+
+    def add_up(gradient: Tensor) -> Tensor:
+        whole = gradient.contiguous().clone()
+        shared = torch.cat([whole[start:stop] for start, stop in rows])
+        dist.all_reduce(shared, group=group)
+        offset = 0
+        for start, stop in rows:
+            whole[start:stop] = shared[offset : offset + stop - start]
+            offset += stop - start
+        return whole
+
+    if parameter.requires_grad:
+        parameter.register_hook(add_up)  # type: ignore[no-untyped-call]
+
+
+def count_once(engine: Any) -> None:
+    """Leaves repeated rows out of DeepSpeed's gradient norm, which takes a parameter wholly or not at all.
+
+    Raises:
+        RunError: there are such rows, and DeepSpeed computes the norm with another optimizer.
+    """
+    parameters = [one for one in engine.module.parameters() if hasattr(one, _ROWS) and one.requires_grad]
+    if not parameters:
+        return
+    if not count_in_norm(engine.optimizer, _counted_of_shard):
+        raise RunError(
+            "a fused weight some of whose rows several tp ranks hold needs DeepSpeed's ZeRO-1 optimizer: "
+            "leave gradient_accumulation_dtype to the precision"
+        )
+
+
+def _counted_of_shard(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The gradient of what of a parameter lies in this rank's optimizer shard, zero where another rank's counts."""
+    if not hasattr(parameter, _ROWS):
+        return gradient
+    place = place_in_shard(parameter)
+    assert place is not None
+    # The first and the last parameter of a shard may lie in it in part.
+    return counted(parameter, gradient, place.of_parameter.start)
+
+
+def counted(parameter: nn.Parameter, gradient: Tensor, first: int = 0) -> Tensor:
+    """A gradient from the element `first` on, flat, and zero where another rank's counts in the norm."""
+    flat, width = gradient.detach().reshape(-1), parameter.numel() // parameter.shape[0]
+    rows: tuple[tuple[int, int], ...] = getattr(parameter, _ROWS, ())
+    if rows:
+        flat = flat.clone()
+    for start, stop in rows:
+        flat[max(start * width - first, 0) : max(stop * width - first, 0)] = 0
+    return flat

@@ -16,8 +16,7 @@ from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.loss import ParallelCausalLoss
-from parcompile.runtime.loss.expert_balance import BalancedLoss, balances_experts
+from parcompile.runtime.loss import BalancedLoss, ParallelCausalLoss, balances_experts
 from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
@@ -28,9 +27,8 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import use_ring_attention
-from .calls import name_arguments, take_inputs
-from .generation import let_generate
-from .heads import SpreadRMSNorm, localise_heads
+from .generation import let_generate, name_arguments, refuse_changes, take_inputs
+from .heads import SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
 from .interface import put_on_interface
 from .masks import check_masks, masked_layers
 from .mechanisms import (
@@ -47,10 +45,7 @@ from .mechanisms import (
 from .positions import share_positions
 from .regions import Region
 from .ring_place import RingPlace
-from .shared_rows import mark, sum_repeated_gradient
-from .unchanging import refuse_changes
 from .user_module import inject_user_module, prepare_user_module
-from .vocabulary import cut_vocabulary
 
 _CONV1D = "Conv1D"
 """transformers' linear that stores its weight as [in, out]."""
@@ -218,7 +213,8 @@ class _Injection:
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not isinstance(epsilon, float) or "RMSNorm" not in type(norm).__name__:
             raise RunError(
-                f"a {type(norm).__name__} over all heads cannot be cut: only RMSNorm is injected there", everywhere=True
+                f"a {type(norm).__name__} over all heads cannot be sharded: only RMSNorm is injected there",
+                everywhere=True,
             )
         return SpreadRMSNorm(own, epsilon, weight.numel(), group, piece.replica_group)
 

@@ -30,7 +30,10 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0])
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})  # type: ignore[operator]
+    # transformers 5 warns of the older name.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False, "context_fn": _contexts})
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

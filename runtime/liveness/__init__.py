@@ -1,9 +1,8 @@
 """Which ranks live, what each is doing, and how a job ends when one fails, is lost, or is asked to stop."""
 
 from .activity import doing, follow, set_stage
-from .causes import share_errors, share_errors_of
 from .job import current, end_watch, has_failed, watch
-from .reporting import report_errors
+from .reporting import report_errors, share_errors, share_errors_of
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
 
 __all__ = [

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parcompile.runtime.liveness.activity import is_training
-from parcompile.runtime.liveness.channel import LOST, StoreChannel
-from parcompile.runtime.liveness.processes import is_running
-from parcompile.runtime.liveness.watchdog import Requests, Watchdog
+from parcompile.runtime.liveness.watchdog import LOST, Requests, StoreChannel, Watchdog, is_running
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -9,8 +9,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from .channel import StoreChannel
 from .job import current
+from .watchdog import StoreChannel
 
 STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: start the job again, and it goes on."""

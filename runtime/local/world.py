@@ -16,6 +16,7 @@ For teaching, debugging and tests: real ranks and real collectives, without a la
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -194,6 +195,9 @@ def launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str
 
 def _serve(pipe: Connection, environment: dict[str, str], process_group: bool) -> None:
     """What a rank does: answer calls until the pipe is closed."""
+    # Nothing that is imported by now is garbage. Going through it all, the first collection of a forked rank copies it
+    # page by page: that took longer than a step of a small model.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends these
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)

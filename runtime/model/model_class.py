@@ -1,13 +1,23 @@
-"""Which class is the causal language model of a configuration."""
+"""Which class is the causal language model of a configuration, and what precisions are called in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from parcompile.model.type_traits import by_type
+from parcompile.spec import Precision
 
 from .text_head import TEXT_MODELS, with_head
+
+# What precisions are called in torch.
+
+TORCH_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+# Which class is the causal language model of a configuration.
 
 UNLISTED: Mapping[str, str] = by_type("unlisted_class")
 """Model types whose class `AutoModelForCausalLM` does not find. Transformers 5.23 lists Mistral 4's with the models of

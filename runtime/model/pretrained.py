@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.experts import Ranges
+from parcompile.layout.shards import Ranges
 from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan

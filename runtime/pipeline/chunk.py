@@ -26,7 +26,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.transport import Like
 
-from .layer_parts import LayerParts
+from .stage import LayerParts
 
 _FOR_BASE = ("input_ids", "inputs_embeds", "position_ids")
 """What of a batch the layers want; labels and the like belong to the loss."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
-from parcompile.runtime.loss.sequence import own_part
+from parcompile.runtime.loss import own_part
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
 Batch = Mapping[str, Any]

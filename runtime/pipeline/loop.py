@@ -14,12 +14,12 @@ from parcompile.runtime.data.inputs import ready_inputs
 from parcompile.runtime.deepspeed_patches.engine import reduce_at_end
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.transport import Lanes
 
 from .chunk import handed
 from .execution import Batch, Outputs, Step, Work
-from .tied import TiedEmbedding
+from .stage import TiedEmbedding
 
 
 class PipelinedLoop:

@@ -1,18 +1,109 @@
-"""A model reduced to what the stages of this rank hold, under the names that it has in the whole model."""
+"""A model reduced to what the stages of this rank hold, with tied embeddings and parts of second ones.
+
+The parts of a second embedding that the layers of a stage get: computed on the first stage, and handed on.
+
+Shapes: B rows, s tokens of a rank, L layers of the model, P features of a layer's part.
+"""
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from parcompile.layout.groups import EMBEDDING
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, layer_numbers, module_numbers
+from parcompile.runtime.deepspeed_patches.norm import count_on_another_stage
+from parcompile.runtime.deepspeed_patches.optimizer_state import accumulated_gradient
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.lora import plain_name
+from parcompile.runtime.transport import start_all_reduce
+
+# The parts of a second embedding that the layers of a stage get: computed on the first stage, and handed on.
+
+
+class LayerParts:
+    """Within it a base model's layers, those of a stage alone, get their own parts.
+
+    Args:
+        base: the base model, whose configuration speaks of the stage's layers only.
+        layers: the numbers of these layers in the whole model.
+        received: the parts of all layers [B, s, L, P]; None on the first stage, which computes them.
+    """
+
+    def __init__(self, base: Any, layers: range, received: Tensor | None) -> None:
+        self._base, self._layers, self._parts = base, layers, received
+        self._whole, self._compute = base.config, base.project_per_layer_inputs
+
+    def __enter__(self) -> None:
+        seen = vars(self._base)
+        self._looked_up = seen.get("get_per_layer_inputs")
+        seen["project_per_layer_inputs"] = self._project
+        if self._parts is not None:
+            seen["get_per_layer_inputs"] = lambda *_, **__: None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seen = vars(self._base)
+        del seen["project_per_layer_inputs"]
+        seen["get_per_layer_inputs"] = self._looked_up
+
+    def _project(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._parts is None:
+            seen = vars(self._base)
+            local, seen["config"] = seen["config"], self._whole
+            try:
+                self._parts = self._compute(*args, **kwargs)
+            finally:
+                seen["config"] = local
+        # A stage without layers passes its hidden states through something that looks at no part.
+        start = min(self._layers.start, self._parts.shape[2] - 1)
+        return self._parts[:, :, start : max(self._layers.stop, start + 1)]
+
+    def hand_on(self) -> Tensor:
+        """The parts of all layers, for the next stage."""
+        assert self._parts is not None, "the base model has asked for them"
+        return self._parts
+
+
+# A tied embedding: the first stage looks tokens up in it, the last computes logits with it.
+
+
+class TiedEmbedding:
+    """The weight, where this rank shares it with another stage.
+
+    Its gradient is summed over both once in a step, and counts once in the gradient norm: on the first stage.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._group = mesh.parallel_group(EMBEDDING)
+        self._weight: nn.Parameter | None = None
+        if self._group is None:
+            return
+        name = mesh.plan.parameters.before[0].name
+        self._weight = next(one for found, one in model.named_parameters() if plain_name(found) == name)
+        if not Holding(mesh.plan, mesh.index("pp")).has_embedding:
+            count_on_another_stage(self._weight)
+
+    def sum_gradient(self, optimizer: Any) -> None:
+        """Adds up what both stages have."""
+        if self._weight is None or not self._weight.requires_grad:
+            return
+        assert self._group is not None
+        gradient = accumulated_gradient(optimizer, self._weight)
+        with torch.no_grad():
+            gradient.copy_(start_all_reduce(gradient, self._group).wait())
+
+
+# A model reduced to what the stages of this rank hold, under the names that it has in the whole model.
 
 
 class Elsewhere(nn.Module):

@@ -10,15 +10,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parcompile.cost.collectives import collectives
+from parcompile.cost.collectives import collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.stage_exchanges import stage_exchanges
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP
-from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.schedule import Schedule
+from parcompile.layout.shards import padded_shard
 from parcompile.layout.stages import Stage
 from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh

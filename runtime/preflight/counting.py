@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from parcompile.cost.collectives import CONTROL_BYTES
 from parcompile.layout.grid import Axis
-from parcompile.runtime.transport.continuing import continues
+from parcompile.runtime.transport.pending import continues
 
 _KINDS = {
     "allreduce_": "all-reduce",

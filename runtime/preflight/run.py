@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import os
 import traceback
@@ -27,9 +29,8 @@ from .compare import (
 from .counting import Counts
 from .findings import Finding, Report, Verdict
 from .sharded import Builder, build_sharded
-from .stand_in import stand_in
+from .stand_in import MetaTracker, stand_in
 from .step import RUN, run_step
-from .tracker import MetaTracker
 
 BUILDER = "--model FILE.py:FUNCTION"
 
@@ -78,11 +79,12 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
             raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
     stepping = looked_at if ranks is not None else distinct_ranks(plan)
     sent: dict[int, Counts] = {}
-    findings = [
-        finding
-        for rank in tracked(looked_at, "building and running ranks")
-        for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)
-    ]
+    with _older_objects_left_alone():
+        findings = [
+            finding
+            for rank in tracked(looked_at, "building and running ranks")
+            for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)
+        ]
     count = plan.spec.training.gradient_accumulation_steps
     notes = [
         f"built: every layer of a rank's stage; run: {RUN} micro-batches, which stand for the step's {count}, "
@@ -91,6 +93,18 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
     if plan.spec.parallelism.pp > 1:
         notes.append("pp: each stage is run alone; its messages are counted, what comes in has shapes and no values")
     return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
+
+
+@contextlib.contextmanager
+def _older_objects_left_alone() -> Iterator[None]:
+    """Steps collect garbage several times. Going through all that torch and DeepSpeed hold took half of a preflight."""
+    import deepspeed  # noqa: F401 -- what it holds is older, too
+
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | None, *, steps: bool) -> Iterator[Finding]:

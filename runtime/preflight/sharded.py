@@ -11,10 +11,9 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
 from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.model.building import instantiate
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 
-from .stand_in import META
-from .tracker import MetaTracker
+from .stand_in import META, MetaTracker
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -26,16 +26,15 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
     shape_tensors,
 )
 from parcompile.runtime.engine import options_for_deepspeed
-from parcompile.runtime.engine.partial_gradients import sum_once
+from parcompile.runtime.engine.unsharded import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.groups.mpu import Mpu
+from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
-from .stand_in import META
-from .tracker import MetaTracker
+from .stand_in import META, MetaTracker
 
 RUN = 2
 """Micro-batches that are run."""

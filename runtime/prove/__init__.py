@@ -5,6 +5,18 @@
 
 from .certificate import Certificate, Proved
 from .engine import Engine, EngineError
+from .given import Given, GivenError, given
 from .proving import prove, shrink, verify
 
-__all__ = ["Certificate", "Engine", "EngineError", "Proved", "prove", "shrink", "verify"]
+__all__ = [
+    "Certificate",
+    "Engine",
+    "EngineError",
+    "Given",
+    "GivenError",
+    "Proved",
+    "given",
+    "prove",
+    "shrink",
+    "verify",
+]

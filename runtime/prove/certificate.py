@@ -21,7 +21,8 @@ class Proved:
     Attributes:
         cell: all features.
         answer: `verdict`; `why` of a red or not runnable one; `differences` of `loss`, `norm` and `update`, relative;
-            `noise`, what rounding alone does to the reference, where a difference was above its limit.
+            `noise`, what rounding alone does to the reference, where a difference was above its limit; `shims`, what of
+            the engine is replaced.
         smallest: the fewest features with which it is still red.
     """
 
@@ -67,6 +68,8 @@ class Certificate:
         said = "  ".join(f"{name} {value:.1e}" for name, value in (differences or {}).items())
         why = one.answer.get("why", "")
         found = f"{one.verdict:<13}{self.text_of(one)}\n             {why or said}"
+        for shim in one.answer.get("shims", ()):
+            found += f"\n             shim: {shim}"
         if one.smallest is not None:
             found += f"\n             fewest features: {text_of(one.smallest, self.features)}"
         return found

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-BUILT_IN = ("deepspeed", "transformers", "parcompile")
+BUILT_IN = ("deepspeed", "transformers", "accelerate", "parcompile")
 """Engines whose adapter is here; another is the path of a Python file."""
 
 _RANKS = Path(__file__).parent / "ranks"
@@ -31,7 +31,7 @@ spec.loader.exec_module(package)
 from prove_ranks.server import serve
 serve(engine)
 """
-_IMPORT_SECONDS, _MARGIN_SECONDS = 180.0, 60.0
+_IMPORT_SECONDS, _MARGIN_SECONDS, _END_SECONDS = 180.0, 60.0, 10.0
 
 
 class EngineError(RuntimeError):
@@ -74,6 +74,7 @@ class Engine:
         if "error" in first:
             self.close()
             raise EngineError(f"{name} cannot run in {python}: {first['error']}")
+        self.code = _code_hash(Path(name) if name.endswith(".py") else None)
         self.versions: Mapping[str, str] = first["versions"]
         self.features = {feature: tuple(values) for feature, values in first["features"].items()}
 
@@ -86,15 +87,22 @@ class Engine:
     def close(self) -> None:
         """Ends the process and all that it started."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.terminate()  # it ends its ranks, and removes what they wrote
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)  # ranks end with it
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             if pipe is not None:
                 pipe.close()
 
-    def draw(self, count: int, seed: int, most_ranks: int) -> list[dict[str, Any]]:
-        """Cells that the engine supports, which cover pairs of features."""
-        found: list[dict[str, Any]] = self._ask({"draw": count, "seed": seed, "most_ranks": most_ranks}, 60.0)["cells"]
+    def draw(
+        self, count: int, seed: int, most_ranks: int, fixed: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Cells that the engine supports, which cover pairs of features; `fixed`: values that all of them have."""
+        task = {"draw": count, "seed": seed, "most_ranks": most_ranks, "fixed": dict(fixed or {})}
+        found: list[dict[str, Any]] = self._ask(task, 60.0)["cells"]
         return found
 
     def run(self, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,9 +137,11 @@ class Engine:
         return lines[-1][:400] if lines else f"exit code {self._process.poll()}"
 
 
-def code_hash() -> str:
-    """Of everything that decides a verdict."""
+def _code_hash(adapter: Path | None) -> str:
+    """Of everything that decides a verdict, a user's adapter included."""
     digest = hashlib.sha256()
     for file in sorted((*_RANKS.rglob("*.py"), *_RANKS.rglob("*.json"))):
         digest.update(file.relative_to(_RANKS).as_posix().encode() + b"\0" + file.read_bytes())
+    if adapter is not None:
+        digest.update(b"adapter\0" + adapter.read_bytes())
     return f"sha256:{digest.hexdigest()}"

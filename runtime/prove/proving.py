@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .certificate import Certificate, Proved
-from .engine import Engine, code_hash
-from .ranks.cells import simplest, world_size
+from .engine import Engine
+from .ranks.cells import AXES, simplest, text_of, world_size
 from .ranks.comparison import RED
+
+MOST_RANKS = 8
 
 
 def prove(
@@ -16,6 +18,7 @@ def prove(
     cells: Sequence[Mapping[str, Any]],
     *,
     seed: int = 0,
+    most_ranks: int = MOST_RANKS,
     shrinks: bool = True,
     each: Callable[[int, Proved], None] | None = None,
 ) -> Certificate:
@@ -25,14 +28,15 @@ def prove(
         engine: which is asked.
         cells: values of its features; what one leaves out has its simplest value.
         seed: by which they were drawn; it is written into the certificate.
+        most_ranks: more are not started.
         shrinks: whether to look for the fewest features of a red cell.
         each: is told of each cell as it ends, with its number from 1.
 
     Raises:
-        ValueError: a cell has a feature or a value that the engine has not.
+        ValueError: a cell has a feature or a value that the engine has not, or takes more ranks.
         EngineError: the engine's process ended.
     """
-    whole = [completed(engine.features, cell) for cell in cells]
+    whole = [completed(engine.features, cell, most_ranks) for cell in cells]
     found = []
     for number, cell in enumerate(whole, 1):
         one = Proved(cell, engine.run(cell))
@@ -42,24 +46,36 @@ def prove(
         found.append(one)
         if each is not None:
             each(number, one)
-    return Certificate(engine.name, engine.versions, code_hash(), seed, tuple(found), engine.features)
+    return Certificate(engine.name, engine.versions, engine.code, seed, tuple(found), engine.features)
 
 
-def completed(features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any]) -> dict[str, Any]:
+def completed(
+    features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any], most_ranks: int = MOST_RANKS
+) -> dict[str, Any]:
     """A cell with all features.
 
     Raises:
-        ValueError: it names a feature, or gives it a value, that the engine has not.
+        ValueError: it names a feature, or gives it a value, that the engine has not, or takes more ranks.
     """
+    found = simplest(features)
     for name, value in cell.items():
-        if name == "seed" or name == "config":
-            continue
-        if name not in features:
+        if name == "seed":
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"seed {value!r} is no whole number from 0")
+            found[name] = value
+        elif name not in features:
             raise ValueError(f"the engine has no feature {name!r}; it has {', '.join(features)}")
-        if value not in features[name]:
+        elif name == "config" and isinstance(value, str):
+            found[name] = value
+        elif value not in features[name]:
             known = ", ".join(map(str, features[name]))
             raise ValueError(f"{name} {value!r}: the engine's adapter has {known}")
-    return {**simplest(features), **cell}
+        else:
+            found[name] = features[name][features[name].index(value)]  # 1 for True
+    if (ranks := world_size(found)) > most_ranks:
+        sizes = " × ".join(f"{axis} {found[axis]}" for axis in AXES if found.get(axis, 1) != 1)
+        raise ValueError(f"{sizes} takes {ranks} ranks, and at most {most_ranks} are started")
+    return found
 
 
 def shrink(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,20 +96,26 @@ def _simpler(features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any]) -
     yield from sorted(changed, key=world_size)
 
 
-def verify(engine: Engine, certificate: Certificate) -> list[str]:
+def verify(engine: Engine, certificate: Certificate, most_ranks: int = MOST_RANKS) -> list[str]:
     """What differs when the cells of a certificate run again: a sentence for each; none where all are as it says.
 
     Raises:
-        ValueError: it has features that the engine has not.
+        ValueError: it is of another engine, has features that this one has not, or takes more ranks.
+        EngineError: the engine's process ended.
     """
+    both_files = certificate.engine.endswith(".py") and engine.name.endswith(".py")  # whose content is in `code`
+    if certificate.engine != engine.name and not both_files:
+        raise ValueError(f"the certificate is of {certificate.engine}, and this engine is {engine.name}")
+    whole = [completed(engine.features, one.cell, most_ranks) for one in certificate.cells]
     said = []
-    if certificate.code != code_hash():
-        said.append(f"the code that judges has {code_hash()}, that of the certificate {certificate.code}")
-    for name, version in certificate.versions.items():
-        if engine.versions.get(name) != version:
-            said.append(f"{name} is {engine.versions.get(name)}, that of the certificate {version}")
-    for one in certificate.cells:
-        again = engine.run(completed(engine.features, one.cell))
+    if certificate.code != engine.code:
+        said.append(f"the code that judges has {engine.code}, that of the certificate {certificate.code}")
+    for name in {**certificate.versions, **engine.versions}:
+        ours, theirs = (one.get(name, "not there") for one in (engine.versions, certificate.versions))
+        if ours != theirs:
+            said.append(f"{name} is {ours}, that of the certificate {theirs}")
+    for one, cell in zip(certificate.cells, whole, strict=True):
+        again = engine.run(cell)
         if again["verdict"] != one.verdict:
-            said.append(f"{certificate.text_of(one)}: {again['verdict']}, the certificate says {one.verdict}")
+            said.append(f"{text_of(cell, engine.features)}: {again['verdict']}, the certificate says {one.verdict}")
     return said

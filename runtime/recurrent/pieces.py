@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parcompile.layout.sequence import CpLayout, chunk_ids
 from parcompile.runtime.ring_attention import Packing
-from parcompile.runtime.ring_attention.documents import Documents, documents_of_rows
+from parcompile.runtime.ring_attention.packing import Documents, documents_of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from .collator import (
     packed_attention,
     unpack_tensors,
 )
-from .documents import document_borders, padding_borders
 from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
-from .packing import Packing, PackingCosts, pack_documents
+from .packing import Packing, PackingCosts, document_borders, pack_documents, padding_borders
 from .recompute import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 from .token_order import Run, TokenOrder, order_of_last, order_of_packing, order_of_sequence

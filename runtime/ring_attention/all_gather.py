@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .exchange import Exchanges, MessageKind, Pair, post_exchanges
 from .gather_schedule import GatherSchedule
 from .kernels.blocks import add_gradients
 from .kernels.gradients import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
+from .ring import Exchanges, MessageKind, Pair, post_exchanges
 
 
 def gathered(call: AttentionCall, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,11 +20,9 @@ from .execution import attention_backward, attention_call, blocks, queries_of_pa
 from .inputs import autocast
 from .kernels.blocks import add_gradients, attend
 from .kernels.gradients import Gradients
-from .kernels.kernel import Kernel
+from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.merge import RunningAttention
-from .kernels.precision import accumulation_dtype
 from .kernels.selection import select_kernel
-from .kernels.terms import Terms
 from .kernels.tiles import Tile
 from .passes import AttentionCall
 from .recompute import attention_once

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.layout.sequence import CpLayout
 
-from .documents import Documents
 from .execution import attention_backward, attention_call, attention_forward
 from .inputs import autocast
+from .packing import Documents
 from .passes import AttentionCall
 from .recompute import attention_once
 from .traced import traced_attention

@@ -14,16 +14,15 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 
 from .all_gather import gathered, gathered_backward
-from .documents import Documents, documents_of_rows
 from .gather_schedule import GatherSchedule, plan_gather
 from .inputs import check_inputs, check_terms
 from .kernels.blocks import attend
 from .kernels.gradients import Gradients, QueriesOfPass
+from .kernels.kernel import Terms, accumulation_dtype
 from .kernels.merge import RunningAttention, unseen_rows_to_infinity
-from .kernels.precision import accumulation_dtype
 from .kernels.selection import select_kernel
-from .kernels.terms import Terms
 from .kernels.tiles import Tile
+from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, ring_backward
 from .route import Masking, RingStep, effective_layout, plan_route

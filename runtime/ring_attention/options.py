@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 
-from .documents import Documents
+from .packing import Documents
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -14,9 +14,7 @@ from torch import Tensor
 from parcompile.layout.context_parallel import heads_per_pass
 
 from .gather_schedule import GatherSchedule
-from .kernels.kernel import Kernel
-from .kernels.precision import accumulation_dtype
-from .kernels.terms import Terms
+from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .route import RingStep
 
 

@@ -289,7 +289,7 @@ def check_route(layout: CpLayout, size: int, local_length: int, masking: Masking
                 )
     elif local_length % chunks:
         raise ValueError(
-            f"ring attention: {local_length} local tokens cannot be cut into {chunks} equal chunks "
+            f"ring attention: {local_length} local tokens cannot be split into {chunks} equal chunks "
             f"({layout.value} layout): pad the sequence to a multiple of {chunks} · {size} ranks = {chunks * size}"
         )
 

@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from parcompile.layout.sequence import CpLayout
 
-from .documents import Documents
 from .execution import attention_backward, attention_call, attention_forward
-from .kernels.precision import accumulation_dtype
+from .kernels.kernel import accumulation_dtype
+from .packing import Documents
 
 _OPTIONS = (
     "str carrier, str group, str layout, bool causal, float? scale, int? window, int[]? borders, int[]? counts, "

@@ -21,8 +21,8 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 
 from .blockwise import attend_over_ranks
-from .documents import documents_of_rows
 from .inputs import autocast, check_inputs, check_terms
+from .packing import documents_of_rows
 from .sequence import local_positions
 
 if TYPE_CHECKING:

@@ -4,13 +4,10 @@ Usable on any process group, without the compiler and without DeepSpeed. With `g
 layer is its plain counterpart.
 """
 
-from .columns import ColumnParallelLinear, column_parallel
+from .columns import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding
-from .initialization import draw_slice, master_seed
-from .marking import is_sharded, mark_shard
-from .partial import sum_in_backward
-from .rows import RowParallelLinear
+from .partial import draw_slice, is_sharded, mark_shard, master_seed, sum_in_backward
 from .weights import even_range, merge_ranges, take_ranges
 
 __all__ = [

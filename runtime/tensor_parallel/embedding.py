@@ -17,8 +17,7 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 
-from .initialization import draw_slice, master_seed, normal
-from .marking import mark_shard
+from .partial import draw_slice, mark_shard, master_seed, normal
 from .weights import even_range, slice_parameter
 
 __all__ = ["VocabParallelEmbedding"]

@@ -25,8 +25,7 @@ from typing_extensions import Self
 
 from parcompile.runtime.collectives import Group, group_rank, group_size
 
-from .initialization import draw_slice, master_seed, uniform
-from .marking import mark_shard
+from .partial import draw_slice, mark_shard, master_seed, uniform
 from .weights import Ranges, even_range, slice_parameter
 
 __all__ = ["ParallelLinear"]

@@ -1,4 +1,12 @@
-"""Gradients of replicated parameters that each rank has only a part of.
+"""Gradients and norms of parameters that tp ranks hold parts of, and slices drawn from one master weight.
+
+Which parameters count in the gradient norm of every tensor-parallel rank.
+
+DeepSpeed, like Megatron-LM, adds up the squared gradients of tensor-parallel rank 0 and, of the other ranks, only those
+of parameters whose attribute `tensor_model_parallel` is true (`is_model_parallel_parameter` in
+deepspeed/runtime/utils.py). The norm equals that of the whole model when each element counts exactly once: a shard is
+marked on every rank, a replicated parameter on none, and a shard that several ranks hold (a replicated kv head) on the
+first of them only.
 
 A parameter that works on a rank's own tokens (a norm, a router, a bias of the sequence-parallel region) gets the
 gradient of those tokens; the parts have to be summed over the tensor-parallel ranks. The row layers do that by
@@ -7,20 +15,44 @@ themselves; `sum_in_backward` does it for any other parameter.
 Summed at once, in backward, gradients are whole wherever anybody looks at them (DeepSpeed takes them as they arrive);
 that is one small all-reduce per parameter and backward. Summed later (`leave_partial`, `sum_together`), all of them
 travel in one all-reduce per step, as in Megatron-LM's `finalize_model_grads`.
+
+Draws slices of a master weight: any layout starts from bit-identical global weights.
+
+No rank ever holds a whole matrix. The master weight is defined row block by row block: block i comes from a generator
+of its own, seeded with the weight's seed + i. A rank draws only the blocks that its slice touches, on the CPU and in
+float32 (float64 for float64), so neither the layout nor the device nor the precision of the run changes what is drawn.
+The weight's seed comes from torch's default generator: ranks that have called `torch.manual_seed` alike, and build
+their layers in the same order, agree on it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import Group, copy_to_group
+from parcompile.runtime.collectives import Group, copy_to_group, group_rank
 
-__all__ = ["leave_partial", "sum_in_backward", "sum_together"]
+from .weights import Ranges, take_ranges
+
+# Which parameters count in the gradient norm of every tensor-parallel rank.
+
+
+def mark_shard(parameter: nn.Parameter | None, replica_group: Group = None) -> None:
+    """Mark `parameter` as this rank's shard; ranks of `replica_group` hold the same one."""
+    if parameter is not None:
+        parameter.tensor_model_parallel = group_rank(replica_group) == 0  # type: ignore[attr-defined]
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether the tensor-parallel ranks hold slices of this parameter, replicas of a slice included."""
+    return hasattr(parameter, "tensor_model_parallel")
+
+
+# Gradients of replicated parameters that each rank has only a part of.
 
 _GROUP, _LATER = "parcompile_partial_over", "parcompile_summed_later"
 """Attributes of a parameter: the ranks that its gradient is summed over, and whether a step does it at its end."""
@@ -73,3 +105,51 @@ def sum_together(gradients: Sequence[Tensor], group: Group) -> None:
         dist.all_reduce(flat, group=group)
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):  # type: ignore[no-untyped-call]
             grad.copy_(total.view_as(grad))
+
+
+# Draws slices of a master weight: any layout starts from bit-identical global weights.
+
+BLOCK_ROWS = 256
+"""Rows per generator. Part of the definition of the master weight: another value draws other weights."""
+
+Draw = Callable[[Tensor, torch.Generator], object]
+"""Fills a tensor in place from a generator."""
+
+
+def master_seed() -> int:
+    """Take the next weight's seed from torch's default generator."""
+    return int(torch.randint(2**62, ()).item())
+
+
+def uniform(bound: float) -> Draw:
+    """Uniform on [−bound, bound), as `nn.Linear` draws with bound 1/√I."""
+    return lambda block, generator: block.uniform_(-bound, bound, generator=generator)
+
+
+def normal(std: float) -> Draw:
+    """Normal with mean 0."""
+    return lambda block, generator: block.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def draw_slice(local: Tensor, full_shape: tuple[int, ...], dim: int, ranges: Ranges, draw: Draw, seed: int) -> None:
+    """Fill `local` with `ranges` along `dim` of the master weight; rows past `full_shape` are zero (padding)."""
+    rows, generator = full_shape[0], torch.Generator()
+    drawn_dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+    if dim == 0:
+        local.zero_()
+    for index, first in enumerate(range(0, rows, BLOCK_ROWS)):
+        last = min(first + BLOCK_ROWS, rows)
+        if dim == 0 and not any(start < last and first < stop for start, stop in ranges):
+            continue
+        block = torch.empty(last - first, *full_shape[1:], dtype=drawn_dtype)
+        draw(block, generator.manual_seed(seed + index))
+        if dim != 0:
+            local[first:last] = take_ranges(block, dim, ranges)
+            continue
+        offset = 0
+        for start, stop in ranges:
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                local[offset + low - start : offset + high - start] = block[low - first : high - first]
+            offset += stop - start

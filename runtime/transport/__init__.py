@@ -6,9 +6,8 @@
 
 from .dispatch import start_all_gather, start_all_reduce, start_reduce_scatter
 from .gloo import start_sum_of_pieces, travels_in_pieces
-from .group import Group, group_rank, group_size, slice_size
 from .lanes import Arrival, Lanes, Like
-from .pending import Pending, PendingGather
+from .pending import Group, Pending, PendingGather, group_rank, group_size, slice_size
 from .pieces import Piece, gather_in_pieces, pieces_of, reduce_scatter_in_pieces
 
 __all__ = [

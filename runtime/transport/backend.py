@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import group_rank, group_size, peers
-from .pending import Pending, PendingGather
+from .pending import Pending, PendingGather, group_rank, group_size, peers
 
 # The names since torch 2.13, which deprecates the older ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backend, gloo
-from .group import group_size, slice_size
-from .pending import Pending, PendingGather
+from .pending import Pending, PendingGather, group_size, slice_size
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:

@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import asynchronous
-from .continuing import continuing
-from .group import group_rank, group_size, peers
-from .pending import Pending, PendingGather
+from .pending import Pending, PendingGather, continuing, group_rank, group_size, peers
 
 EXCHANGE_BYTES = 2**19
 """Work is cut up to overlap with pieces of this size and more; more than two ranks exchange such pieces one by one."""

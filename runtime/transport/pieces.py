@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backend, gloo
-from .continuing import continuing
-from .group import group_size
-from .pending import Pending, wait_for
+from .pending import Pending, continuing, group_size, wait_for
 
 PIECE_BYTES = 2**23
 """A piece has at least this size over all ranks: smaller messages and products do not fill links and GPUs."""

@@ -163,11 +163,17 @@ def trainings(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
         found["loss_scale"] = draw(st.sampled_from([0, 128.0]))
     if draw(st.booleans()):
         found["train_steps"] = 100
+        kind = draw(st.sampled_from(["constant", "linear", "cosine", "inverse_sqrt", "wsd"]))
         found["lr_scheduler"] = {
-            "type": draw(st.sampled_from(["constant", "linear", "cosine"])),
-            "warmup_steps": draw(st.integers(2, 50)),
+            "type": kind,
+            "warmup_steps": draw(st.integers(1 if kind == "constant" else 0, 50)),
             "min_lr": draw(st.sampled_from([0.0, highest / 8])),
         }
+        if kind != "constant" and draw(st.booleans()):
+            found["lr_scheduler"]["warmup_start_lr"] = draw(st.sampled_from([0.0, highest / 4]))
+        if kind == "wsd":
+            falls = st.sampled_from(["linear", "cosine", "sqrt", "exponential"])
+            found["lr_scheduler"] |= {"decay_steps": draw(st.integers(1, 50)), "decay_type": draw(falls)}
     return found
 
 

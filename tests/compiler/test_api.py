@@ -12,7 +12,7 @@ import pytest
 
 import parcompile
 from parcompile.model.presets import find_preset
-from parcompile.plan.process_groups import rank_groups
+from parcompile.plan.sections import rank_groups
 
 
 def llama() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from parcompile import atomic
 from parcompile.atomic import is_inside, is_plain, locate, read_set, recover, write_set
-from parcompile.backends.on_disk import stale_files
+from parcompile.backends.writing import stale_files
 
 SET = {"plan.json": b"new plan", "launch/run.sh": b"new run"}
 OUTSIDE = ("../victim.txt", "launch/../../victim.txt", "/victim.txt", "a\0b", "", ".", "..", "a//b", "C:\\victim", "a/")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from parcompile.backends.registry import losses
+from parcompile.cost.collectives import hidden_bytes
 from parcompile.cost.flops import attention_flops_per_token, matmul_parameters, model_flops_per_token
 from parcompile.cost.recurrent import scan_flops_per_token
-from parcompile.cost.stage_exchanges import hidden_bytes
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table

@@ -176,7 +176,7 @@ def test_the_action_writes_what_a_pull_request_changes_into_the_summary(pull_req
         r"specs/deep/new \& odd \[1\].json",
     }
     assert "| layout | tp 2 × dp 4, micro 1 × 1 | tp 4 × dp 2, micro 1 × 1 |" in parts["specs/deep/changed.json"]
-    assert "cut anew while it is loaded" in parts["specs/deep/changed.json"]
+    assert "resharded while it is loaded" in parts["specs/deep/changed.json"]
     assert "error[" in parts["specs/deep/broken.json"]
     assert "is gone" in parts["specs/deep/gone.json"]
     assert "nothing to compare" in parts[r"specs/deep/new \& odd \[1\].json"]

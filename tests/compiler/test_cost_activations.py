@@ -9,8 +9,8 @@ from published import stored_activation_bytes
 from published_runs import gpt_shape, llama_shape
 
 from parcompile.cost.activations import layer_bytes
-from parcompile.cost.ends import LOSS_CHUNK_ELEMENTS
 from parcompile.cost.footprint import fit_probability, footprint
+from parcompile.cost.layer_passes import LOSS_CHUNK_ELEMENTS
 from parcompile.cost.memory_terms import memory_terms
 from parcompile.cost.workload import Workload
 from parcompile.units import GIB

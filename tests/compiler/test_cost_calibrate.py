@@ -14,12 +14,10 @@ from published_runs import balanced_stages, nanotron_models
 
 from parcompile.cli import main
 from parcompile.cost.calibration import fit_time, quantiles, usable
-from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, coefficient_sets
-from parcompile.cost.crashes import crashed_of_memory
+from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, coefficient_sets, time_bounds
 from parcompile.cost.footprint import peak_bytes
-from parcompile.cost.measurements import Measurement, read_plain
+from parcompile.cost.measurements import Measurement, crashed_of_memory, read_plain
 from parcompile.cost.memory_terms import memory_terms
-from parcompile.cost.rates import time_bounds
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
 from parcompile.machines.accelerator import Measured, find_accelerator

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from parcompile.model import config_reader, hf_config, parameters
-from parcompile.model.cutting.keys import leading_key
+from parcompile.model.cutting.parts import leading_key
 from parcompile.model.derived_rows import by_hand
 from parcompile.model.families.added import BUILT_IN
 from parcompile.model.family import Family, Norm

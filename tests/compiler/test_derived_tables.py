@@ -10,8 +10,8 @@ import pytest
 
 from parcompile.model.presets import Preset, presets
 from parcompile.model.tables import TableError, complete, counts_of, covered, left_out, parameters, table_of
-from parcompile.model.tables.cutting import cut_dim
 from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
+from parcompile.model.tables.parameters import cut_dim
 
 LLAMA = {
     "vocab_size": 61,

@@ -167,13 +167,13 @@ class TestCommand:
         assert self.run(folder / "out" / "plan.json", folder / "out").output == same.output
         text = self.run(folder / "a.json", folder / "out").output
         assert "Rounding: the same sums in another order" in text
-        assert "Checkpoint, by this runtime: cut anew while it is loaded\n  tp 2 → 4" in text
+        assert "Checkpoint, by this runtime: resharded while it is loaded\n  tp 2 → 4" in text
         assert "Checkpoint, by DeepSpeed alone: universal conversion" in text
 
     def test_json_is_the_whole_of_standard_output(self, folder) -> None:
         tree = json.loads(self.run(folder / "a.json", folder / "b.json", "--format", "json").stdout)
         assert tree["checkpoint"]["deepspeed"]["resume"] == "universal conversion"
-        assert tree["checkpoint"]["runtime"]["resume"] == "cut anew while it is loaded"
+        assert tree["checkpoint"]["runtime"]["resume"] == "resharded while it is loaded"
         assert {"kind": "layout", "what": "tp", "before": 2, "after": 4, "note": "", "unit": ""} in tree["changes"]
 
     def test_bytes_and_times_are_said_in_units(self, folder) -> None:
@@ -195,7 +195,7 @@ class TestCommand:
         for part in (
             "**The same training**: the same sums in another order. 6 ranks get another place in the mesh.",
             "| layout | tp 2 × dp 4, micro 1 × 2 | tp 4 × dp 2, micro 1 × 4 |  |",
-            "- parcompile's runtime: goes on; the checkpoint is cut anew while it is loaded\n  - tp 2 → 4",
+            "- parcompile's runtime: goes on; the checkpoint is resharded while it is loaded\n  - tp 2 → 4",
             "- DeepSpeed alone: needs a universal conversion",
             "<summary>Layout (",
         ):

@@ -11,20 +11,23 @@ import json
 import subprocess
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 import parcompile
-from parcompile.backends.importer import RefusedError
+from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.importers import importer
-from parcompile.backends.reading import Outcome
+from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.backends.registry import losses, render
 from parcompile.backends.trainers.tool import DEFAULTS
 from parcompile.foreign import recognised
 from parcompile.importing import Imported, import_tree
-from parcompile.text import read_file
+from parcompile.pipeline import check_read
+from parcompile.plan import compile_plan
+from parcompile.text import parse, read_file
 
 MODEL = {("model",): {"preset": "llama-3-8b"}}
 CLUSTER = {("cluster", "gpus_per_node"): 8}
@@ -345,3 +348,55 @@ def test_kubeflows_deepspeed_runtime_starts_every_rank_by_mpirun(tmp_path: Path)
         "-np 16 --map-by ppr:8:node job-node-0-0.job",
         "9 16 1 train.py --plan /plan",
     ]
+
+
+HF_ZERO3 = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""The example of transformers' documentation, whose values come from TrainingArguments."""
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+
+
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 7}, {"warmup_ratio": 0.1}, {"warmup_ratio": 0.03}])
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_what_transformers_fills_in_for_auto_is_what_the_spec_says(
+    tmp_path: Path, kind: str, warmup: dict[str, float]
+) -> None:
+    module = pytest.importorskip("transformers.integrations.deepspeed")
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    ends = {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
+    config = {**HF_ZERO3, "scheduler": {"type": kind, "params": {**WARMUP, **ends}}}
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-5, **warmup}
+    given |= {"max_grad_norm": 0.7, "adam_beta2": 0.98, "adam_epsilon": 1e-7, "weight_decay": 0.03, "max_steps": 170}
+
+    names = {"warmup_steps": warmup.get("warmup_ratio", warmup.get("warmup_steps", 0))}
+    asked = {**{name: value for name, value in given.items() if name != "warmup_ratio"}, **names}
+    filled = module.HfTrainerDeepSpeedConfig(json.loads(json.dumps(config)))
+    theirs = arguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[], **asked)
+    filled.trainer_config_process(theirs)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=64))
+    filled.trainer_config_finalize(theirs, model, given["max_steps"])
+    assert "auto" not in json.dumps(filled.config["scheduler"])
+
+    write(tmp_path / "zero.json", json.dumps(config))
+    run = {"model_name_or_path": "Qwen/Qwen3-8B", "lr_scheduler_type": "linear", "deepspeed": "zero.json", **given}
+    answers = {**CLUSTER, ("training", "sequence_length"): 2048}
+    result = imported(write(tmp_path / "run.yaml", yaml.safe_dump(run)), answers)
+    assert result.complete, result.questions
+    resolved = check_read(parse(json.dumps(result.spec), "spec.json", "json"), tmp_path).resolution
+    assert resolved is not None
+    training, optimizer = resolved.spec().training, filled.config["optimizer"]["params"]
+    assert training.gradient_clipping == filled.config["gradient_clipping"]
+    assert training.micro_batch_size == filled.config["train_micro_batch_size_per_gpu"]
+    assert {key: optimizer[key] for key in ("lr", "eps", "weight_decay")} == {
+        key: getattr(training.optimizer, key) for key in ("lr", "eps", "weight_decay")
+    }
+    assert list(training.optimizer.betas) == optimizer["betas"]
+    written = ds_config(compile_plan(resolved.spec(), result.spec, []))["scheduler"]
+    assert written["params"].items() >= filled.config["scheduler"]["params"].items()

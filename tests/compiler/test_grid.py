@@ -8,7 +8,7 @@ from layout_cases import AXES, divisor_tuples, enumerated, orders
 
 from parcompile.layout.grid import AXES as ALL_AXES
 from parcompile.layout.grid import Axis, Grid
-from parcompile.layout.group_families import AxisGroups, hierarchical_cp_families, kv_replica_family
+from parcompile.layout.groups import AxisGroups, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
     ("tp",),

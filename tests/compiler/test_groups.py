@@ -7,8 +7,7 @@ from layout_cases import AXES, compile_tree, enumerated, orders, spec_tree
 from parcompile.backends.writing import to_text
 from parcompile.cli.groups import command
 from parcompile.layout.grid import Grid
-from parcompile.layout.groups import Groups, expert_grid
-from parcompile.layout.topology import NETWORK, NODE, Reach, reach
+from parcompile.layout.groups import NETWORK, NODE, Groups, Reach, expert_grid, reach
 from parcompile.plan import plan_tree
 
 

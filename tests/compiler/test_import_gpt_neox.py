@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.gpt_neox.fields import Field, fields
+from parcompile.backends.gpt_neox.check import Field, fields
 from parcompile.backends.gpt_neox.model import OPTIONS, mlp_width
 from parcompile.backends.gpt_neox.read import IMPORTER
-from parcompile.backends.importer import RefusedError
-from parcompile.backends.reading import Outcome
+from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.importing import Imported, import_tree
 
 ANSWERS = {("cluster", "gpus_per_node"): 8, ("cluster", "nodes"): 12, ("model", "vocab_size"): 50257}
@@ -120,8 +119,8 @@ def test_the_published_20b_is_the_same_model_and_training() -> None:
     assert spec.training.optimizer.weight_decay == 0.01
     assert spec.training.precision.value == "fp16"
     lost = {one.option: one.detail for one in found.of(Outcome.LOST)}
-    assert lost["lr_decay_style"] == lost["min_lr"]
-    assert "rises from 0 and falls to 9.7e-06" in lost["min_lr"]
+    schedule = spec.training.lr_scheduler
+    assert (schedule.type, schedule.warmup_start_lr, schedule.min_lr) == ("cosine", 0.0, 9.7e-06)
     assert lost["init_method"].startswith("a spec draws all weights from a normal distribution")
     accounted = {one.option for one in found.accounts}
     assert accounted == set(IMPORTER.options(NEOX_20B))

@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from parcompile.backends.architecture import architecture_of
-from parcompile.backends.importer import RefusedError
 from parcompile.backends.losses import effective_order
 from parcompile.backends.megatron.arguments import Word, parsed
 from parcompile.backends.megatron.read import IMPORTER
 from parcompile.backends.megatron.write import arguments, as_list, losses
-from parcompile.backends.reading import Outcome
+from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.importing import Imported, import_tree
 
 MACHINES: dict[tuple[str, ...], Any] = {("cluster", "nodes"): 2, ("cluster", "gpus_per_node"): 8}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +26,81 @@ MEGATRON = {
     "cosine": [*RISE, 9.65746e-4, 8.68198e-4, 7.22208e-4, 5.5e-4, 3.77792e-4, 2.31802e-4, 1.34254e-4, 1e-4, 1e-4],
 }
 """What Megatron-LM's OptimizerParamScheduler sets before step 1, 2, 3, ..., with --lr-warmup-init equal to --min-lr."""
+FROM_0, TOP = [0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3], [1e-3] * 3
+WSD = {
+    "linear": [8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4, 1e-4, 1e-4],
+    "cosine": [9.14058e-4, 6.89058e-4, 4.10942e-4, 1.85942e-4, 1e-4, 1e-4],
+    "sqrt": [5.97508e-4, 4.3079e-4, 3.02863e-4, 1.95016e-4, 1e-4, 1e-4],
+    "exponential": [7.66991e-4, 5.64145e-4, 3.87557e-4, 2.33829e-4, 1e-4, 1e-4],
+}
+FURTHER = {
+    **{f"wsd {fall}": ("wsd", {"decay_steps": 5, "decay_type": fall}, [*FROM_0, *TOP, *WSD[fall]]) for fall in WSD},
+    "cosine from 0": ("cosine", {}, [*FROM_0, *MEGATRON["cosine"][5:]]),
+    "linear, no warm-up": (
+        "linear",
+        {"warmup_steps": 0},
+        [1e-3, 9.25e-4, 8.5e-4, 7.75e-4, 7e-4, 6.25e-4, 5.5e-4, 4.75e-4, 4e-4, 3.25e-4, 2.5e-4, 1.75e-4, 1e-4, 1e-4],
+    ),
+    "inverse_sqrt": (
+        "inverse_sqrt",
+        {},
+        [*FROM_0, 8.94427e-4, 8.16497e-4, 7.55929e-4, 7.07107e-4, 6.66667e-4, 6.32456e-4, 6.03023e-4, 5.7735e-4],
+    ),
+    "inverse_sqrt, no warm-up": (
+        "inverse_sqrt",
+        {"warmup_steps": 0},
+        [1e-3, 1e-3, 7.07107e-4, 5.7735e-4, 5e-4, 4.47214e-4, 4.08248e-4, 3.77964e-4, 3.53553e-4, 3.33333e-4],
+    ),
+}
+"""The same of Megatron-LM at d98e8a6 with --lr-warmup-init 0: type, what a spec says of it, rates."""
+
+
+FROM_0, TOP = [0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3], [1e-3] * 3
+WSD = {
+    "linear": [8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4, 1e-4, 1e-4],
+    "cosine": [9.14058e-4, 6.89058e-4, 4.10942e-4, 1.85942e-4, 1e-4, 1e-4],
+    "sqrt": [5.97508e-4, 4.3079e-4, 3.02863e-4, 1.95016e-4, 1e-4, 1e-4],
+    "exponential": [7.66991e-4, 5.64145e-4, 3.87557e-4, 2.33829e-4, 1e-4, 1e-4],
+}
+NO_RISE = [1e-3, 9.25e-4, 8.5e-4, 7.75e-4, 7e-4, 6.25e-4, 5.5e-4, 4.75e-4, 4e-4, 3.25e-4, 2.5e-4, 1.75e-4, 1e-4, 1e-4]
+ROOTS = [8.94427e-4, 8.16497e-4, 7.55929e-4, 7.07107e-4, 6.66667e-4, 6.32456e-4, 6.03023e-4, 5.7735e-4]
+ROOTS_AT_ONCE = [1e-3, 1e-3, 7.07107e-4, 5.7735e-4, 5e-4, 4.47214e-4, 4.08248e-4, 3.77964e-4, 3.53553e-4, 3.33333e-4]
+FURTHER: dict[str, tuple[dict[str, Any], list[float]]] = {
+    **{fall: ({"type": "wsd", "decay_steps": 5, "decay_type": fall}, [*FROM_0, *TOP, *WSD[fall]]) for fall in WSD},
+    "cosine from 0": ({"type": "cosine"}, [*FROM_0, *MEGATRON["cosine"][5:]]),
+    "linear at once": ({"type": "linear", "warmup_steps": 0}, NO_RISE),
+    "inverse_sqrt": ({"type": "inverse_sqrt"}, [*FROM_0, *ROOTS]),
+    "inverse_sqrt at once": ({"type": "inverse_sqrt", "warmup_steps": 0}, ROOTS_AT_ONCE),
+}
+"""The same of Megatron-LM at d98e8a6 with --lr-warmup-init 0: what a spec says, and the rates."""
+
+
+def further(name: str) -> tuple[dict[str, Any], list[float]]:
+    said, rates = FURTHER[name]
+    return {"warmup_steps": WARMUP, "min_lr": LOWEST, "warmup_start_lr": 0.0, **said}, rates
 
 
 def plan_of(kind: str | None, lowest: float, warmup: int = WARMUP, steps: int = STEPS) -> Plan:
-    schedule = {} if kind is None else {"lr_scheduler": {"type": kind, "warmup_steps": warmup, "min_lr": lowest}}
+    return plan_said(None if kind is None else {"type": kind, "warmup_steps": warmup, "min_lr": lowest}, steps)
+
+
+def plan_said(section: dict[str, Any] | None, steps: int = STEPS) -> Plan:
+    schedule = {} if section is None else {"lr_scheduler": section}
     tree = spec_tree(1, 2, training={"train_steps": steps, "optimizer": {"lr": HIGHEST}, **schedule})
     checked = check_read(parse(json.dumps(tree), "spec.json", "json"), Path())
     assert checked.resolution is not None
     return compile_plan(checked.resolution.spec(), tree, list(checked.diagnostics))
+
+
+def same_rates(plan: Plan, schedule_of: Callable[[Any], Any], steps: int) -> None:
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=HIGHEST)
+    schedule = schedule_of(optimizer)
+    for step in range(1, steps):
+        rate = optimizer.param_groups[0]["lr"]
+        assert learning_rate(plan.spec.training, step) == pytest.approx(rate, rel=1e-12, abs=1e-18)
+        optimizer.step()
+        schedule.step()
 
 
 @pytest.mark.parametrize("kind", sorted(MEGATRON))
@@ -45,16 +114,52 @@ def test_each_step_gets_megatrons_rate(kind: str) -> None:
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(2, 9), st.integers(1, 20))
 def test_each_step_gets_the_rate_of_transformers(kind: str, warmup: int, fall: int) -> None:
     """Its schedules of these names start and end at 0."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    steps = warmup + fall
-    training = plan_of(kind, 0.0, warmup, steps).spec.training
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=HIGHEST)
+    transformers, steps = pytest.importorskip("transformers"), warmup + fall
     name = "constant_with_warmup" if kind == "constant" else kind
-    schedule = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    for step in range(1, steps + 3 if kind != "cosine" else steps + 2):  # behind its end their cosine rises again
-        assert learning_rate(training, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-18)
-        optimizer.step()
-        schedule.step()
+    same_rates(
+        plan_of(kind, 0.0, warmup, steps),
+        lambda one: transformers.get_scheduler(name, one, num_warmup_steps=warmup, num_training_steps=steps),
+        steps + (2 if kind == "cosine" else 3),  # behind its end their cosine rises again
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FURTHER))
+def test_falls_first_rates_and_no_warm_up_are_megatrons(name: str) -> None:
+    section, rates = further(name)
+    plan = plan_said(section)
+    found = [learning_rate(plan.spec.training, step) for step in range(1, len(rates) + 1)]
+    assert found == pytest.approx(rates, rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["linear", "cosine", "sqrt"]),
+    *(st.integers(low, high) for low, high in ((0, 9), (0, 9), (1, 9))),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_wsd_is_that_of_transformers(shape: str, warmup: int, stable: int, fall: int, floor: float) -> None:
+    """Its warm-up starts at the lowest rate."""
+    transformers = pytest.importorskip("transformers")
+    section = {"type": "wsd", "warmup_steps": warmup, "min_lr": floor * HIGHEST, "decay_steps": fall}
+    own = {"num_stable_steps": stable, "num_decay_steps": fall, "min_lr_ratio": floor}
+    own["decay_type"] = "1-sqrt" if shape == "sqrt" else shape
+    same_rates(
+        plan_said({**section, "decay_type": shape}, warmup + stable + fall),
+        lambda optimizer: transformers.get_wsd_schedule(optimizer, warmup, **own),
+        warmup + stable + fall + 3,
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 20))
+def test_inverse_sqrt_is_that_of_transformers(warmup: int, fall: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    section = {"type": "inverse_sqrt", "warmup_steps": warmup}
+    same_rates(
+        plan_said(section, warmup + fall),
+        lambda optimizer: transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup),
+        warmup + fall + 5,
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(MEGATRON))

@@ -10,11 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from parcompile.cli.models import command
-from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type, model_types
+from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset
-from parcompile.model.reasons import REASONS
 from parcompile.pipeline import check_read
 from parcompile.searching.first import LONGEST, sequence_length_of
 from parcompile.spec.resolve import Resolution

@@ -14,12 +14,12 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.backends.registry import render
 from parcompile.backends.writing import write
 from parcompile.cli.main import cli
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import ChangeKind, difference
 from parcompile.rules.examples import example_spec
-from parcompile.show.diff_markdown import as_markdown
+from parcompile.show.markdown import as_markdown
 from parcompile.show.pictures.cuts import lines
 from parcompile.show.pictures.subject import Subject
 from parcompile.text import parse

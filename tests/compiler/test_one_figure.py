@@ -21,7 +21,7 @@ from parcompile.plan import Plan
 from parcompile.plan.diff import difference
 from parcompile.plan.summary import summary
 from parcompile.plan.tree import plan_tree
-from parcompile.show.diff_markdown import as_markdown
+from parcompile.show.markdown import as_markdown
 from parcompile.show.page.render import page
 from parcompile.show.pictures.subject import Subject
 from parcompile.spec.workload import workload_of

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from parcompile.layout.optimizer import even_shard, padded_numel, padded_shard
+from parcompile.layout.shards import even_shard, padded_numel, padded_shard
 
 SHARDS = [(100, 4), (10, 3), (1_000_003, 7), (1_000_000, 4), (5, 8), (0, 2)]
 

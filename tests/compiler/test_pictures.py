@@ -13,7 +13,7 @@ from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli import main
 from parcompile.layout.grid import AXES
-from parcompile.layout.group_families import AxisGroups
+from parcompile.layout.groups import AxisGroups
 from parcompile.layout.sequence import CpLayout, work
 from parcompile.plan import load_plan, plan_tree
 from parcompile.show.markdown import plain, table

@@ -14,11 +14,12 @@ from referencing import Registry
 
 from parcompile import schema
 from parcompile.backends.writing import artefacts, to_text, write
-from parcompile.layout.optimizer import padded_numel
 from parcompile.layout.sequence import ring_schedule
+from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections
 from parcompile.plan.tree import digest
+from parcompile.show.page.remarks import remarks
 
 SPECIFICATIONS = Path(__file__).parent.parent / "specs"
 SPECS = {
@@ -154,6 +155,15 @@ def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fi
     tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
     with contextlib.nullcontext() if isinstance(value, str) else pytest.raises(PlanError, match="name is"):
         plan_from_tree(tree)
+
+
+@pytest.mark.parametrize("value", [float("inf"), 3, ["llama-3-8b"]])
+def test_a_page_of_a_plan_whose_provenance_is_no_spec_is_refused(tmp_path, value) -> None:
+    tree = plan_tree(compile_tree(SPECS["tp and cp"] | {"model": {"preset": "llama-3-8b"}}, tmp_path))
+    tree["provenance"]["model.preset"]["value"] = value
+    tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
+    with pytest.raises(PlanError, match=r"the plan is damaged \(provenance: model.preset: expected text"):
+        remarks(plan_from_tree(tree))
 
 
 def test_a_section_is_made_without_the_whole_plan(plan, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
 from parcompile.plan import plan_tree
 from parcompile.plan.diff import difference
-from parcompile.plan.load import load_plan
+from parcompile.plan.tree import load_plan
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import open_space
 

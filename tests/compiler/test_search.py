@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,9 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.stages import PipelineSplit
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
-from parcompile.searching.cuts import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, cuts
 from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders
 from parcompile.searching.ranking import SearchResult, search
-from parcompile.searching.space import Space, open_space
+from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, Space, cuts, open_space
 from parcompile.searching.variant import changed, variant
 from parcompile.show.pictures.front import draw
 from parcompile.show.pictures.shapes import WIDE, Box
@@ -382,3 +382,41 @@ def test_the_front_is_drawn_with_the_chosen_layout(tmp_path: Path, monkeypatch: 
     page = Path("report.html").read_text(encoding="utf-8")
     assert "Time against memory" in page
     assert page.count("(this plan)") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "parallelism"),
+    [
+        ("llama-3-8b", 2, {"tp": 1, "cp": 1, "pp": 8}),
+        ("gemma-2b", 1, {"pp": 4, "tp": 1, "cp": 1}),
+        ("deepseek-v3", 32, {"tp": 1, "cp": 1, "pp": 16}),
+        ("gpt-oss-120b", 4, {"tp": 2, "cp": 1, "pp": 4}),
+        ("qwen3-next-80b-a3b", 4, {"tp": 1, "cp": 1, "pp": 8}),
+        ("nemotron-h-56b", 4, {"tp": 1, "cp": 1, "pp": 8}),
+        ("mimo-v2-flash", 8, {"tp": 1, "cp": 1, "pp": 8}),
+    ],
+)
+def test_the_stages_that_a_search_leaves_out_are_never_the_fullest(
+    model: str, nodes: int, parallelism: dict[str, int]
+) -> None:
+    tree = llama(nodes, 256, **parallelism) | {"model": {"preset": model}}
+    shape = shape_from_config(presets()[model].config)
+    opened = space(tree, layers=shape.num_hidden_layers, experts=shape.moe.num_experts if shape.moe else 0)
+    every = search(opened)
+    works = [one.base.work for one in (*every.fitting, *every.too_large)]
+    assert works
+    for work in works:
+        whole, part = footprint(work), footprint(work, fullest=True)
+        assert (part.peak, part.interval_bytes, part.probability) == (
+            whole.peak,
+            whole.interval_bytes,
+            whole.probability,
+        )
+        assert part.static_bytes == whole.static_bytes
+
+
+def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
+    script = Path(__file__).parents[2] / ".ci" / "first_layouts.py"
+    done = subprocess.run([sys.executable, script, "--only", "8"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("init") == 8

@@ -15,10 +15,10 @@ from browser import Browser, Page, find_browser
 from layout_cases import compile_tree, spec_tree
 
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity
-from parcompile.layout.optimizer import padded_shard
 from parcompile.layout.sequence import token_ranges
+from parcompile.layout.shards import padded_shard
 from parcompile.plan import Plan, load_plan
-from parcompile.plan.written import written
+from parcompile.plan.tree import written
 from parcompile.show.page.remarks import remarks
 from parcompile.show.page.render import page
 from parcompile.show.page.search_result import section

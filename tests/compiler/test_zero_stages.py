@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, VERSION
-from parcompile.backends.deepspeed.stages import has_effect
+from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, VERSION, has_effect
 from parcompile.backends.deepspeed.surroundings import Surroundings
 from parcompile.pipeline import check_read
 from parcompile.rules.examples import example_spec

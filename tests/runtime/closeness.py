@@ -198,7 +198,8 @@ def record(margin: Margin) -> None:
     folder = os.environ.get(FOLDER)
     if not folder:
         return
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    # xdist adds the group of a test to its name.
+    test = re.sub(r"@[^@\[\]]*$", "", os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
     line = {"test": test, **margin._asdict()}
     with (Path(folder) / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

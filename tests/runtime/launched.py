@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -97,6 +99,22 @@ def leave(folder: Path, name: str, text: str = "") -> None:
     (folder / f"{name}-{os.environ['RANK']}").write_text(text, encoding="utf-8")
 
 
+def run_script(_: Path, script: str, *arguments: str) -> None:
+    """For `Ranks`: a script as its launcher starts it."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_forked(folder: Path, size: int, script: Path, *arguments: str) -> tuple[list[int], str]:
+    """The exit codes of a script's ranks, and what all of them have written."""
+    ranks = Ranks(folder, size, run_script, str(script), *arguments)
+    try:
+        return ranks.end(within=600), "".join(map(ranks.text, range(size)))
+    finally:
+        ranks.kill()
+
+
 def _forward(port: int, to: int) -> None:
     """Passes bytes on, in both directions, for as long as it runs."""
     with socket.create_server(("127.0.0.1", port)) as server:
@@ -114,6 +132,7 @@ def _copy(one: socket.socket, other: socket.socket) -> None:
 
 
 def _run(environment: dict[str, str], folder: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()
     os.environ.update(environment)
     os.environ.setdefault("PARCOMPILE_HEARTBEAT", "1")
     output = os.open(folder / f"output-{environment['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -8,16 +8,22 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.runtime.local import LocalWorld, RankError
 
 __all__ = ["RankError", "free_port", "run_ranks"]
 
+_FAMILIES = sorted({name.removesuffix("_text").replace("-", "_") for name in RUNTIME_FAMILIES})
 PRELOAD = (
     *("torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"),
     *("transformers.models.auto", "transformers.models.llama.modeling_llama", "accelerate"),
     *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "parcompile.runtime"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
 )
-"""What an engine imports, most of it late, takes 8 seconds; the fork server does it once for all ranks of all tests."""
+"""What an engine imports, most of it late, takes 8 seconds; the fork server does it once for all ranks of all tests.
+
+Names that it does not find it passes over: classes of a family that is kept elsewhere are imported by each rank.
+"""
 
 
 _RANDOM = random.SystemRandom()

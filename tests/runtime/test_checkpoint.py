@@ -23,7 +23,7 @@ from parcompile.cli.main import cli
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify
-from parcompile.runtime.checkpoint.converting import import_pretrained
+from parcompile.runtime.checkpoint.adapting import import_pretrained
 
 pytestmark = pytest.mark.ranks
 

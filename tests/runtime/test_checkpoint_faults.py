@@ -28,10 +28,10 @@ from parcompile.cli.main import cli
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.resume import file_layout
 from parcompile.runtime import RunError
-from parcompile.runtime.checkpoint import export, load, locking, placing, read_note, save, verify, writing
-from parcompile.runtime.checkpoint.contents import tensor_files
-from parcompile.runtime.checkpoint.converting import convert
-from parcompile.runtime.checkpoint.manifest import Note, digest_of
+from parcompile.runtime.checkpoint import export, load, placing, read_note, save, verify, writing
+from parcompile.runtime.checkpoint import placing as locking
+from parcompile.runtime.checkpoint.adapting import convert
+from parcompile.runtime.checkpoint.manifest import Note, digest_of, tensor_files
 from parcompile.runtime.checkpoint.saving import Saver, _commit
 
 pytestmark = pytest.mark.ranks
@@ -384,7 +384,7 @@ def test_a_save_that_one_rank_cannot_write_is_one_line_and_the_last_checkpoint_s
 HOLD = """
 import sys, time
 from pathlib import Path
-from parcompile.runtime.checkpoint.locking import hold
+from parcompile.runtime.checkpoint.placing import hold
 hold(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)

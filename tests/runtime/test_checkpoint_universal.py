@@ -23,7 +23,7 @@ from training_runs import initial_model, make_plan, plain_optimizer, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime.checkpoint import SavedRun, read_note
-from parcompile.runtime.checkpoint.converting import convert, import_pretrained
+from parcompile.runtime.checkpoint.adapting import convert, import_pretrained
 
 pytestmark = pytest.mark.ranks
 
@@ -113,7 +113,7 @@ def train_on_plainly(rank: int, folder: str) -> dict[str, dict[str, float]]:
     import deepspeed
     import torch.distributed as dist
 
-    from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
+    from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 
     forbid_jit_builds()
     found = {}

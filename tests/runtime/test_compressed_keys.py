@@ -21,8 +21,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from training_runs import compared
 
+from parcompile.cost.blocks import window_tokens
 from parcompile.cost.context_exchanges import windowed_hops
-from parcompile.cost.window_keys import window_tokens
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime import RunError
 from parcompile.runtime.preflight import preflight

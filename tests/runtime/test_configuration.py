@@ -21,7 +21,7 @@ from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export
-from parcompile.runtime.checkpoint.converting import import_pretrained
+from parcompile.runtime.checkpoint.adapting import import_pretrained
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.configuration import check_folder, difference, folder_config, planned_config, saved_config
 from parcompile.runtime.model.model_class import model_class

@@ -13,7 +13,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter
 from parcompile.model.tables import Derived, parameters, table_of
-from parcompile.model.tables.cutting import cut_dim
+from parcompile.model.tables.parameters import cut_dim
 
 LAYER = "model.layers.{layer}"
 DRAWN = 2

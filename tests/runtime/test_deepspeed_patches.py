@@ -29,10 +29,8 @@ PUBLIC = {
 }
 NAMED_BY_LISTS = {
     "deepspeed_patches/engine",
-    "deepspeed_patches/experts",
     "deepspeed_patches/norm",
-    "deepspeed_patches/process_groups",
-    "checkpoint/trusted",
+    "checkpoint/reading",
     "checkpoint/deepspeed_engine",
     "checkpoint/universal",
     "checkpoint/writing",

@@ -18,9 +18,8 @@ from parcompile.runtime.data.placing import to_device
 from parcompile.runtime.preflight.compare import compare_messages
 from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
-from parcompile.runtime.preflight.stand_in import META, stand_in
+from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.runtime.transport import pieces
 
 

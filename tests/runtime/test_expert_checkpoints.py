@@ -13,7 +13,7 @@ from test_checkpoint import STEPS, assert_goes_on, train
 from training_runs import initial_model, samples, whole_parameters
 
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, verify
-from parcompile.runtime.checkpoint.converting import convert, import_pretrained
+from parcompile.runtime.checkpoint.adapting import convert, import_pretrained
 
 pytestmark = pytest.mark.ranks
 

@@ -16,7 +16,7 @@ from training_runs import initial_model, samples, whole_parameters
 
 from parcompile.plan import Plan
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, verify
-from parcompile.runtime.checkpoint.converting import convert
+from parcompile.runtime.checkpoint.adapting import convert
 
 pytestmark = pytest.mark.ranks
 

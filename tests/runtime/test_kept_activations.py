@@ -18,9 +18,8 @@ from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIE
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.sharded import build_sharded
-from parcompile.runtime.preflight.stand_in import stand_in
+from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.spec.workload import workload_of
 
 NEAR = 0.04

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import watched_script
+from launched import Ranks
 from ranks import free_port
 from training_runs import make_plan
 
@@ -37,10 +39,7 @@ class Job:
         self, folder: Path, ranks: int, *fault: str, launcher: str = "deepspeed", silent: float = 60, axis: str = "dp"
     ) -> None:
         self.folder, self.ranks = folder, ranks
-        plan = folder / "plan.json"
-        plan.write_text(
-            to_text(plan_tree(make_plan(ranks, {axis: ranks}, training={"global_batch_size": ranks}))), encoding="utf-8"
-        )
+        plan = write_plan(folder, ranks, axis)
         words = LAUNCHERS[launcher](ranks, str(free_port()))
         self.output = folder / "output"
         with self.output.open("w") as stream:
@@ -82,6 +81,28 @@ class Job:
     @property
     def said(self) -> list[str]:
         return [line for line in self.text.splitlines() if "parcompile:" in line]
+
+
+def write_plan(folder: Path, ranks: int, axis: str = "dp") -> Path:
+    """Of a small model, with a sample for each rank."""
+    plan = make_plan(ranks, {axis: ranks}, training={"global_batch_size": ranks})
+    (folder / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
+    return folder / "plan.json"
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Two ranks of the same script without a launcher, where it has no part in what is tested: they begin at once."""
+    jobs: list[Ranks] = []
+
+    def make(*fault: str, axis: str = "dp") -> Ranks:
+        write_plan(tmp_path, 2, axis)
+        jobs.append(Ranks(tmp_path, 2, watched_script.forked, *fault))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
 
 
 @pytest.fixture
@@ -149,10 +170,17 @@ def test_a_stopped_rank_is_named_after_the_time_that_was_set(start) -> None:
         ("disk", "No space left on device: 'samples.bin'", False),
     ],
 )
-def test_what_one_rank_raises_ends_all_with_its_message(start, fault: str, message: str, has_traceback: bool) -> None:
-    job = start(2, fault, "1", "3")
-    code, text = job.end()
-    assert code == 1
+def test_what_one_rank_raises_ends_all_with_its_message(
+    start, forked, fault: str, message: str, has_traceback: bool
+) -> None:
+    if fault == "exception":
+        job = start(2, fault, "1", "3")
+        code, text = job.end()
+        assert code == 1
+    else:
+        job = forked(fault, "1", "3")
+        assert job.end(within=600) == [1, 1]
+        text = job.text(0) + job.text(1)
     (line,) = job.said
     assert f"error (rank 1 on host {socket.gethostname()}, at step 3, between two passes)" in line
     assert message in line
@@ -177,10 +205,11 @@ def test_a_launcher_takes_the_rank_that_failed_for_the_cause(start, axis: str) -
 
 
 @pytest.mark.parametrize("axis", ["cp", "dp"])
-def test_a_script_that_catches_errors_finds_the_first_cause_on_every_rank(start, axis: str) -> None:
-    job = start(2, "caught", "1", "3", launcher="torchrun", axis=axis)
-    job.end()
-    found = sorted(line for line in job.text.splitlines() if line.startswith("caught by"))
+def test_a_script_that_catches_errors_finds_the_first_cause_on_every_rank(forked, axis: str) -> None:
+    job = forked("caught", "1", "3", axis=axis)
+    job.end(within=600)
+    found = [line for rank in range(2) for line in job.text(rank).splitlines() if line.startswith("caught by")]
+    assert len(found) == 2
     assert found[1].startswith(f"caught by rank 1: {LABEL}")
     assert found[0].startswith("caught by rank 0: this rank ends because another has failed: ")
     assert f"{WRONG.format(socket.gethostname())}: ValueError: {LABEL}" in found[0]
@@ -210,12 +239,17 @@ def test_a_process_ends_well_while_its_heartbeat_talks_to_the_store() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(start, number: signal.Signals) -> None:
-    job = start(2, "stops")
-    job.wait_for_step(2)
-    os.kill(job.pid(1), number)
-    code, _ = job.end()
-    assert code == 75
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(start, forked, number: signal.Signals) -> None:
+    if number == signal.SIGTERM:
+        job = start(2, "stops")
+        job.wait_for_step(2)
+        os.kill(job.pid(1), number)
+        assert job.end()[0] == 75
+    else:
+        job = forked("stops")
+        job.wait_for("step")
+        job.signal(1, number)
+        assert job.end(within=600) == [75, 75]
     (line,) = job.said
     steps = {(job.folder / f"stopped-{rank}").read_text() for rank in range(2)}
     assert len(steps) == 1
@@ -229,10 +263,9 @@ def test_sigterm_ends_a_script_that_does_not_ask_for_it(start) -> None:
     assert job.end(600)[0] != 0
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_one_message(start) -> None:
-    job = start(2, "nan", "1", "3")
-    code, _ = job.end()
-    assert code == 1
+def test_a_loss_that_is_no_number_ends_the_run_with_one_message(forked) -> None:
+    job = forked("nan", "1", "3")
+    assert job.end(within=600) == [1, 1]
     (error,) = job.said
     assert "error: step 3: the gradient norm is not a finite number; the loss is not finite on rank 1." in error
     assert f"checkpoint of step 2 or before: {job.folder / 'checkpoints' / 'step-2'}" in error

@@ -17,7 +17,7 @@ from training_runs import whole_parameters
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
-from parcompile.runtime.checkpoint.converting import import_pretrained
+from parcompile.runtime.checkpoint.adapting import import_pretrained
 from parcompile.runtime.model.pretrained import PretrainedFolder
 
 FAMILIES = (

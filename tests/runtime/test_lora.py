@@ -32,7 +32,7 @@ def test_adapters_train_as_in_one_process(other: str, tmp_path: Path) -> None:
 
 def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layout_to_the_export(tmp_path: Path) -> None:
     from parcompile.runtime import RunError
-    from parcompile.runtime.checkpoint.converting import convert
+    from parcompile.runtime.checkpoint.adapting import convert
 
     plan, folder = make_plan(2, {"tp": 2}), str(tmp_path)
     expected = train_plain(plan, ALL)

@@ -24,9 +24,8 @@ from parcompile.runtime.groups.joining import create_lanes
 from parcompile.runtime.pipeline import PipelinedLoop
 from parcompile.runtime.pipeline.execution import Batch, Outputs, Step, Work
 from parcompile.runtime.preflight.sharded import build_sharded
-from parcompile.runtime.preflight.stand_in import META, stand_in
+from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import _batch, _engine
-from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.runtime.recurrent.chain import Chain
 from parcompile.runtime.transport import Lanes
 

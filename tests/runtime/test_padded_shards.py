@@ -17,10 +17,10 @@ from ranks import run_ranks
 from test_checkpoint_faults import listed
 from training_runs import initial_model, make_plan, samples
 
-from parcompile.layout.optimizer import padded_shard
+from parcompile.layout.shards import padded_shard
 from parcompile.plan import Plan
 from parcompile.runtime.checkpoint import SavedRun, read_note, verify
-from parcompile.runtime.checkpoint.converting import convert
+from parcompile.runtime.checkpoint.adapting import convert
 
 pytestmark = pytest.mark.ranks
 

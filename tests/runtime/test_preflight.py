@@ -27,17 +27,16 @@ from parcompile.cli import main
 from parcompile.cli.preflight import command
 from parcompile.cost import collectives as estimated
 from parcompile.cost import footprint
-from parcompile.cost.stage_exchanges import stage_exchanges
-from parcompile.model.presets import find_preset
+from parcompile.cost.collectives import stage_exchanges
+from parcompile.model.presets import find_preset, presets
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 from parcompile.runtime.preflight.sharded import build_sharded
-from parcompile.runtime.preflight.stand_in import stand_in
+from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.runtime.preflight.tracker import MetaTracker
 from parcompile.spec.workload import workload_of
 
 STAGES = {
@@ -488,6 +487,7 @@ def test_norms_without_weights_and_scores_that_scale_what_experts_take_agree_wit
         ("modernbert-decoder", {"pp": 2}, "none"),  # a norm that the first layer lacks
         ("afmoe", {"pp": 2}, "none"),  # a bias of the choice of experts, which is no buffer and is not trained
         ("laguna", {"pp": 2}, "none"),
+        ("bitnet", {"tp": 2}, "full"),  # norms in front of both output projections, over the features of all ranks
         ("ernie4_5_moe", {}, "none"),
         ("diffllama", {}, "none"),  # parameters that its class draws on the CPU
         ("olmo_hybrid", {}, "none"),  # parameters that its class writes in fp32
@@ -504,6 +504,30 @@ def test_what_few_families_have_is_counted_to_the_byte(
     plan = make_plan(world, parallelism, model=config, training=training, whole_model=True)
     differing = [one for one in preflight(plan, [0]).differing if one.subject not in ROUGHLY]
     assert not differing, differing
+
+
+@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {"dp": 2, "ep": 2}], ids=["sp", "ep"])
+def test_a_router_beside_an_mlp_and_a_key_head_on_two_ranks_are_counted_to_the_byte(more: dict[str, Any]) -> None:
+    config = tiny_config("gemma4_text, experts", num_attention_heads=8, hidden_size=64)
+    training = {"micro_batch_size": 1, "activation_checkpointing": "full"}
+    plan = make_plan(2 * more.get("dp", 1), {"tp": 2, **more}, model=config, training=training, whole_model=True)
+    differing = [one for one in preflight(plan, [0]).differing if one.subject not in ROUGHLY]
+    assert not differing, differing
+
+
+def test_the_last_stage_lacks_an_embedding_that_the_plan_of_transformers_names() -> None:
+    config = tiny_config("nemotron_h", num_attention_heads=8, hidden_size=64)
+    plan = make_plan(4, {"tp": 2, "pp": 2}, model=config, training={"micro_batch_size": 1}, whole_model=True)
+    differing = [one for one in preflight(plan, [3]).differing if one.subject not in ROUGHLY]
+    assert not differing, differing
+
+
+def test_what_experts_of_gpt_oss_keep_behind_their_clamps_agrees_with_the_estimate() -> None:
+    config = {**presets()["gpt-oss-20b"].config, "num_hidden_layers": 2, "num_local_experts": 8}
+    config["layer_types"] = ["sliding_attention", "full_attention"]
+    training = {"sequence_length": 2048, "micro_batch_size": 1, "global_batch_size": 2, "precision": "bf16"}
+    report = preflight(make_plan(2, {"tp": 2}, model=config, training=training, whole_model=True), [0])
+    assert report.agrees, report.text()
 
 
 ROUGHLY = ("activations of a micro-batch", "peak of the step")

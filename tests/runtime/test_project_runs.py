@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import free_port
@@ -87,3 +89,25 @@ def test_the_guide_fine_tunes_from_weights_to_generation(tmp_path: Path, shell: 
     ).read_bytes()
     assert (folder / "tuned" / "tokenizer.json").is_file()
     assert output.splitlines()[-1].startswith("2")  # the answer that it was taught
+
+
+def test_what_would_end_a_run_late_is_refused_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed", reason="the project trains: it needs the extra [runtime]")
+    template = (importlib.resources.files("parcompile.project") / "templates" / "train.py.txt").read_text("utf-8")
+    script: dict[str, Any] = {"__name__": "train"}
+    exec(compile(template, "train.py", "exec"), script)
+    for name in ("checkpoints/latest", "tuned/config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for line, said in (
+        ([], "checkpoints holds checkpoints of an earlier run: continue it with --resume"),
+        (["--resume", "--export", "tuned"], "--export tuned is not empty: name a new folder"),
+        (["--resume", "--weights", "none"], "there is no folder none with weights"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *line])
+        with pytest.raises(script["RunError"], match=said):
+            script["check_folders"](script["arguments"]())
+    monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint-every", "0"])
+    with pytest.raises(SystemExit):
+        script["arguments"]()

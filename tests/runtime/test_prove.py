@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+import parcompile.runtime.prove
 from parcompile.cli.main import cli
-from parcompile.runtime.prove import Certificate, Engine, EngineError, prove, shrink, verify
+from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, prove, shrink, verify
 from parcompile.runtime.prove.ranks.cells import FEATURES, batch_size, draw, simplest, world_size
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
+from parcompile.schema import validate
+from parcompile.version import how_to_install
 
 ADAPTER = str(Path(__file__).parents[2] / "examples" / "prove_adapter.py")
 SEEN = {"masks": "uneven", "clipping": 0.5, "dp": 2}
@@ -26,9 +35,26 @@ SEEN = {"masks": "uneven", "clipping": 0.5, "dp": 2}
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Engine]:
-    with Engine(ADAPTER, timeout=120) as engine:
-        yield engine
+def engines() -> Iterator[Callable[[str], Engine]]:
+    """Each starts once: importing takes longer than cells do."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda name: stack.enter_context(Engine(name, timeout=200)))
+
+
+@pytest.fixture
+def plain(engines: Callable[[str], Engine]) -> Engine:
+    return engines(ADAPTER)
+
+
+@pytest.fixture
+def command(engines: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command, which is lent engines that are there."""
+
+    def lent(name: str, *_: object) -> nullcontext[Engine]:
+        return nullcontext(engines(ADAPTER if name.endswith("prove_adapter.py") else name))
+
+    monkeypatch.setattr(parcompile.runtime.prove, "Engine", lent)
+    return lambda *arguments: CliRunner().invoke(cli, ["prove", *arguments])
 
 
 def test_drawn_cells_cover_pairs_and_are_the_same_each_time() -> None:
@@ -89,6 +115,27 @@ def test_every_planted_mistake_is_red_and_none_is_without(plain: Engine) -> None
     assert not found.proves
 
 
+PLANTED = (
+    "gradient x 1 / ranks",
+    "reduced: between nodes",
+    "the last shard is lost",
+    "the border of cp counts twice",
+    "an empty step comes first",
+    "by the norm of a shard",
+)
+
+
+@pytest.mark.ranks
+def test_mutants_are_red_and_their_page_lists_all_of_them(engines: Callable[[str], Engine]) -> None:
+    """A mutant of each kind, in one cell; `.ci/prover_matrix.py` runs all."""
+    engine = engines(str(Path(__file__).with_name("mutants.py")))
+    cell = {"dp": 2, "cp": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5}
+    found = prove(engine, [cell, *({**cell, "mutant": name} for name in PLANTED)], shrinks=False)
+    assert [one.verdict for one in found.cells] == [EQUAL, *[RED] * len(PLANTED)], found.to_json()["cells"]
+    page = (Path(__file__).parents[2] / "docs" / "prover.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([^|]+) \| (?:in|\d)", page, re.MULTILINE) == list(engine.features["mutant"][1:])
+
+
 @pytest.mark.ranks
 def test_a_red_cell_shrinks_to_what_it_needs(plain: Engine) -> None:
     cell = {**simplest(plain.features), **SEEN, "family": "qwen3", "packed": True, "mistake": "ranks weigh alike"}
@@ -103,17 +150,32 @@ def test_a_certificate_is_read_back_and_runs_again(plain: Engine) -> None:
     again = Certificate.from_json(json.loads(json.dumps(found.to_json())))
     assert again.to_json() == found.to_json()
     assert verify(plain, again) == []
+    assert validate(json.loads(json.dumps(found.to_json())), "certificate").diagnostics == ()
     tree = found.to_json()
     tree["cells"][0]["verdict"], tree["versions"]["torch"] = RED, "1.0"
+    del tree["versions"]["transformers"]
     said = verify(plain, Certificate.from_json(tree))
-    assert len(said) == 2
-    assert said[1] == "llama dp 2: equal, the certificate says red"
+    assert len(said) == 3
+    assert said[0].endswith("that of the certificate 1.0")
+    assert said[1].endswith("that of the certificate not there")
+    assert said[2] == "llama dp 2: equal, the certificate says red"
     suite = ElementTree.fromstring(found.to_junit())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    foreign = {**tree, "cells": [{"cell": {"family": "llama", "colour": "blue"}, "verdict": EQUAL}]}
+    with pytest.raises(ValueError, match="the engine has no feature 'colour'"):
+        verify(plain, Certificate.from_json(foreign))
+    read = Certificate.from_json(foreign)
+    assert read.text_of(read.cells[0]) == "llama colour blue"
+    with pytest.raises(ValueError, match="the certificate is of deepspeed, and this engine is"):
+        verify(plain, Certificate.from_json({**tree, "engine": "deepspeed"}))
+    with pytest.raises(ValueError, match="dp 4 takes 4 ranks, and at most 2 are started"):
+        verify(plain, Certificate.from_json({**tree, "cells": [{"cell": {"dp": 4}, "verdict": EQUAL}]}), 2)
 
 
 @pytest.mark.ranks
-def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong() -> None:
+def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong(
+    engines: Callable[[str], Engine],
+) -> None:
     """ZeRO 0 in bf16 begins AdamW at step 2, and PipelineEngine clips by the norm of a stage: as 0.19.8 does."""
     cells = [
         {"stage": 2, "dp": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5},
@@ -121,19 +183,26 @@ def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong() 
         {"stage": 0, "dtype": "bf16"},
         {"stage": 0, "pp": 2, "clipping": 0.5},
     ]
-    with Engine("deepspeed", timeout=200) as engine:
-        found = prove(engine, cells, shrinks=False)
+    found = prove(engines("deepspeed"), cells, shrinks=False)
     assert [one.verdict for one in found.cells] == [EQUAL, EQUAL, RED, RED], found.to_json()["cells"]
 
 
 @pytest.mark.ranks
-def test_this_runtime_is_one_process() -> None:
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_fsdp_is_fsdp_and_says_what_is_replaced_on_cpus(name: str, engines: Callable[[str], Engine]) -> None:
+    """accelerate gives CPUs DDP where FSDP is asked for; the adapters refuse that, and replace what decides it."""
+    cell = {"dp": 2, "wrapper": "fsdp2", "accumulation": 2, "masks": "uneven", "clipping": 0.5}
+    (found,) = prove(engines(name), [cell]).cells
+    assert (found.verdict, len(found.answer.get("shims", ()))) == (EQUAL, 1), found.answer
+
+
+@pytest.mark.ranks
+def test_this_runtime_is_one_process(engines: Callable[[str], Engine]) -> None:
     cells = [
         {"tp": 2, "cp": 2, "sequence_parallel": True, "masks": "uneven", "clipping": 0.5, "accumulation": 2},
         {"family": "mixtral", "dp": 2, "ep": 2, "packed": True, "masks": "empty", "checkpointing": "full"},
     ]
-    with Engine("parcompile", timeout=200) as engine:
-        found = prove(engine, cells)
+    found = prove(engines("parcompile"), cells)
     assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
 
 
@@ -162,45 +231,172 @@ def test_ranks_that_raise_or_hang_or_exit_are_named(tmp_path: Path) -> None:
         "def step(engine, batch, cell): return 1.0, 1.0\n"
         "def full_parameters(engine, cell): return {}\n"
     )
-    with Engine(str(adapter), timeout=15) as engine:
+    with Engine(str(adapter), timeout=6) as engine:
         found = prove(engine, [{"dp": 2, "ends": how} for how in ("raise", "hang", "exit")])
     assert [one.answer["why"] for one in found.cells] == [
         "rank 1: KeyError: 'no such layer'",
-        "no answer from rank 1 within 15 s",
+        "no answer from rank 1 within 6 s",
         "rank 1: exit code 7",
     ]
     assert not found.proves
 
 
 @pytest.mark.ranks
-def test_the_certificate_that_the_page_shows_is_made_and_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
-    making, verifying = re.findall(r"^parcompile (prove .*certificate\.json)$", page, re.MULTILINE)
-    (tmp_path / "examples").symlink_to(root / "examples")
-    monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(cli, making.partition(" > ")[0].split())
-    assert made.exit_code == 0, made.output
-    Path("certificate.json").write_text(made.stdout)
-    verified = CliRunner().invoke(cli, verifying.split())
-    assert (verified.exit_code, verified.output) == (0, "certificate.json: every cell is as it says\n")
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_command(tmp_path: Path, sign: signal.Signals) -> None:
+    """Those that hang, and what they started, and what they wrote."""
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text(
+        "import os, subprocess, tempfile, time\n"
+        "def supports(cell): return None\n"
+        "def build(model, cell):\n"
+        '    child = subprocess.Popen(["sleep", "600"])\n'
+        '    said = f"{os.getpid()} {child.pid} {os.getppid()} {tempfile.gettempdir()}"\n'
+        f'    open(f"{tmp_path}/" + os.environ["RANK"], "w").write(said + "\\n")\n'
+        "    time.sleep(600)\n"
+        "def step(engine, batch, cell): return 1.0, 1.0\n"
+        "def full_parameters(engine, cell): return {}\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-m", "parcompile", "prove", "--engine", str(adapter), "--cell", "dp=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    with started:
+        files = [tmp_path / "0", tmp_path / "1"]
+        until(lambda: all(one.exists() and one.read_text().endswith("\n") for one in files), started)
+        started.send_signal(sign)
+        output, _ = started.communicate(timeout=60)
+    assert (started.returncode, output) == (
+        (130, b"\nparcompile: interrupted\n") if sign == signal.SIGINT else (-sign, b"")
+    )
+    for one in files:
+        *numbers, folder = one.read_text().split()
+        for number in numbers:
+            until(lambda number=number: not alive(int(number)))
+        assert not Path(folder).exists()
+
+
+def until(holds: Callable[[], bool], running: subprocess.Popen[bytes] | None = None) -> None:
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end
+        assert running is None or running.poll() is None, running.communicate()
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
 
 
 @pytest.mark.ranks
-def test_the_command_says_what_it_found() -> None:
-    cell = "dp=2,mistake=no all-reduce,masks=uneven"
-    said = CliRunner().invoke(cli, ["prove", "--engine", ADAPTER, "--cell", cell, "--python", sys.executable])
+def test_the_commands_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
+) -> None:
+    """With one cell where it draws twenty."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0] for line in re.findall(r"^parcompile prove (.*)$", page, re.MULTILINE)]
+    assert len(lines) == 8
+    (tmp_path / "examples").symlink_to(root / "examples")
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        arguments, _, file = line.replace("--cells 20", "--cells 1").partition(" > ")
+        found = command(*arguments.split())
+        if file:
+            Path(file).write_text(found.stdout)
+        assert found.exit_code == (1 if "pp=2" in line else 0), found.output
+    assert found.output == "certificate.json: every cell is as it says\n"
+
+
+CONFIG = {
+    "train_batch_size": 512,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "tensor_parallel": {"autotp_size": 8},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto", "overlap_comm": True},
+}
+
+
+def test_what_cells_do_not_carry_of_a_configuration_is_named() -> None:
+    found = given(CONFIG)
+    assert {".".join(path): why for path, why in found.left_out.items()} == {
+        "train_batch_size": "a cell has its own",
+        "gradient_accumulation_steps": "a cell has its own",
+        "gradient_clipping": "cells clip at 0.5, which a tiny model exceeds",
+        "scheduler": "every cell has one learning rate",
+        "fp16": "it is not enabled",
+        "tensor_parallel.autotp_size": "cells spread over 2 ranks, not 8",
+        "zero_optimization.reduce_bucket_size": "nobody fills in auto here",
+    }
+    config = json.loads(found.cell["config"])
+    assert config.pop("zero_optimization") == {"overlap_comm": True}
+    assert config == {key: CONFIG[key] for key in ("bf16", "tensor_parallel")}
+    decided = {name: value for name, value in found.cell.items() if name != "config"}
+    assert decided == {"stage": 1, "tp": 2, "cp": 1, "clipping": 0.5, "dtype": "bf16"}
+    assert given({}).cell == {"stage": 0, "tp": 1, "cp": 1, "clipping": 0.0, "dtype": "fp32", "config": "{}"}
+    assert "dtype" not in given({"bf16": {"enabled": "auto"}}).cell
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ([], "a DeepSpeed configuration is a mapping of keys"),
+        ({"zero_optimization": 2}, r"zero_optimization: 2 is no mapping: write {} with its keys"),
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled: no cell runs in fp16: prove it with bf16, or without the key"),
+        ({"tensor_parallel": {"autotp_size": "2"}}, r'tensor_parallel\.autotp_size: "2" is no number of ranks'),
+        ({"sequence_parallel_size": -1}, "sequence_parallel_size: -1 is no number of ranks"),
+    ],
+)
+def test_a_configuration_that_no_cell_has_is_refused(tree: Any, why: str) -> None:
+    with pytest.raises(GivenError, match=why):
+        given(tree)
+
+
+@pytest.mark.ranks
+def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., Result]) -> None:
+    said = command("--engine", ADAPTER, "--cell", "dp=2,mistake=no all-reduce,masks=uneven")
     assert said.exception is None or said.exit_code == 1
     assert "red          llama dp 2 masks uneven mistake no all-reduce" in said.output
     assert "fewest features: llama dp 2 mistake no all-reduce" in said.output
+    files = {
+        "deep.json": "[" * 100_000,
+        "fp16.json": '{\n"fp16": {"enabled": true}}',
+        "empty.json": "{}",
+        "newer.json": '{"version": 2}',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    own = ["--engine", ADAPTER]
     for arguments, sentence in (
-        (["--cell", "width=2"], "the engine has no feature 'width'"),
-        (["--cell", "dp=3"], "dp 3: the engine's adapter has 1, 2, 4"),
-        (["--cell", "dp"], "'dp' has no value"),
-        (["--config", "pyproject.toml"], "--config is read by --engine deepspeed alone"),
+        ([*own, "--cell", "width=2"], "the engine has no feature 'width'"),
+        ([*own, "--cell", "dp=3"], "dp 3: the engine's adapter has 1, 2, 4"),
+        ([*own, "--cell", "dp=4", "--ranks", "2"], "dp 4 takes 4 ranks, and at most 2 are started"),
+        ([*own, "--cell", "seed=x"], "seed 'x' is no whole number from 0"),
+        ([*own, "--cell", "dp"], "'dp' has no value"),
+        ([*own, "--cell", f"dp={'[' * 100_000}"], "the engine's adapter has 1, 2, 4"),
+        ([*own, "--config", tmp_path / "empty.json"], "--config is read by --engine deepspeed alone"),
+        ([*own, "--config", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),
+        ([*own, "--config", tmp_path / "fp16.json"], "fp16.json:2: fp16.enabled: no cell runs in fp16"),
+        ([*own, "--config", tmp_path / "none.json"], "none.json: there is no such file"),
+        (["--verify", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),
+        (["--verify", tmp_path / "newer.json"], "newer.json:1: "),
+        ([], "--engine says which engine"),
     ):
-        wrong = CliRunner().invoke(cli, ["prove", "--engine", ADAPTER, *arguments], standalone_mode=True)
-        assert sentence in wrong.output, arguments
-        assert wrong.exit_code not in (0, None)
+        wrong = command(*map(str, arguments))
+        assert sentence in wrong.output, (arguments, wrong.output)
+        assert (wrong.exit_code, type(wrong.exception)) in ((1, SystemExit), (2, SystemExit))
+
+
+def test_without_torch_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "parcompile.runtime.prove", None)
+    said = CliRunner().invoke(cli, ["prove", "--engine", "deepspeed"])
+    assert how_to_install("runtime,hf") in said.output

@@ -17,7 +17,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.tables import covered, left_out, parameters, table_of
 from parcompile.model.tables.completing import OLDER_KINDS
-from parcompile.model.tables.cutting import COLUMNS, ROWS, WHOLE, cut_dim
+from parcompile.model.tables.parameters import COLUMNS, ROWS, WHOLE, cut_dim
 
 GENERATOR = Path(__file__).parents[2] / ".ci" / "generate" / "model_tables"
 SAMPLE = tuple(covered()[::6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,3 +168,143 @@ def test_a_resumed_log_drops_steps_behind_its_checkpoint(tmp_path: Path) -> None
                 log.add(step, loss=float("nan") if step == 3 else 4.0 - step)
     assert [row["step"] for row in log.rows()] == [1, 2, 3]
     assert "Training loss" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"text": "u: 1?;a: one;"}, "1 have text too, which is not read"),
+        ({"prompt": "1?", "text": "x"}, "1 have text too, which is not read"),
+    ],
+)
+def test_of_a_row_with_text_and_messages_the_messages_are_read(tmp_path: Path, beside: Any, said: str) -> None:
+    tokenizer(TEMPLATE).save_pretrained(tmp_path / "words")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT, **beside}), encoding="utf-8")
+    data = read_training_data(tmp_path / "a.jsonl", plan(), tmp_path / "words")
+    assert data.summary.endswith(said)
+    assert predicted(data[0]["input_ids"].tolist(), data[0]["labels"].tolist())[:26] == "_________one;_________two;"
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+def test_padding_of_ready_rows_is_not_trained_on(tmp_path: Path, mask: list[int]) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, -100, 8, 9], "attention_mask": mask}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    sample = read_training_data(tmp_path / "a.jsonl", plan(8))[0]
+    kept = [index for index, one in enumerate(mask) if one]
+    assert sample["input_ids"].tolist()[:3] == [row["input_ids"][index] for index in kept]
+    assert sample["labels"].tolist() == [*(row["labels"][index] for index in kept), *[-100] * 5]
+    assert sample["attention_mask"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input_ids": "abc"}, 'a.jsonl:2: input_ids is "abc": expected a list of whole numbers'),
+        ({"input_ids": [1, 2.5]}, "a.jsonl:2: input_ids is [1, 2.5]: expected a list of whole numbers"),
+        ({"input_ids": [1, -2]}, "a.jsonl:2: input_ids holds -2: expected token ids, from 0 on"),
+        ({"input_ids": [1, 2**40]}, "a.jsonl:2: input_ids holds 1099511627776: expected token ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "a.jsonl:2: labels has 1 numbers, input_ids 2"),
+        ({"input_ids": [1, 2], "labels": 3}, "a.jsonl:2: labels is 3: expected a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, "a.jsonl:2: labels holds -1: expected token ids, and -100 where"),
+        ({"input_ids": [1, 2], "labels": [1, 500]}, "has the token 500, and the model's vocabulary 256"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "a.jsonl:2: attention_mask has 1 numbers, input_ids 2"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 7]}, "a.jsonl:2: attention_mask holds 7: expected 0 and 1"),
+        ({"input_ids": [1] * 3, "attention_mask": [1, 0, 1]}, "a.jsonl:2: attention_mask hides tokens between others"),
+        ({"text": 3}, "a.jsonl:2: text is 3: expected a text"),
+        ({"messages": ["hi"]}, 'a.jsonl:2: messages[0] is "hi": expected {"role": "user"'),
+        ({"messages": "hi"}, 'a.jsonl:2: messages is "hi": expected a list of messages'),
+        ({"conversations": [{"from": "human"}]}, 'a.jsonl:2: conversations[0] is {"from": "human"}: expected'),
+        ({"messages": [{"role": "user"}]}, 'a.jsonl:2: messages[0] is {"role": "user"}: expected'),
+        (
+            {"messages": [CHAT[1], {"role": "broken", "content": ""}]},
+            "a.jsonl:2: the tokenizer's chat template does not",
+        ),
+        ({"prompt": 1, "completion": "x"}, "a.jsonl:2: prompt is 1: expected a text"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_its_key(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    template = (
+        TEMPLATE + "{% for m in messages if m.role == 'broken' %}{{ raise_exception('no such role') }}{% endfor %}"
+    )
+    tokenizer(template).save_pretrained(tmp_path / "words")
+    text = f"\n{json.dumps(row)}\n"
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(RunError) as refused:
+        read_training_data(tmp_path / "a.jsonl", plan(), tmp_path / "words")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"fine\ncaf\xe9\n", "a.txt:2 is not UTF-8: byte 4 of the line is 0xe9"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "a.jsonl:2 is not UTF-8"),
+        ("a.json", b'[{"text": "x"},\n {"text": ]', "a.json:2 is not JSON: Expecting value at column 11"),
+        ("a.jsonl", b"\n", "a.jsonl holds no row"),
+        ("a.txt", b"", "a.txt holds no row, or only empty texts"),
+        ("a.json", b'[{"text": "x"}, 3]', "a.json row 1 is no JSON object: 3"),
+        ("a.jsonl", b"[" * 99999, "a.jsonl:1 is not JSON that can be read"),
+        ("a.parquet", b"PAR1", "a.parquet is no parquet file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="a broken parquet file was NOT read: pip install pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RunError) as refused:
+        read_training_data(tmp_path / name, plan())
+    assert said in str(refused.value)
+
+
+def test_marks_of_byte_order_and_lists_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "' + b"x" * 30 + b'"}\n')
+    (tmp_path / "b.json").write_text('\n [{"text": "%s"}]' % ("y" * 30), encoding="utf-8")
+    for name in ("a.jsonl", "b.json"):
+        assert read_training_data(tmp_path / name, plan()).summary == "32 tokens, 1 sequences of 32"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ending", "size", "said"),
+    [
+        ([], ".bin", None, "text.bin holds no token"),
+        ([4, 4], ".bin", 0, "text.bin holds 0 bytes"),
+        (
+            [4, 4],
+            ".bin",
+            15,
+            "text.bin holds 15 bytes; .*text.idx lists 8 tokens of 2 bytes: one of them is incomplete",
+        ),
+        ([4, 4], ".idx", 40, "text.idx is incomplete: it begins as the index of 2 sequences"),
+    ],
+)
+def test_megatrons_files_that_were_cut_off_are_named(
+    tmp_path: Path, lengths: list[int], ending: str, size: int | None, said: str
+) -> None:
+    file = megatron(tmp_path, lengths)
+    if size is not None:
+        os.truncate(file.with_suffix(ending), size)
+    with pytest.raises(RunError, match=said):
+        read_training_data(file, plan())
+
+
+def test_what_is_missing_is_named_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"there is no training data .*none\.jsonl: no file or folder has this name"):
+        read_training_data(tmp_path / "none.jsonl", plan())
+    (tmp_path / "a.txt").write_text("x", encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"there is no folder .*none with a tokenizer"):
+        read_training_data(tmp_path / "a.txt", plan(), tmp_path / "none")
+    with pytest.raises(RunError, match=r"empty holds no tokenizer that transformers reads"):
+        read_training_data(tmp_path / "a.txt", plan(), tmp_path / "empty")
+
+
+def test_a_log_that_a_killed_run_left_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
+    with RunLog(tmp_path, 2) as log:
+        log.add(3, loss=0.5)
+    assert [row["loss"] for row in log.rows()] == [2.0, 1.0, 0.5]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2 is no row of metrics"):
+        RunLog(tmp_path, 2)

@@ -14,7 +14,7 @@ from training_runs import initial_model, make_plan, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError, decay_groups
-from parcompile.runtime.checkpoint.converting import convert
+from parcompile.runtime.checkpoint.adapting import convert
 
 pytestmark = pytest.mark.ranks
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,13 +65,21 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
             raise Stopped(f"stopped by {stop.signal} after step {step}")
 
 
-if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    if "caught" in words:
-        try:
-            train(*words)
-        except Exception as error:
-            print(f"caught by rank {os.environ['RANK']}: {error}", flush=True)  # noqa: T201 -- it is for the test
-    else:
+def main(words: Sequence[str]) -> None:
+    """Trains, and catches what is raised where the fault says so."""
+    if "caught" not in words:
         with report_errors():
-            train(*words)
+            return train(*words)
+    try:
+        train(*words)
+    except Exception as error:
+        print(f"caught by rank {os.environ['RANK']}: {error}", flush=True)  # noqa: T201 -- it is for the test
+
+
+def forked(folder: Path, *fault: str) -> None:
+    """On a rank that `launched.py` has forked, with the plan in its folder."""
+    main([str(folder / "plan.json"), str(folder), *fault])
+
+
+if __name__ == "__main__":
+    main([word for word in sys.argv[1:] if not word.startswith("--local_rank")])

@@ -22,8 +22,12 @@ sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 
 import hugging_face  # noqa: E402
 
-from parcompile.backends.deepspeed.table import ANY, ENTRY, table  # noqa: E402
-from parcompile.backends.deepspeed.versions import newest  # noqa: E402
+from parcompile.backends.deepspeed.table import (  # noqa: E402
+    ANY,
+    ENTRY,
+    newest,
+    table,
+)
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 FILLERS = ("transformers", "accelerate")

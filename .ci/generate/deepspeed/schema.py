@@ -16,10 +16,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from parcompile.backends.deepspeed import constructors, fillers
-from parcompile.backends.deepspeed.json_schema import as_schema
-from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, classes, table
-from parcompile.backends.deepspeed.versions import newest
+from parcompile.backends.deepspeed import constructors
+from parcompile.backends.deepspeed import surroundings as fillers
+from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, as_schema, classes, newest, table
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "schemas" / "ds_config.schema.json"

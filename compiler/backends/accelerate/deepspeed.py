@@ -11,8 +11,7 @@ import yaml
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.deepspeed.write import losses as deepspeed_losses
-from parcompile.backends.header import header
-from parcompile.backends.json_text import to_text
+from parcompile.backends.json_text import header, to_text
 from parcompile.backends.losses import Loss
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis

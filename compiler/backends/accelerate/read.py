@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends.importer import Importer, RefusedError
 from parcompile.backends.kinds import ACCELERATE
-from parcompile.backends.reading import Draft, Source, SpecPath
-from parcompile.backends.trainers.deepspeed_part import read_deepspeed, with_deepspeed
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
+from parcompile.backends.trainers.read import read_deepspeed, with_deepspeed
 from parcompile.backends.trainers.tool import options
 from parcompile.text import Document
 from parcompile.text.typed import integer, number
@@ -296,7 +295,7 @@ def _read_distributed(source: Source, draft: Draft) -> None:
         if value in (None, False):
             source.ignore(name, "off")
         elif name in ("tp_plan", "ep_plan", "fsdp_plan") or name.startswith(("tp_plan.", "ep_plan.", "fsdp_plan.")):
-            source.lose(name, "the plan cuts the weights of a family by its own table")
+            source.lose(name, "the plan shards the weights of a family by its own table")
         elif name == "enable_sequence_parallel":
             source.ignore(name, "transformers 5.23 does nothing with it")
         elif name == "enable_expert_parallel":

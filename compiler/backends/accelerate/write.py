@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.header import header
+from parcompile.backends.json_text import header
 from parcompile.backends.losses import Loss, order_loss
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.sequence import CpLayout

@@ -19,15 +19,13 @@ from parcompile.schema.findings import Findings, named
 from parcompile.schema.keys import unknown_key
 from parcompile.schema.mismatch import choice, mismatch, out_of_range, wrong_count
 from parcompile.schema.values import quoted
-from parcompile.schema.violation import Violation
+from parcompile.schema.view import Violation
 from parcompile.text import Document
 
-from . import words
+from . import table as words
 from .constructors import wrong_parameters, wrong_type
-from .json_schema import as_schema
 from .lax import How, Read, as_written, read
-from .table import ANY, ENTRY, Key, table
-from .versions import at, ended, facts, order, since
+from .table import ANY, ENTRY, Key, as_schema, at, ended, facts, order, since, table
 
 AUTO = "auto"
 _REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})

@@ -12,8 +12,7 @@ from parcompile.schema.keys import Places, unknown_key
 from parcompile.schema.mismatch import choice
 from parcompile.schema.values import quoted
 
-from .table import classes
-from .versions import at, facts, order
+from .table import at, classes, facts, order
 
 ADAM = ("adam", "adamw")
 _MU = ("muadam", "muadamw", "musgd")

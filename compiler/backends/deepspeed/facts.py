@@ -1,6 +1,15 @@
-"""What DeepSpeed's keys mean for a plan: which of them it decides, which break it, and DeepSpeed's own defaults.
+"""What DeepSpeed's keys mean for a plan, at which ZeRO stages each is read, and how gradients are averaged.
 
 Writing a configuration, reading one and the rules all look here.
+
+At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
+
+`tests/compiler/test_zero_stages.py` reads the same from the code of the installed DeepSpeed.
+
+How DeepSpeed averages gradients, and when it refuses to or does not; rules of specs and of files ask here.
+
+Read in runtime/zero/stage_1_and_2.py and stage3.py, and run: with a factor f each rank divides by f before the
+reduction and by (ranks / f) after it. Stage 1 with reduce_scatter divides by the ranks at once, whatever f is.
 """
 
 from __future__ import annotations
@@ -8,6 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from parcompile.backends.reading import Draft, Source, Undecided
+from parcompile.schema import load
+
+from .table import find, newest
+
+# What DeepSpeed's keys mean for a plan: which of them it decides, which break it, and DeepSpeed's own defaults.
 
 VERSION = "0.19.8"
 """DeepSpeed's version whose configuration was read and is tested."""
@@ -99,3 +115,153 @@ SCHEDULE_TYPES: Mapping[str, str] = MappingProxyType(
     {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 )
 """What a spec calls them."""
+
+
+# At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
+
+_STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "offload_param",
+                "sub_group_size",
+                "param_persistence_threshold",
+                "model_persistence_threshold",
+                "max_live_parameters",
+                "max_reuse_distance",
+                "prefetch_bucket_size",
+                "gather_16bit_weights_on_model_save",
+                "module_granularity_threshold",
+                "use_all_reduce_for_fetch_params",
+                "allgather_sequential",
+                "memory_efficient_linear",
+                "pipeline_loading_checkpoint",
+                "override_module_apply",
+                "log_trace_cache_warnings",
+                "enable_sanity_checks",
+                "save_muon_momentum_buffer_in_memory",
+                "zero_hpz_partition_size",
+                "zero_quantized_weights",
+                "zero_quantized_nontrainable_weights",
+                "zero_quantized_gradients",
+                "zeropp_loco_param",
+                "mics_shard_size",
+                "mics_hierarchical_params_gather",
+                "leaf_module",
+            ),
+            (3, 3),
+        ),
+        **dict.fromkeys(
+            (
+                "offload_optimizer",
+                "contiguous_gradients",
+                "reduce_scatter",
+                "reduce_bucket_size",
+                "overlap_comm",
+                "load_from_fp32_weights",
+                "elastic_checkpoint",
+                "legacy_stage1",
+            ),
+            (1, 3),
+        ),
+        **dict.fromkeys(
+            (
+                "round_robin_gradients",
+                "use_multi_rank_bucket_allreduce",
+                "ignore_unused_parameters",
+                "parameter_alignment",
+                "allgather_bucket_size",
+                "compute_grad_norm",
+            ),
+            (1, 2),
+        ),
+    }
+)
+"""First and last stage at which DeepSpeed 0.19.8 reads a key (runtime/engine.py, runtime/zero)."""
+
+UNREAD = frozenset({"allgather_partitions"})
+"""What DeepSpeed 0.19.8 takes and reads at no stage."""
+
+MEMORY = frozenset({"offload_param", "offload_optimizer", "zero_hpz_partition_size", "zero_quantized_weights"})
+"""Keys whose users count on what they save."""
+
+
+def first_stage(key: str) -> int:
+    """The first stage at which a key has an effect; 0 when it always has."""
+    return _range(key)[0]
+
+
+def last_stage(key: str) -> int:
+    """The last one, mostly 3."""
+    return _range(key)[1]
+
+
+def has_effect(key: str, stage: int) -> bool:
+    """Whether DeepSpeed reads a key at a stage."""
+    return key not in UNREAD and first_stage(key) <= stage <= last_stage(key)
+
+
+def _range(key: str) -> tuple[int, int]:
+    return (3, 3) if key.startswith("stage3_") else _STAGES.get(key, (0, 3))
+
+
+def reach(key: str) -> str:
+    """The stages at which a key has an effect, as "from stage 3 on" or "at stages 1 and 2"."""
+    if key in UNREAD:
+        return "at no stage"
+    first, last = _range(key)
+    return f"at stages {first} and {last}" if last < 3 and first else f"from stage {first} on"
+
+
+# How DeepSpeed averages gradients, and when it refuses to or does not; rules of specs and of files ask here.
+
+
+def refused_scaling(stage: int, *, reduce_scatter: bool, prescale: bool, predivide: float) -> str | None:
+    """Why DeepSpeed does not start; None when it does."""
+    if stage < 2 or not reduce_scatter:
+        return None
+    if predivide != 1:
+        return f"gradient_predivide_factor {predivide:g} needs reduce_scatter false at stage {stage}"
+    return f"prescale_gradients needs reduce_scatter false at stage {stage}" if prescale else None
+
+
+def wrong_scale(
+    stage: int, *, reduce_scatter: bool, prescale: bool, predivide: float, ranks: int, cp: int = 1
+) -> str | None:
+    """By how much gradients come out wrong on `ranks` ranks (dp · cp); None when they are right."""
+    if prescale or predivide == 1 or predivide != ranks:
+        return None
+    if stage == 3 and not reduce_scatter:
+        return f"{predivide:g} times too small: a factor equal to the number of ranks is not multiplied back at stage 3"
+    if cp > 1 and stage in (1, 2) and not reduce_scatter:
+        return f"{cp} times too small: with a factor equal to dp · cp = {ranks}, the sum over cp is left out"
+    return None
+
+
+# Keys of DeepSpeed that a file gives and a plan does not decide: they become the spec's further DeepSpeed keys.
+
+
+def read(source: Source, draft: Draft, name: str, *, left_to: str) -> None:
+    """Takes a key over by its dotted name, unless it cannot go with a plan; `left_to` decides what is "auto"."""
+    path = tuple(name.split("."))
+    reason = refusal(path)
+    if path[0] not in load("ds_config")["properties"]:
+        source.lose(name, "DeepSpeed has no such key")
+    elif isinstance(source.given[name], Undecided):
+        source.lose(name, f"left to {left_to}; the plan has a value of its own")
+    elif reason is not None and _is_off(path, source.given[name]):
+        source.ignore(name, "DeepSpeed does the same without it")
+    elif reason is not None:
+        source.lose(name, reason)
+    else:
+        draft.carry(source, name, ("deepspeed", *path))
+
+
+def _is_off(path: tuple[str, ...], value: Any) -> bool:
+    """Whether a key of ZeRO asks for nothing: by DeepSpeed's default, or as an old key that stands for none."""
+    key = find(newest(), *path) if path[0] == "zero_optimization" else None
+    if key is None:
+        return False
+    if key.deprecated is not None:
+        return key.deprecated.get("changes", {}).get(str(value).lower(), value) is None
+    return bool(value == key.default) and type(value) is type(key.default)

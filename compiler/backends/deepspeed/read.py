@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.importer import Importer
-from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided, UndecidedError
 from parcompile.text.typed import Reader, integer, number
 
-from . import facts, further
+from . import facts
+from . import facts as further
 from .write import ds_config
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
@@ -146,7 +146,7 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
 def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[float | None, dict[str, Any]] | None:
     """A schedule in the spec's terms, with the rate that it rises to if it sets one; None when a spec cannot say it.
 
-    A spec's warm-up is linear, and its schedule falls to the rate from which it rose.
+    A spec's warm-up is linear.
     """
     if params["warmup_type"] != "linear":
         return None
@@ -155,10 +155,11 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
     said = {"type": facts.SCHEDULE_TYPES[kind], "warmup_steps": steps}
     if kind != "WarmupCosineLR":
         return read.number("warmup_max_lr"), {**said, "min_lr": read.number("warmup_min_lr")}
-    least = read.number("cos_min_ratio")
-    if read.number("warmup_min_ratio") != least or lr is None:
+    first, least = read.number("warmup_min_ratio"), read.number("cos_min_ratio")
+    if lr is None:
         return None
-    return None, {**said, "min_lr": least * lr}
+    start = {} if first == least else {"warmup_start_lr": first * lr}
+    return None, {**said, "min_lr": least * lr, **start}
 
 
 IMPORTER = Importer(

@@ -1,21 +1,80 @@
-"""Where a configuration will be used: the version of DeepSpeed, and who fills "auto" before DeepSpeed sees it.
+"""Where a configuration will be used: who reads its text, the version of DeepSpeed, and who fills "auto".
+
+Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
+
+fillers.json was written by `.ci/generate/deepspeed/fillers.py`, which put "auto" into one key after another and ran
+the code of transformers and accelerate.
 
 Both can be given. What is not given is looked for near the file: requirements and lock files name versions, and a
 script or a configuration that names the file shows by which flag it is handed on.
+
+Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
+
+In Hjson there may be comments, a comma before a closing bracket, single quotes, keys without quotes, and line breaks
+where commas are missing. The Trainer of transformers, accelerate and Lightning read the file before DeepSpeed does.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.resources
+import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from parcompile.diagnostics import Diagnostic, Severity
+from parcompile.diagnostics import Path as KeyPath
 from parcompile.user_files import read_start
 
-from . import fillers
-from .versions import UnknownVersionError, known, nearest, newest, order
+from .table import UnknownVersionError, known, nearest, newest, order
+
+# Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
+
+TRANSFORMERS, ACCELERATE, LIGHTNING, BARE = "transformers", "accelerate", "lightning", "bare"
+NAMES = (TRANSFORMERS, ACCELERATE, LIGHTNING, BARE)
+TITLES = {
+    TRANSFORMERS: "the Trainer of transformers",
+    ACCELERATE: "accelerate",
+    LIGHTNING: "Lightning",
+    BARE: "deepspeed.initialize alone",
+}
+"""Fillers by name, as messages call them."""
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    file = importlib.resources.files("parcompile.backends.deepspeed") / "fillers.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    assert isinstance(tree, dict)
+    return tree
+
+
+@functools.cache
+def filled(filler: str) -> frozenset[str]:
+    """The dotted paths at which a filler replaces "auto"."""
+    return frozenset(_tables().get(filler, {}).get("fills", ()))
+
+
+def version(filler: str) -> str | None:
+    """The version of a filler whose code was asked."""
+    found = _tables().get(filler, {}).get("version")
+    return None if found is None else str(found)
+
+
+def autos(tree: object, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """The paths of all values that are "auto"."""
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if isinstance(value, (dict, list, str)):
+                yield from autos(value, (*path, key))
+    elif tree == "auto":
+        yield path
+
+
+# Where a configuration will be used: the version of DeepSpeed, and who fills "auto" before DeepSpeed sees it.
 
 GUESSED = '"auto" in it'
 """Who names the filler where only the file itself speaks for it."""
@@ -43,12 +102,12 @@ _LOCKED = re.compile(
 _NAMED = re.compile(r"""^[\s"'-]*deepspeed(?:\[[^\]]*\])?\s*((?:[=<>!~]=?=?\s*[\w.*+]+\s*,?\s*)*)""", re.M | re.I)
 _BOUND = re.compile(r"([=<>!~]=?)=?\s*([0-9][\w.*]*)")
 _HANDED_ON = (
-    (fillers.ACCELERATE, re.compile(r"deepspeed_config_file\s*[:=]\s*\S*NAME")),
-    (fillers.BARE, re.compile(r"--deepspeed_config[\s=\"',\\]*\S*NAME")),
-    (fillers.TRANSFORMERS, re.compile(r"--deepspeed[\s=\"',\\]+\S*NAME")),
-    (fillers.TRANSFORMERS, re.compile(r"^\s*deepspeed\s*[:=]\s*\S*NAME", re.M)),
-    (fillers.LIGHTNING, re.compile(r"DeepSpeedStrategy\([^)]*NAME")),
-    (fillers.BARE, re.compile(r"deepspeed\.initialize\([^)]*NAME")),
+    (ACCELERATE, re.compile(r"deepspeed_config_file\s*[:=]\s*\S*NAME")),
+    (BARE, re.compile(r"--deepspeed_config[\s=\"',\\]*\S*NAME")),
+    (TRANSFORMERS, re.compile(r"--deepspeed[\s=\"',\\]+\S*NAME")),
+    (TRANSFORMERS, re.compile(r"^\s*deepspeed\s*[:=]\s*\S*NAME", re.M)),
+    (LIGHTNING, re.compile(r"DeepSpeedStrategy\([^)]*NAME")),
+    (BARE, re.compile(r"deepspeed\.initialize\([^)]*NAME")),
 )
 
 
@@ -69,7 +128,7 @@ class Surroundings:
     @property
     def strict_json(self) -> str | None:
         """Who reads the file as plain JSON before DeepSpeed, if anybody does."""
-        return None if self.filler in (None, fillers.BARE) else self.filler
+        return None if self.filler in (None, BARE) else self.filler
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +153,8 @@ def surroundings(tree: object, file: Path | None, asked: Asked) -> Surroundings:
     filler, filler_from = asked.used_with, "--used-with" if asked.used_with else None
     if filler is None and file is not None:
         filler, filler_from = handed_on(file)
-    if filler is None and any(True for _ in fillers.autos(tree)):
-        filler, filler_from = fillers.TRANSFORMERS, GUESSED
+    if filler is None and any(True for _ in autos(tree)):
+        filler, filler_from = TRANSFORMERS, GUESSED
     return Surroundings(version, version_from, filler, filler_from)
 
 
@@ -185,3 +244,28 @@ def _neighbours(folder: Path) -> tuple[tuple[str, str], ...]:
         if "deepspeed" in text.lower():
             found.append((file.name, text))
     return tuple(found)
+
+
+# Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
+
+_TAKEN = ("J013", "J014", "J015")
+_KEY_WITHOUT_QUOTES = "the key "
+
+
+def judged(diagnostics: Iterable[Diagnostic], around: Surroundings) -> tuple[Diagnostic, ...]:
+    """What is wrong with the text for those who read it here: nothing that all of them take."""
+    found = []
+    for one in diagnostics:
+        if not _is_hjson(one):
+            found.append(one)
+        elif around.strict_json is not None:
+            reader = TITLES[around.strict_json]
+            found.append(replace(one, message=f"{one.message}: {reader} cannot read it, DeepSpeed itself can"))
+        elif around.filler is None:
+            message = f"{one.message}: DeepSpeed itself reads it, transformers, accelerate and Lightning do not"
+            found.append(replace(one, message=message, severity=Severity.WARNING))
+    return tuple(found)
+
+
+def _is_hjson(one: Diagnostic) -> bool:
+    return one.code in _TAKEN or (one.code == "J016" and one.message.startswith(_KEY_WITHOUT_QUOTES))

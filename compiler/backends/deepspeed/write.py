@@ -16,6 +16,8 @@ from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
 from parcompile.spec.workload import workload_of
 
+_LEAST_WARMUP = 2
+"""DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
 
@@ -49,9 +51,16 @@ def losses(plan: Plan) -> list[Loss]:
     """What DeepSpeed alone, with the configuration and no runtime, does otherwise than the plan."""
     if (schedule := plan.spec.training.lr_scheduler) is None:
         return []
-    first = "0" if schedule.type == "cosine" else "min_lr"
-    early = "; its cosine begins to fall a step early" if schedule.type == "cosine" else ""
-    why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late{early}"
+    first = "0" if schedule.type == "cosine" else "the first rate"
+    why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late"
+    if schedule.type == "cosine":
+        why += "; its cosine begins to fall a step early"
+    if schedule.type in ("inverse_sqrt", "wsd"):
+        why += f"; it has no schedule {schedule.type}: the rate stays at lr after the warm-up"
+    if schedule.type == "linear" and schedule.warmup_start_lr != schedule.min_lr:
+        why += "; its warm-up rises from min_lr"
+    if schedule.warmup_steps < _LEAST_WARMUP:
+        why += f"; its warm-up has at least {_LEAST_WARMUP} steps"
     return [Loss("lr_scheduler", why, "parcompile.runtime gives each step the plan's rate")]
 
 
@@ -74,16 +83,17 @@ def _scheduler(spec: Spec) -> dict[str, Any]:
     schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
     if schedule is None:
         return {}
-    warmup: dict[str, Any] = {"warmup_num_steps": schedule.warmup_steps, "warmup_type": "linear"}
+    warmup: dict[str, Any] = {"warmup_num_steps": max(_LEAST_WARMUP, schedule.warmup_steps), "warmup_type": "linear"}
     if schedule.type == "cosine":
         # The floors of this one are fractions of the optimizer's rate.
-        floor = schedule.min_lr / lr
-        settings = {"warmup_min_ratio": floor, "cos_min_ratio": floor, **warmup}
+        settings = {"warmup_min_ratio": schedule.warmup_start_lr / lr, "cos_min_ratio": schedule.min_lr / lr, **warmup}
         kind = "WarmupCosineLR"
     else:
-        settings = {"warmup_min_lr": schedule.min_lr, "warmup_max_lr": lr, **warmup}
-        kind = "WarmupLR" if schedule.type == "constant" else "WarmupDecayLR"
-    if schedule.type != "constant":
+        falls = schedule.type == "linear"
+        lowest = schedule.min_lr if falls else schedule.warmup_start_lr
+        settings = {"warmup_min_lr": lowest, "warmup_max_lr": lr, **warmup}
+        kind = "WarmupDecayLR" if falls else "WarmupLR"
+    if schedule.type in ("linear", "cosine"):
         settings["total_num_steps"] = spec.training.train_steps
     return {"scheduler": {"type": kind, "params": settings}}
 

@@ -1,4 +1,4 @@
-"""A spec's values out of a gpt-neox configuration.
+"""A spec's values out of a gpt-neox configuration, and parts of its file as documents of their own.
 
 gpt-neox hands part of its keys on to DeepSpeed as they are; those follow the importer of DeepSpeed's files. Read off
 gpt-neox of 2026-05-20: megatron/neox_arguments/arguments.py (`calculate_derived`), training.py, learning_rates.py.
@@ -8,17 +8,91 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed import further
-from parcompile.backends.importer import Importer, RefusedError
-from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
+from parcompile.backends.deepspeed import facts as further
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, Undecided, UndecidedError
+from parcompile.diagnostics import Diagnostic, Edit, Path
+from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
 
 from . import model
-from .effects import fate
-from .fields import fields
+from .check import fate, fields
+
+# Parts of a gpt-neox file as documents of their own: its keys under the names of their fields, and DeepSpeed's.
+
+_EXTRA = "deepspeed_extra_args"
+"""Holds what goes to DeepSpeed beside the fields for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A document of its own whose top-level keys stand at `origins` of the file."""
+
+    document: Document
+    origins: Mapping[str, Path]
+
+    def in_file(self, one: Diagnostic) -> Diagnostic:
+        """A diagnostic of the excerpt with the paths of the file. Positions are those of the file anyway."""
+        fixes = tuple(replace(fix, edits=tuple(map(self._edit, fix.edits))) for fix in one.fixes)
+        related = tuple(replace(other, path=self._path(other.path)) for other in one.related)
+        return replace(one, path=self._path(one.path), fixes=fixes, related=related)
+
+    def _edit(self, edit: Edit) -> Edit:
+        return replace(edit, path=self._path(edit.path))
+
+    def _path(self, path: Path) -> Path:
+        if not path:
+            return ()
+        name = str(path[0])
+        return (*self.origins.get(name, (name,)), *path[1:])
+
+
+def whole(document: Document) -> Excerpt:
+    """All keys as gpt-neox names them: it reads a hyphen as an underscore."""
+    tree = document.tree if isinstance(document.tree, dict) else {}
+    return _excerpt(document, {_name(key): (key,) for key in tree})
+
+
+def for_deepspeed(document: Document) -> Excerpt:
+    """What gpt-neox hands on to `deepspeed.initialize`: what differs from the default, and deepspeed_extra_args."""
+    known = fields()
+    origins: dict[str, Path] = {}
+    for name, path in whole(document).origins.items():
+        if name == _EXTRA:
+            extra = document.get(path)
+            origins.update({key: (*path, key) for key in (extra if isinstance(extra, dict) else {})})
+        elif name in known and known[name].handed_on and document.get(path) != known[name].default:
+            origins.setdefault(name, path)
+    return _excerpt(document, origins)
+
+
+def _name(key: object) -> str:
+    return str(key).replace("-", "_")
+
+
+def _excerpt(document: Document, origins: Mapping[str, Path]) -> Excerpt:
+    places = {name: place for name, path in origins.items() if (place := document.place(path)) is not None}
+    tree: dict[str, Any] = {name: document.get(origins[name]) for name in places}
+
+    def moved(paths: frozenset[Path]) -> frozenset[Path]:
+        return frozenset(
+            (name, *path[len(origin) :])
+            for path in paths
+            for name, origin in origins.items()
+            if path[: len(origin)] == origin
+        )
+
+    root = Place(*document.root[:4], places)
+    part = replace(
+        document, tree=tree, root=root, invalid=moved(document.invalid), duplicates=moved(document.duplicates)
+    )
+    return Excerpt(part, origins)
+
+
+# A spec's values out of a gpt-neox configuration.
 
 _TUNING = "DeepSpeed's autotuning"
 _PRECISION: SpecPath = ("training", "precision")
@@ -146,7 +220,7 @@ def _optimizer(source: Source, draft: Draft) -> None:
 
 
 def _schedule(source: Source, draft: Draft) -> None:
-    """A spec's schedule rises from the rate to which it falls; that of gpt-neox rises from nearly nothing."""
+    """That of gpt-neox rises from nearly nothing (megatron/learning_rates.py)."""
     names = ("lr_decay_style", "warmup", "min_lr", "lr_decay_iters")
     try:
         style = source.value("lr_decay_style", _SCHEDULE)
@@ -160,8 +234,8 @@ def _schedule(source: Source, draft: Draft) -> None:
         why = f"a spec has the schedules constant, linear and cosine, not {style}"
     elif steps is None or (until not in (None, steps) and style != "constant"):
         why = f"a spec's schedule ends with the training, after {steps} steps, not {until}"
-    elif least and style != "constant":
-        why = f"a spec's schedule rises from the rate to which it falls; gpt-neox rises from 0 and falls to {least}"
+    elif least and style == "linear":
+        why = f"gpt-neox's linear rate falls as if to 0 and stops at {least:g}; a spec's is a straight line to min_lr"
     elif round(rise) < 2:
         why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {rise:g}"
     if why is not None:
@@ -171,7 +245,10 @@ def _schedule(source: Source, draft: Draft) -> None:
         return
     for key, value in (("type", style), ("warmup_steps", round(rise))):
         draft.set((*_SCHEDULE, key), value, said=True)
-    draft.set((*_SCHEDULE, "min_lr"), 0.0, said=False)
+    floor = 0.0 if style == "constant" else least
+    draft.set((*_SCHEDULE, "min_lr"), floor, said=bool(floor))
+    if floor:
+        draft.set((*_SCHEDULE, "warmup_start_lr"), 0.0, said=True)
 
 
 def _handed_on(source: Source, draft: Draft) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends.environment import gpu_resource, variables
-from parcompile.backends.header import header, slug
+from parcompile.backends.json_text import header, slug
 from parcompile.plan import Plan
 
 IMAGE = "trainer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from parcompile.backends.environment import gpu_resource, variables
-from parcompile.backends.header import header, slug
+from parcompile.backends.json_text import header, slug
 from parcompile.plan import Plan
 
 HOSTFILE_NODES = 1024

@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError
-from parcompile.backends.reading import Source
-from parcompile.backends.table import Arguments
+from parcompile.backends.reading import Arguments, Source
 
 OPTIONS = (
     "normalization",

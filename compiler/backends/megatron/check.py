@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.diagnostics.suggest import closest
+from parcompile.diagnostics.diagnostic import closest
 
 from .arguments import Arguments, Problem, Span, Unknown, converted
 from .file import Call

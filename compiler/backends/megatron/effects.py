@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from parcompile.backends.effect import Effect
-from parcompile.backends.reading import Account, Outcome
+from parcompile.backends.reading import Account, Effect, Outcome
 
 from .options import line
 from .write import ROWS

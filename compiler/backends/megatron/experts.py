@@ -6,8 +6,7 @@ import ast
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router
-from parcompile.backends.reading import Source
-from parcompile.backends.table import Arguments
+from parcompile.backends.reading import Arguments, Source
 from parcompile.model.shape import ModelShape, MoeShape
 
 OPTIONS = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.backends.losses import Loss, effective_order, order_loss, sequence_loss
-from parcompile.backends.reading import Draft, Source, UndecidedError
-from parcompile.backends.table import Arguments, Bundle, Entry, Row, flag
+from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, UndecidedError, flag
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout

@@ -7,8 +7,17 @@ from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
 from parcompile.backends.losses import Loss
-from parcompile.backends.reading import Draft, Source, SpecPath, Undecided, UndecidedError
-from parcompile.backends.table import Arguments, Bundle, Entry, Row
+from parcompile.backends.reading import (
+    Arguments,
+    Bundle,
+    Draft,
+    Entry,
+    Row,
+    Source,
+    SpecPath,
+    Undecided,
+    UndecidedError,
+)
 from parcompile.spec import Spec
 from parcompile.text.typed import integer
 

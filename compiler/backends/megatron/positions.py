@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope
-from parcompile.backends.reading import Source
-from parcompile.backends.table import Arguments
+from parcompile.backends.reading import Arguments, Source
 
 OPTIONS = (
     "position_embedding_type",

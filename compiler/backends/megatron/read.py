@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends import table
+from parcompile.backends import reading as table
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.importer import Importer, RefusedError
-from parcompile.backends.reading import Draft, Source, Undecided, UndecidedError
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, Undecided, UndecidedError
 from parcompile.text.typed import WrongValueError, integer, number, shown
 
 from .arguments import Unknown

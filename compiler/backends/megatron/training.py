@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.losses import Loss
-from parcompile.backends.reading import Draft, Source, SpecPath, UndecidedError
-from parcompile.backends.table import Arguments, Bundle, Entry, Row
+from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, SpecPath, UndecidedError
 from parcompile.spec import Precision, Spec
 from parcompile.text.typed import number
 
@@ -90,12 +89,19 @@ def _write_schedule(spec: Spec) -> Arguments:
     if schedule is None:
         return {"lr_decay_style": "constant", "min_lr": lr}
     found: Arguments = {
-        "lr_decay_style": schedule.type,
+        "lr_decay_style": _STYLES.get(schedule.type, schedule.type),
         "lr_warmup_iters": schedule.warmup_steps,
-        "lr_warmup_init": schedule.min_lr,
+        "lr_warmup_init": schedule.warmup_start_lr,
         "min_lr": schedule.min_lr,
     }
+    if schedule.decay_type is not None:
+        found["lr_wsd_decay_iters"] = schedule.decay_steps
+        found["lr_wsd_decay_style"] = _FALLS.get(schedule.decay_type, schedule.decay_type)
     return found
+
+
+_STYLES, _FALLS = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}, {"sqrt": "minus_sqrt"}
+"""Megatron-LM's words for schedules and for falls, where they differ from a spec's."""
 
 
 def _read_schedule(source: Source, draft: Draft) -> None:
@@ -121,6 +127,9 @@ SCHEDULE_OPTIONS = (
     "lr_warmup_samples",
     "lr_warmup_fraction",
     "lr_warmup_init",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "lr_wsd_decay_style",
     "min_lr",
 )
 
@@ -144,22 +153,32 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     end = total if end is None else end
     fraction = value("lr_warmup_fraction")
     warmup: Any = steps(source, "warmup") if fraction is None else None if end is None else fraction * end
+    kind = {theirs: ours for ours, theirs in _STYLES.items()}.get(style, style)
     if style == "constant" and not warmup:
         source.ignore("min_lr", "the rate never changes")
         return {}
-    if style not in ("constant", "linear", "cosine"):
-        return f"a spec has no schedule {style}: constant, linear and cosine"
-    if warmup is None or warmup < 2 or warmup % 1:
-        return f"a spec's schedule has a whole number of warm-up steps, 2 or more, not {warmup or 0:g}"
-    if start != least and not (style == "constant" and not least):
-        return f"a spec's warm-up rises from the lowest rate ({least:g}), not from --lr-warmup-init {start:g}"
+    if kind not in ("constant", "linear", "cosine", *_STYLES):
+        return f"a spec has no schedule {style}: constant, linear, cosine, inverse_sqrt and wsd"
+    if warmup is None or warmup % 1:
+        return f"a spec's schedule has a whole number of warm-up steps, not {warmup or 0:g}"
     if style != "constant" and total is None:
         return "a spec's schedule ends with the training steps, which the file does not say"
     if style != "constant" and end != total:
         return f"a spec's schedule ends with the training steps ({total}), not after {end}"
     if lr is not None and start > lr:
         return f"the warm-up falls: {start:g} > {lr:g}"
-    return {"type": style, "warmup_steps": int(warmup), "min_lr": float(start)}
+    # Of a rate that never falls, --min-lr has no effect.
+    lowest = float(start if style == "constant" else least)
+    found = {"type": kind, "warmup_steps": int(warmup), "min_lr": lowest}
+    if start != lowest:
+        found["warmup_start_lr"] = float(start)
+    if kind == "wsd":
+        decay, shape = steps(source, "wsd"), value("lr_wsd_decay_style")
+        if not decay:
+            return "a spec's wsd has a whole number of steps in which the rate falls (--lr-wsd-decay-iters)"
+        shapes = {theirs: ours for ours, theirs in _FALLS.items()}
+        found |= {"decay_steps": decay, "decay_type": shapes.get(shape, shape)}
+    return found
 
 
 def steps(source: Source, what: str) -> int | None:
@@ -168,7 +187,7 @@ def steps(source: Source, what: str) -> int | None:
     Raises:
         UndecidedError: the file does not say the value.
     """
-    names = {"train": "train", "decay": "lr_decay", "warmup": "lr_warmup"}
+    names = {"train": "train", "decay": "lr_decay", "warmup": "lr_warmup", "wsd": "lr_wsd_decay"}
     iters = source.value(f"{names[what]}_iters", _SCHEDULE) if what != "train" else source.value("train_iters")
     if iters:
         return int(iters)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from parcompile.backends.effect import CARRIED_VERBATIM
-from parcompile.backends.reading import Draft, Outcome, Source, Undecided
-from parcompile.diagnostics.suggest import closest
+from parcompile.backends.reading import CARRIED_VERBATIM, Draft, Outcome, Source, Undecided
+from parcompile.diagnostics.diagnostic import closest
 
 from .effects import CARRIED, effect
 from .options import NVIDIA, line

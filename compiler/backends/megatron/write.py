@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends import table
+from parcompile.backends import reading as table
 from parcompile.backends.environment import variables
-from parcompile.backends.header import header
+from parcompile.backends.json_text import header
 from parcompile.backends.losses import Loss
-from parcompile.backends.table import Arguments, Row
+from parcompile.backends.reading import Arguments, Row
 from parcompile.plan import Plan
 
 from . import layout, model, training

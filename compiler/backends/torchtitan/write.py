@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parcompile.backends.header import header
+from parcompile.backends.json_text import header
 from parcompile.backends.losses import Loss, order_loss, sequence_loss
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.sequence import CpLayout
@@ -119,7 +119,7 @@ def _settings(spec: Spec) -> dict[str, str]:
         "training.dtype": repr("float32"),
         "training.mixed_precision_param": repr(precision),
         "optimizer": f"default_adamw({adamw})",
-        "lr_scheduler": _schedule(training.lr_scheduler, optimizer.lr),
+        "lr_scheduler": _schedule(training.lr_scheduler, optimizer.lr, training.train_steps),
         # One for all stages: `losses` refuses others.
         "activation_checkpoint": recompute[str(training.activation_checkpointing)],
         "debug.seed": repr(training.seed),
@@ -129,12 +129,16 @@ def _settings(spec: Spec) -> dict[str, str]:
     return found
 
 
-def _schedule(schedule: LrScheduler | None, lr: float) -> str:
-    if schedule is None or schedule.type == "constant":
+def _schedule(schedule: LrScheduler | None, lr: float, train_steps: int | None) -> str:
+    if schedule is None or schedule.type in ("constant", "inverse_sqrt"):
         steps = 0 if schedule is None else schedule.warmup_steps
         return f"LRSchedulersContainer.Config(warmup_steps={steps}, decay_ratio=0.0)"
     floor = schedule.min_lr / lr
-    settings = f"warmup_steps={schedule.warmup_steps}, decay_type={schedule.type!r}, min_lr_factor={floor!r}"
+    shape, share = schedule.type, ""
+    if schedule.decay_steps is not None and train_steps is not None:
+        shape, share = str(schedule.decay_type), f"decay_ratio={schedule.decay_steps / train_steps!r}, "
+    shape = "linear" if shape == "exponential" else shape
+    settings = f"warmup_steps={schedule.warmup_steps}, {share}decay_type={shape!r}, min_lr_factor={floor!r}"
     return f"LRSchedulersContainer.Config({settings})"
 
 
@@ -170,8 +174,16 @@ def losses(plan: Plan) -> list[Loss]:
         found.append(Loss("precision fp16", "torchtitan has bfloat16 and float32", "precision bf16", fatal=True))
     if training.optimizer.type == "adam":
         found.append(Loss("optimizer adam", "torchtitan's default is AdamW", "weight_decay 0, or adamw"))
-    if training.lr_scheduler is not None and training.lr_scheduler.min_lr > 0:
-        found.append(Loss("warm-up from min_lr", "torchtitan's warm-up starts at lr / warmup_steps", "it starts there"))
+    if (schedule := training.lr_scheduler) is not None:
+        if schedule.warmup_steps and schedule.warmup_start_lr > 0:
+            why = "torchtitan's warm-up starts at lr / warmup_steps"
+            found.append(Loss("warm-up from a first rate", why, "it starts there"))
+        if schedule.type == "inverse_sqrt":
+            why = "torchtitan has no such schedule: the rate stays after the warm-up"
+            found.append(Loss("lr_scheduler inverse_sqrt", why, "another type"))
+        if schedule.decay_type == "exponential":
+            why = "torchtitan's falls are linear, sqrt and cosine: linear is written"
+            found.append(Loss("decay_type exponential", why, "one of these"))
     if len({len(stage.layers) for stage in spec.stages}) > 1 or parallelism.num_virtual_stages_per_pipeline_rank > 1:
         found.append(
             Loss(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from parcompile.backends.importer import Importer
 from parcompile.backends.kinds import LLAMA_FACTORY, TRAINER
-from parcompile.backends.reading import Draft, Source
+from parcompile.backends.reading import Draft, Importer, Source
 
-from .deepspeed_part import with_deepspeed
-from .read import reader
+from .read import reader, with_deepspeed
 from .tool import ADAPTER, DATA, METHOD, MODEL, QUANTISED, SAVING, SPEED, TF32, Tool, options
 
 _SAVING = (

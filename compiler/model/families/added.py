@@ -8,27 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from parcompile import entry_points
 from parcompile.model.family import Family
 
-from .alibi import ALIBI
-from .attention_free import ATTENTION_FREE
-from .biased import BIASED
-from .compressed import COMPRESSED
-from .dense import DENSE
+from .compressed import COMPRESSED, INDEXED
+from .dense import BIASED, DENSE, MUSE
 from .dots3 import DOTS3
-from .experts import EXPERTS
 from .gemma import GEMMA
 from .glm5_next import GLM5_NEXT
-from .gpt import GPT
-from .hybrids import HYBRIDS
-from .indexed import INDEXED
-from .kimi_delta import KIMI_DELTA
-from .latent import LATENT
-from .llama4 import LLAMA4
-from .longcat import LONGCAT
-from .mimo import MIMO
-from .muse import MUSE
+from .gpt import ALIBI, GPT
+from .hybrids import HYBRIDS, KIMI_DELTA
+from .latent import LATENT, LLAMA4, LONGCAT, MIMO
 from .ngrams import NGRAMS
-from .shared_experts import SHARED_EXPERTS
-from .state_space import STATE_SPACE
+from .shared_experts import EXPERTS, SHARED_EXPERTS
+from .state_space import ATTENTION_FREE, STATE_SPACE
 
 BUILT_IN: Mapping[str, Family] = {
     **DENSE,

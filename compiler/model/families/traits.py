@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.family import Experts
 from parcompile.model.layer_kind import LayersError
-from parcompile.model.layer_period import whole
+from parcompile.model.layer_runs import whole
 
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:

@@ -8,9 +8,8 @@ from typing import Any
 
 from parcompile.model.tables import OLDER_KINDS
 
-from .selective import selective_shape
 from .shape import LayerListError, RecurrentKind, RecurrentShape
-from .state_space import state_space_shape
+from .state_space import selective_shape, state_space_shape
 from .traits import Recurrent
 
 Size = Callable[[str, "int | None"], int]

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parcompile.model.layer_period import LayerPeriod
+from parcompile.model.layer_runs import LayerPeriod
 
-from .selective import SelectiveKeys
 from .shape import RecurrentKind
-from .state_space import StateSpaceKeys
+from .state_space import SelectiveKeys, StateSpaceKeys
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from .completing import OLDER_KINDS, TableError, alias_of, complete, reads, stated
-from .counting import Counts, counts_of
-from .parameters import Derived, parameters
+from .parameters import Counts, Derived, Repeated, counts_of, in_layers, parameters, repeated
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
-from .repeating import Repeated, in_layers, repeated
 
 __all__ = [
     "OLDER_KINDS",

@@ -1,15 +1,22 @@
-"""Names, order and shapes of a model's parameters, from the derived table of its type and its configuration."""
+"""Names, order and shapes of a model's parameters, from the derived table of its type and its configuration.
+
+Which dim transformers' own plan of tensor parallelism cuts.
+
+Source: the styles of `transformers.distributed.tensor_parallel` and `.expert_parallel` (5.23).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .completing import TableError, complete
+from .completing import TableError, complete, follow, frozen, thawed
 from .expression import NULL, ExpressionError, evaluate, names
-from .reading import Row, Table
+from .reading import Row, Table, table_of
+
+# Names, order and shapes of a model's parameters, from the derived table of its type and its configuration.
 
 MOST_REPEATED = 10_000
 """Layers, or experts that are stored one by one, of a model; the maximum of `num_hidden_layers` in a spec."""
@@ -87,3 +94,141 @@ def numbers_of(table: Table, parts: list[str], scope: Mapping[str, Any], start: 
                     yield {name: number, **inner}
             return
     yield {}
+
+
+# The parameters of a configuration, those of the layers once for each shape that they have.
+
+_OF_LAYERS = "of layers"
+
+
+def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable], ...]:
+    """Values that single layers have in the place of the model's, to be added to those of `repeated`."""
+    by_layer = tuple((layer, tuple((key, frozen(one)) for key, one in held.items())) for layer, held in own.items())
+    return ((_OF_LAYERS, by_layer),) if own else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """One parameter, or one of every layer in `layers` (`{layer}` in its name)."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: Row
+    layers: tuple[int, ...] | None
+    """None: it stands outside the layers."""
+
+
+def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -> list[Repeated]:
+    """The rows in the order in which transformers registers them; `stack` is the name of the layers (`model.layers`).
+
+    `values` are those of a configuration that the table reads (`completing.stated`), and `in_layers` of some layers.
+
+    Raises:
+        TableError: the table does not tell the parameters of this configuration.
+    """
+    given = thawed(values)
+    own = {layer: dict(pairs) for layer, pairs in given.pop(_OF_LAYERS, ())}
+    scope, found = follow(table, given), []
+    first: dict[tuple[str, ...], int] = {}
+    prefix = f"{stack}.{{layer}}."
+    try:
+        for number, row in enumerate(table.rows):
+            parts = row.name.split(".")
+            for end in range(1, len(parts) + 1):
+                first.setdefault(tuple(parts[:end]), number)
+            start = prefix.count(".") if row.name.startswith(prefix) else 0
+            count = times_of(table.stacks[prefix[:-1]], scope) if start else None
+            for inner in numbers_of(table, parts, scope, start):
+                place = [(first[tuple(parts[: end + 1])], inner.get(part[1:-1], 0)) for end, part in enumerate(parts)]
+                name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
+                for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
+                    found.append((place, Repeated(name, shape, row, layers)))
+    except ExpressionError as error:
+        raise TableError(str(error), error.key) from None
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _by_shape(
+    row: Row, scope: Mapping[str, Any], count: int | None, own: Mapping[int, Mapping[str, Any]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
+    """The shapes that a row has, each with its layers; none where the row is not there."""
+    if count is None or not (own or any("layer" in names(text) for text in (row.when, *row.shape))):
+        there = count != 0 and evaluate(row.when, scope)
+        layers = None if count is None else tuple(range(count))
+        return [(tuple(size_of(text, scope) for text in row.shape), layers)] if there else []
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for layer in range(count):
+        here = {**scope, **own.get(layer, {}), "layer": layer}
+        if evaluate(row.when, here):
+            by_shape.setdefault(tuple(size_of(text, here) for text in row.shape), []).append(layer)
+    return [(shape, tuple(layers)) for shape, layers in by_shape.items()]
+
+
+# How many parameters a configuration describes, by where they are.
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Elements of the parameters of a model, tied weights once."""
+
+    layers: int
+    """Of the repeated layers, with their experts."""
+    experts: int
+    """Of routed experts."""
+    others: int
+    """Embeddings, the last norm and the head."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.layers + self.others
+
+
+def counts_of(config: Mapping[str, Any]) -> Counts | None:
+    """The parameters of a configuration; None where no table tells them."""
+    table = table_of(str(config.get("model_type")))
+    if table is None:
+        return None
+    try:
+        found = parameters(table, config)
+    except TableError:
+        return None
+    layers = [one for one in found if "{layer}" in one.row.name]
+    return Counts(
+        layers=sum(one.numel for one in layers),
+        experts=sum(one.numel for one in layers if ".experts." in one.name),
+        others=sum(one.numel for one in found if "{layer}" not in one.row.name),
+    )
+
+
+# Which dim transformers' own plan of tensor parallelism cuts.
+
+COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"})
+ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"})
+WHOLE = frozenset(
+    {
+        *("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "all_reduce", "mla_kv_a_proj"),
+        *("moe_tp_experts", "moe_identity_expert", "local_params", "ep_dispatch_experts"),
+    }
+)
+"""Styles that say what a module does with what passes through it, and leave its parameters whole."""
+
+
+def cut_dim(style: str, name: str, dims: int) -> int | None:
+    """The dim along which a style cuts a parameter of so many dims; None where every rank holds all of it.
+
+    Raises:
+        ValueError: transformers has no such style.
+    """
+    if style in COLUMNS:
+        return max(dims - 2, 0)
+    if style in ROWS:
+        whole = dims == 1 if style == "packed_rowwise" else name.endswith(".bias")
+        return None if whole else dims - 1
+    if style in ("embedding_rowwise", "embedding_colwise"):
+        return 0 if style == "embedding_rowwise" else 1
+    if style == "grouped_gemm":
+        return 0
+    if style in WHOLE:
+        return None
+    raise ValueError(f"{style!r} is no style of transformers' plans of tensor parallelism")

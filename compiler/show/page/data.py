@@ -10,7 +10,7 @@ from typing import Any
 from parcompile.cost.memory import static_memory
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.model.table import spans
 from parcompile.plan import Plan
 from parcompile.plan.sections import strided

@@ -11,8 +11,7 @@ from parcompile.cost.table import fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
-from parcompile.show.pictures.markdown import TABLES
-from parcompile.show.pictures.named import picture
+from parcompile.show.pictures.named import TABLES, picture
 from parcompile.show.pictures.shapes import NARROW, WIDE, Picture
 from parcompile.show.pictures.subject import Subject
 from parcompile.show.pictures.svg import inline

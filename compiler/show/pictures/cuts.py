@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parcompile.cost.memory import static_memory
-from parcompile.layout.experts import owned_experts
 from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.optimizer import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.sequence import token_ranges
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, owned_experts
 from parcompile.layout.tensor import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.spec.workload import workload_of

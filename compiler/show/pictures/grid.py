@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.group_families import AxisGroups
+from parcompile.layout.groups import AxisGroups
 
 from .colours import shade
 from .shapes import SMALL, Box, Cells, Picture, Sketch, Text

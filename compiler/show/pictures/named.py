@@ -1,13 +1,17 @@
-"""Every picture by name: `picture("memory", subject)`, and as text for a terminal or Markdown."""
+"""Every picture by name, as text for a terminal or Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from parcompile.show.markdown import fenced, plain, table
+
 from . import cuts, grid, memory, ring, timeline, traffic
 from .shapes import WIDE, Picture
 from .subject import Subject
+
+# Every picture by name: `picture("memory", subject)`, and as text for a terminal or Markdown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,28 @@ def picture(
 def as_text(name: str, subject: Subject, *, unicode: bool = True) -> str:
     """The picture in characters."""
     return "\n".join(KINDS[name].lines(subject, unicode=unicode)) + "\n"
+
+
+# A picture as Markdown: a heading, what it says, and its table or its drawing in characters.
+
+TABLES: dict[str, Callable[[Subject], list[tuple[str, ...]]]] = {
+    "memory": memory.rows,
+    "traffic": traffic.rows,
+    "timeline": timeline.rows,
+    "schedule": ring.rows,
+}
+"""Pictures that are tables as well."""
+
+
+def as_markdown(name: str, subject: Subject) -> str:
+    """The picture for a README, an issue or a pull request.
+
+    Raises:
+        KeyError: there is no such picture.
+    """
+    drawn = picture(name, subject)
+    body = table(TABLES[name](subject)) if name in TABLES else fenced(as_text(name, subject))
+    parts = [f"### {plain(drawn.title)}\n", f"{plain(drawn.subtitle)}\n", body]
+    if name == "schedule":
+        parts.append(fenced(as_text(name, subject)))
+    return "\n".join(parts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from parcompile.cost.coefficients import time_values
 from parcompile.cost.context_time import attention_seconds, candidates, cheapest, costs
-from parcompile.cost.rates import time_values
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis

@@ -119,12 +119,19 @@ class TrainingValues(ParallelismValues):
     @property
     def lr_scheduler(self) -> LrScheduler | None:
         """How the learning rate changes; None when it stays."""
-        if self.get("training", "lr_scheduler") is None:
+        path = ("training", "lr_scheduler")
+        if self.get(*path) is None:
             return None
+        kind, lowest = self.get(*path, "type"), float(self.get(*path, "min_lr"))
+        start, shape = (*path, "warmup_start_lr"), str(self.get(*path, "decay_type"))
+        falls = kind == "wsd" and self.given(*path, "decay_steps")
         return LrScheduler(
-            type=self.get("training", "lr_scheduler", "type"),
-            warmup_steps=int(self.get("training", "lr_scheduler", "warmup_steps")),
-            min_lr=float(self.get("training", "lr_scheduler", "min_lr")),
+            type=kind,
+            warmup_steps=int(self.get(*path, "warmup_steps")),
+            min_lr=lowest,
+            warmup_start_lr=float(self.get(*start)) if self.given(*start) else lowest,
+            decay_steps=int(self.get(*path, "decay_steps")) if falls else None,
+            decay_type=shape if falls else None,
         )
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from .cursor import ShellSyntaxError
 from .limits import ShellLimitError
 from .syntax import (
     AndOr,
@@ -22,6 +21,7 @@ from .syntax import (
     If,
     Literal,
     Node,
+    ShellSyntaxError,
     Simple,
     While,
     Word,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .cursor import Cursor
-from .syntax import Arithmetic, Expansion, Literal, Substitution, Word, WordPart
+from .syntax import Arithmetic, Cursor, Expansion, Literal, Substitution, Word, WordPart
 
 _PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -80,7 +80,7 @@ def _with_mask(
     """No mask of tokens, which the ring knows: [B, 1, S, 0], to which the attention adds that of compressed keys."""
     if current().alone:
         raise RunError(
-            "generate() of a model whose keys stand for windows of tokens is not injected: write it with `parcompile "
+            "generate() of a model with compressed keys is not injected: write it with `parcompile "
             "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)",
             everywhere=True,
         )
@@ -137,8 +137,7 @@ def _compress(
     """Compressed keys [B, 1, C, D] of all windows, and their mask [B, 1, S, C]: of each query those of its document."""
     if current().packing is not None:
         raise RunError(
-            "documents that are dealt one by one are not injected where keys stand for windows of tokens: pack them "
-            "into rows",
+            "documents that are dealt one by one are not injected with compressed keys: pack them into rows",
             everywhere=True,
         )
     if place.group is None and current().documents is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.inject.vocabulary import keep_what_follows
+from parcompile.runtime.inject.heads import keep_what_follows
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
 from .mechanism import Placed

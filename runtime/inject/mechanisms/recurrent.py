@@ -90,7 +90,7 @@ def _enter(
         return args, kwargs if mask is None else {**kwargs, "attention_mask": mask}
     if kwargs.get("attention_mask") is not None:
         raise RunError(
-            f"{type(module).__name__} is given a mask of padding, which nobody cuts for the ranks: prepare batches "
+            f"{type(module).__name__} is given a mask of padding, which is not split for the ranks: prepare batches "
             "with split_batch, which turns padding on the right into a document of its own",
             everywhere=True,
         )
@@ -219,7 +219,7 @@ def localise_groups(module: nn.Module, shape: RecurrentShape, mesh: Mesh) -> Non
     """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
     tp, rank, group = mesh.size("tp"), mesh.index("tp"), mesh.parallel_group("tp")
     if shape.kind is RecurrentKind.MAMBA1:
-        assert group is not None, "a module is cut over a group"
+        assert group is not None, "a module is sharded over a group"
         localise_selective(module, shape, tp, group)
         return
     if shape.kind is RecurrentKind.MAMBA2:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.tensor import part_ranges
-from parcompile.model.cutting.recurrent import input_parts
+from parcompile.model.cutting.layers import input_parts
 from parcompile.model.recurrent import RecurrentKind, RecurrentShape
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT

@@ -4,7 +4,6 @@ Each kind of layer, the heads of a rank, how kv heads are repeated, routing, rot
 Windows, and the lengths at which rotary embeddings change, become so short that a short sequence crosses them.
 """
 
-from .lengths import SWITCH, WINDOW, borders
-from .small_plan import LENGTH, shrunk
+from .small_plan import LENGTH, SWITCH, WINDOW, borders, shrunk
 
 __all__ = ["LENGTH", "SWITCH", "WINDOW", "borders", "shrunk"]

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from parcompile.plan import Plan, PlanError, load_plan
-from parcompile.runtime.deepspeed_patches.process_groups import forbid_jit_builds
+from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
 from parcompile.runtime.groups.environment import Environment
-from parcompile.runtime.liveness.channel import StoreChannel
+from parcompile.runtime.liveness.watchdog import StoreChannel
 
 from .report import LiveReport
 from .session import Limits, Outcome, Session

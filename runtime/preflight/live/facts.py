@@ -17,7 +17,7 @@ from parcompile import __version__
 from parcompile.backends.environment import variables
 from parcompile.plan import Plan
 from parcompile.runtime.groups.environment import Environment, device_of
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.spec import Precision
 
 from .disk import disk_of, free_bytes

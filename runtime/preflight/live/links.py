@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from parcompile.cost.rates import time_values
+from parcompile.cost.coefficients import time_values
 from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
-from parcompile.runtime.model.dtypes import TORCH_DTYPES
+from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import matmul_rates
 from parcompile.runtime.profiling.links import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.runtime.errors import LOST_PEER, RunError
-from parcompile.runtime.liveness.channel import LOST, CalledOff, StoreChannel
+from parcompile.runtime.liveness.watchdog import LOST, CalledOff, StoreChannel
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 from parcompile.runtime.settings import HANDSHAKE_TIMEOUT
 

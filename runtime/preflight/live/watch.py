@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from parcompile.runtime.liveness.channel import LOST, Heartbeat, StoreChannel
-from parcompile.runtime.liveness.watchdog import Watchdog
+from parcompile.runtime.liveness.watchdog import LOST, Heartbeat, StoreChannel, Watchdog
 
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 5000

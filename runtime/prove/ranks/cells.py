@@ -55,6 +55,10 @@ def unsupported(cell: Cell) -> str | None:
     """Why one plain process cannot run a cell; None where it can."""
     if has_experts(cell) and cell["dtype"] == "fp64":
         return "transformers multiplies stacked experts in 16 and 32 bits"
+    if has_experts(cell) and cell["dtype"] == "bf16":
+        return "in bf16 the last bits decide which expert a token goes to"
+    if cell["masks"] == "empty" and batch_size(cell) == 1:
+        return "the only sample has no label that counts"
     return None
 
 
@@ -70,11 +74,11 @@ def batch_size(cell: Cell) -> int:
 
 def text_of(cell: Cell, features: Mapping[str, tuple[Any, ...]]) -> str:
     """What differs from the simplest values: `qwen3 dp 2 tp 2 clipping 0.5`."""
-    said = [str(cell["family"])]
+    said = [str(cell.get("family", "a cell"))]
     for name, value in cell.items():
         if name == "config" and value:
             said.append("a configuration file")
-        elif name not in ("family", "seed") and value != features[name][0]:
+        elif name not in ("family", "seed") and (name not in features or value != features[name][0]):
             said.append(name if value is True else f"{name} {value}")
     return " ".join(said)
 

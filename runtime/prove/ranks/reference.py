@@ -132,12 +132,12 @@ def optimizer_of(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
 
 
-def reference(cell: Cell, nudge: int | None = None, *, low: bool = False) -> dict[str, Any]:
+def reference(cell: Cell, nudge: int | None = None) -> dict[str, Any]:
     """`loss` and `norm` (before clipping) of each step, `params` after all, and where they `start`.
 
-    The loss of a step is the mean over all tokens of its samples that count. `low`: a copy in bf16 computes.
+    The loss of a step is the mean over all tokens of its samples that count. In bf16 a copy of the weights computes.
     """
-    model = model_of(cell, nudge)
+    model, low = model_of(cell, nudge), cell["dtype"] == "bf16"
     optimizer = optimizer_of(model.parameters())
     start = {name: one.detach().clone() for name, one in model.named_parameters()}
     losses, norms = [], []

@@ -5,6 +5,7 @@ Everything that computes is a forked process: an engine that hangs, exits or lea
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,9 +16,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +39,8 @@ ADAPTER = ("supports", "build", "step", "full_parameters")
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What a rank says whose neighbour ended first."""
 
-_SEEDS = (1, 2)
+_SEEDS = (1, 2, 3)
+_ASKING = os.getppid()
 
 
 def serve(engine: str) -> None:
@@ -50,12 +54,13 @@ def serve(engine: str) -> None:
     except Exception as error:
         _say(answers, {"error": f"{type(error).__name__}: {error}"})
         return
+    signal.signal(signal.SIGTERM, _end)
     _say(answers, {"versions": versions_of(adapter), "features": features_of(adapter)})
     for line in sys.stdin:
         task = json.loads(line)
         if "draw" in task:
             cells = draw(
-                features_of(adapter),
+                {**features_of(adapter), **{name: (value,) for name, value in task["fixed"].items()}},
                 lambda cell: unsupported(cell) or adapter.supports(cell),
                 task["draw"],
                 task["seed"],
@@ -106,22 +111,38 @@ def run_cell(adapter: ModuleType, cell: Cell, timeout: float) -> dict[str, Any]:
         return {"verdict": CANNOT, "why": why}
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
-        world = world_size(cell)
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
-        tasks = [_rank_task(adapter, cell, rank, store.port, folder) for rank in range(world)]
-        if why := _forked(tasks, folder, timeout):
+        tasks = [_rank_task(adapter, cell, rank, folder) for rank in range(world_size(cell))]
+        if why := _forked(tasks, folder, timeout, lambda: _store(folder, timeout)):
             return {"verdict": CANNOT, "why": why, "failed": True}
         if why := _forked([lambda: _judge(cell, folder)], folder, timeout):
             return {"verdict": CANNOT, "why": f"the run in one process: {why}", "failed": True}
         answer: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
-        return answer
+        replaced = getattr(adapter, "shims", lambda _: ())(cell)
+        return {**answer, "shims": list(replaced)} if replaced else answer
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rank_task(adapter: ModuleType, cell: Cell, rank: int, port: int, folder: Path) -> Callable[[], None]:
+def _store(folder: Path, timeout: float) -> Any:
+    """Where ranks meet; its port is in a file.
+
+    A process that is forked beside the store's threads inherits locks that they hold.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    (folder / "port.part").write_text(str(store.port))
+    (folder / "port.part").replace(folder / "port")
+    return store
+
+
+def _port(folder: Path) -> str:
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    return (folder / "port").read_text()
+
+
+def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path) -> Callable[[], None]:
     def task() -> None:
         world = world_size(cell)
         os.environ |= {
@@ -130,7 +151,7 @@ def _rank_task(adapter: ModuleType, cell: Cell, rank: int, port: int, folder: Pa
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": _port(folder),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -149,46 +170,85 @@ def _rank_task(adapter: ModuleType, cell: Cell, rank: int, port: int, folder: Pa
 
 
 def _judge(cell: Cell, folder: Path) -> None:
-    found, expected = torch.load(folder / "found.pt", weights_only=False), reference(cell)
-    low = cell["dtype"] == "bf16"
-
-    def noises() -> list[Any]:
-        return [reference(cell, low=True)] if low else [reference(cell, seed) for seed in _SEEDS]
-
-    answer = judge(cell["dtype"], found, expected, noises)
+    found = torch.load(folder / "found.pt", weights_only=False)
+    answer = judge(cell["dtype"], found, reference(cell), lambda: [reference(cell, seed) for seed in _SEEDS])
     (folder / "verdict.json").write_text(json.dumps(answer))
 
 
-def _forked(tasks: list[Callable[[], None]], folder: Path, timeout: float) -> str | None:
-    """Runs each task in a process of its own; why one failed, of those the first cause."""
-    running: dict[int, int] = {}
-    for number, task in enumerate(tasks):
-        (folder / f"error-{number}").unlink(missing_ok=True)
-        pid = os.fork()
-        if pid == 0:
-            _child(task, folder / f"error-{number}")
-        running[pid] = number
-    deadline, failed = time.monotonic() + timeout, {}
-    while running and time.monotonic() < deadline:
-        for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                number = running.pop(pid)
-                if status:
-                    failed[number] = _said(folder / f"error-{number}", status)
-                    deadline = min(deadline, time.monotonic() + 5.0)  # others may know the cause
-        time.sleep(0.02)
-    for pid in running:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def _forked(
+    tasks: list[Callable[[], None]], folder: Path, timeout: float, beside: Callable[[], Any] = lambda: None
+) -> str | None:
+    """Runs each task in a process of its own; why one failed, of those the first cause.
+
+    `beside` is called when all are forked, and what it gives is held while they run.
+
+    Raises:
+        SystemExit: the process that asked has ended, or ends this one.
+    """
+    running, late, own = dict[int, int](), dict[int, int](), os.getpid()
+    try:
+        for number, task in enumerate(tasks):
+            (folder / f"error-{number}").unlink(missing_ok=True)
+            pid = os.fork()
+            if pid == 0:
+                _child(task, folder / f"error-{number}", own)
+            running[pid] = number
+        held = beside()
+        deadline, failed = time.monotonic() + timeout, {}
+        while running and time.monotonic() < deadline:
+            for pid in list(running):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    number, status = running.pop(pid), _ended(pid)
+                    if status:
+                        failed[number] = _said(folder / f"error-{number}", status)
+                        deadline = min(deadline, time.monotonic() + 5.0)  # others may know the cause
+            if os.getppid() != _ASKING:
+                raise SystemExit("the process that asked has ended")
+            time.sleep(0.02)
+        late = dict(running)
+        del held
+    finally:
+        for pid in running:
+            _ended(pid)
     if failed:
         causes = [f"rank {one}: {why}" for one, why in sorted(failed.items()) if not any(sign in why for sign in _LOST)]
         return (causes or [f"rank {one}: {why}" for one, why in sorted(failed.items())])[0]
-    return f"no answer from rank {min(running.values())} within {timeout:g} s" if running else None
+    return f"no answer from rank {min(late.values())} within {timeout:g} s" if late else None
 
 
-def _child(task: Callable[[], None], error: Path) -> None:
+def _ended(pid: int) -> int:
+    """The status of a child, ended with all that it started: its number is nobody else's until it is waited for."""
+    for kill in (os.killpg, os.kill):  # it may not have come to `setsid` yet
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that forked it ends, even where it hangs and holds the interpreter's lock."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    except (AttributeError, OSError):  # no Linux
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _child(task: Callable[[], None], error: Path, parent: int) -> None:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_with(parent)
     code = 1
     try:
         task()

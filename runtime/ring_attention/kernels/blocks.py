@@ -11,12 +11,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .cpu_products import kept_memory
+from .cpu_tiles import kept_memory
 from .gradients import Gradients, Queries
-from .kernel import Kernel, PackingKernel
+from .kernel import Kernel, PackingKernel, Terms
 from .merge import RunningAttention
 from .packs import Launch, PackedTiles
-from .terms import Terms
 from .tiles import FULL, Tile
 
 BACKWARD_KEY_NUMBERS = 1 << 18

@@ -1,5 +1,15 @@
 """Attention on CPUs in matrix products of tiles of scores that stay in the cache.
 
+The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
+
+Weights are powers of two of the scores, which are scaled by log2 e. What is subtracted from each row of scores is a
+further column of the product that they are: no pass over them.
+
+Shapes, of a tile: N key/value heads, R rows, those of all query heads that read one of them, w key tokens; D head dim
+of queries and keys, E head dim of values.
+
+KeySource: the online softmax of FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
+
 torch's fused kernel for CPUs computes 512 keys where a query sees the first of them, sums dK and dV in bf16, and makes
 80 GFLOP/s of the 200 of torch's bf16 products on a core that has bf16 dot products but no matrix unit (Zen 4). Here
 tiles end where a band ends, and every sum over tiles is in fp32.
@@ -10,18 +20,200 @@ of values; of a tile: N of the K heads, n query tokens, R = G·n rows, w key tok
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .cpu_products import LOG2_E, GradientRows, Scratch, SoftmaxRows
 from .gradients import Gradients, Queries
-from .precision import without_autocast
-from .terms import Terms
+from .kernel import Terms, accumulation_dtype, without_autocast
 from .tiles import FULL, Band
+
+# The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
+
+_HIGHEST = 40.0
+"""Scores above the level of their row by less than this need no new level: fp32 ends at 127."""
+LOG2_E = math.log2(math.e)
+
+
+_memory = threading.local()
+
+
+@contextlib.contextmanager
+def kept_memory() -> Iterator[None]:
+    """Within it, blocks take their memory from those before: to get new pages from the system takes long.
+
+    A few MB, the same for any length; given back at the end.
+    """
+    before = getattr(_memory, "held", None)
+    _memory.held = {} if before is None else before
+    try:
+        yield
+    finally:
+        _memory.held = before
+
+
+class Scratch:
+    """Memory for one tile after the other."""
+
+    def __init__(self, like: Tensor, scores: int) -> None:
+        """`exact`: dtype of scores and sums; `fast`: that of products with weights. `scores`: the most of a tile."""
+        self.exact = accumulation_dtype(like.dtype)
+        self.fast = like.dtype if like.dtype is torch.bfloat16 else self.exact
+        self._most, self._device = scores, like.device
+        held: dict[tuple[str, torch.dtype], Tensor] | None = getattr(_memory, "held", None)
+        self._held = {} if held is None else held
+
+    def take(self, use: str, dtype: torch.dtype, *shape: int, at_least: int = 0) -> Tensor:
+        """Memory for one use at a time, with anything in it."""
+        count = math.prod(shape)
+        held = self._held.get((use, dtype))
+        if held is None or held.numel() < count or held.device != self._device:
+            held = torch.empty(max(count, at_least), dtype=dtype, device=self._device)
+            self._held[use, dtype] = held
+        return held[:count].view(shape)
+
+    def scores(self, *shape: int) -> Tensor:
+        """For the scores of a tile."""
+        return self.take("scores", self.exact, *shape, at_least=self._most)
+
+    def rounded(self, weights: Tensor) -> Tensor:
+        """Weights, in the place of the scores, as a factor of fast products."""
+        if self.fast is self.exact:
+            return weights
+        return self.take("weights", self.fast, *weights.shape, at_least=self._most).copy_(weights)
+
+    def beside(self, weights: Tensor) -> Tensor:
+        """For the gradients of rounded weights: where the scores were, if the weights are elsewhere."""
+        if self.fast is self.exact:
+            return self.take("weights", self.fast, *weights.shape, at_least=self._most)
+        return self.take("scores", self.exact, self._most).view(self.fast)[: weights.numel()].view(weights.shape)
+
+    def filled(self, use: str, dtype: torch.dtype, x_HnD: Tensor, heads: int, further: int = 0) -> Tensor:
+        """[N·G, n, D] → [N, R, D + further columns]: a copy; what is in these columns is open."""
+        _, tokens, width = x_HnD.shape
+        memory = self.take(use, dtype, len(x_HnD), tokens, width + further)
+        memory[..., :width].copy_(x_HnD)
+        return memory.view(heads, -1, width + further)
+
+    def with_ones(self, use: str, dtype: torch.dtype, x_NwD: Tensor, columns: int) -> Tensor:
+        """[N, w, D] → [N, w, D + further columns of ones]."""
+        memory = self.filled(use, dtype, x_NwD, len(x_NwD), columns)
+        memory[..., x_NwD.shape[2] :].fill_(1.0)
+        return memory
+
+
+class SoftmaxRows:
+    """The softmax of rows over one tile of keys after another, and the sum of values that it weighs.
+
+    Weights are relative to a level of each row, which scores are given without: a further column of the product. It is
+    the highest score of the first tile, and rises only when weights grow out of bounds.
+    """
+
+    def __init__(self, scratch: Scratch, queries_HnD: Tensor, kv_heads: int, scale: float) -> None:
+        self._scratch = scratch
+        self._rows_and_level = scratch.filled("rows", scratch.exact, queries_HnD, kv_heads, 1)
+        self._rows_and_level[..., :-1].mul_(scale * LOG2_E)
+        self._level = self._rows_and_level[..., -1:].zero_()
+        self._total: Tensor | None = None
+        self._some_saw_none = True
+
+    def scores(self, keys_NwD: Tensor) -> Tensor:
+        """Those of a tile [N, R, w], below the level."""
+        scratch = self._scratch
+        tile = scratch.scores(*self._rows_and_level.shape[:2], keys_NwD.shape[1])
+        return torch.bmm(self._rows_and_level, scratch.with_ones("keys", scratch.exact, keys_NwD, 1).mT, out=tile)
+
+    def add(self, scores_NRw: Tensor, values_NwE: Tensor) -> None:
+        """Another tile, whose scores are used up."""
+        if self._some_saw_none or not float(scores_NRw.amax()) < _HIGHEST:
+            self._raise_level(scores_NRw)
+        scratch, weights = self._scratch, scores_NRw.exp2_()
+        total = weights.sum(-1, keepdim=True)
+        shape = *weights.shape[:2], values_NwE.shape[2]
+        out = scratch.take("product", scratch.fast, *shape)
+        torch.bmm(scratch.rounded(weights), values_NwE.to(scratch.fast), out=out)
+        if self._total is None:
+            self._total, self._out = total, scratch.take("sum", scratch.exact, *shape).copy_(out)
+        else:
+            self._total += total
+            self._out += out
+
+    def _raise_level(self, scores_NRw: Tensor) -> None:
+        rise = scores_NRw.amax(-1, keepdim=True)
+        seen = rise != -math.inf
+        if self._total is None:
+            rise.masked_fill_(~seen, 0.0)
+        else:
+            saw = self._total != 0
+            # Without a key so far the level may also fall: to the first scores.
+            rise = torch.where(saw, rise.clamp(min=0.0), rise.masked_fill(~seen, 0.0))
+            fading = torch.exp2(-rise).masked_fill_(~saw, 1.0)
+            self._total *= fading
+            self._out *= fading
+            seen |= saw
+        self._some_saw_none = not bool(seen.all())
+        scores_NRw -= rise
+        self._level -= rise
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output [N, R, E] and log-sum-exp [N, R]: 0 and −inf in rows of which a bias hides all keys."""
+        assert self._total is not None, "the queries see no key"
+        lse = self._total.log2().sub_(self._level).squeeze(-1).div_(LOG2_E)
+        return self._out.div_(self._total.masked_fill_(self._total == 0, 1.0)), lse
+
+
+class GradientRows:
+    """The query side of tiles [N, w, R] backward, and its gradients."""
+
+    def __init__(self, scratch: Scratch, tensors: Sequence[Tensor], kv_heads: int, scale: float) -> None:
+        """`tensors` [N·G, n, …]: queries, gradients of the output, the output, and its natural log-sum-exp."""
+        queries, grads, out, lse = tensors
+        exact, fast = scratch.exact, scratch.fast
+        product = scratch.take("sum", exact, *grads.shape).copy_(grads).mul_(out)
+        delta = product.sum(-1).view(kv_heads, -1)
+        # In two parts: 16 bits of it, and 16 of what these leave.
+        high = delta.to(fast)
+        self._scratch, self._scale, self._kv_heads = scratch, scale, kv_heads
+        self._queries = scratch.filled("queries", fast, queries, kv_heads)
+        self._grads = scratch.filled("grads", fast, grads, kv_heads)
+        self._grads_and_delta = scratch.filled("grads and delta", fast, grads, kv_heads, 2)
+        torch.neg(high, out=self._grads_and_delta[..., -2])
+        self._grads_and_delta[..., -1].copy_(high - delta)
+        self._rows_and_lse = scratch.filled("rows", exact, queries, kv_heads, 1)
+        self._rows_and_lse[..., :-1].mul_(scale * LOG2_E)
+        torch.mul(lse.reshape(kv_heads, -1), -LOG2_E, out=self._rows_and_lse[..., -1])
+        self._sum = scratch.take("sum", exact, *self._queries.shape).zero_()
+
+    def scores(self, keys_NwD: Tensor) -> Tensor:
+        """Those of a tile [N, w, R], below the log-sum-exp."""
+        scratch = self._scratch
+        tile = scratch.scores(*keys_NwD.shape[:2], self._queries.shape[1])
+        return torch.bmm(scratch.with_ones("keys", scratch.exact, keys_NwD, 1), self._rows_and_lse.mT, out=tile)
+
+    def add(self, scores: Tensor, keys: Tensor, values: Tensor, grad_keys: Tensor, grad_values: Tensor) -> None:
+        """Add the gradients of a tile, whose scores are used up."""
+        scratch, fast = self._scratch, self._scratch.fast
+        weights = scratch.rounded(scores.exp2_())
+        grad_values += torch.bmm(weights, self._grads, out=scratch.take("product", fast, *values.shape))
+        values_and_ones = scratch.with_ones("values", fast, values, 2)
+        grad_weights = torch.bmm(values_and_ones, self._grads_and_delta.mT, out=scratch.beside(weights))
+        grad_scores = grad_weights.mul_(weights)
+        product = torch.bmm(grad_scores, self._queries, out=scratch.take("product", fast, *keys.shape))
+        grad_keys.add_(product, alpha=self._scale)
+        product = scratch.take("product", fast, *self._queries.shape)
+        self._sum += torch.bmm(grad_scores.mT, keys.to(fast), out=product)
+
+    def add_to(self, grad_queries_HnD: Tensor) -> None:
+        """Add the gradients of the queries."""
+        grad_queries_HnD.add_(self._sum.view(grad_queries_HnD.shape), alpha=self._scale)
+
+
+# Attention on CPUs in matrix products of tiles of scores that stay in the cache.
 
 _ROWS = 1024
 """Rows of a tile, those of all its heads: enough for the full rate of matrix products."""

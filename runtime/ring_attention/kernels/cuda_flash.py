@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .gradients import Gradients, Queries
+from .kernel import Terms
 from .packs import Launch, window_of
-from .terms import Terms
 from .tiles import Band
 
 _aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cpu_tiles import CpuTileKernel
 from .gradients import Gradients, Queries
-from .terms import Terms
+from .kernel import Terms
 from .tiles import CAUSAL, FULL, Band
 
 _aten = torch.ops.aten

@@ -1,4 +1,11 @@
-"""What a kernel is: attention over one local block of keys, forward and backward.
+"""What a kernel is, the dtypes in which it computes, and numbers that are added to scores: ALiBi, bias, dropout.
+
+ALiBi, bias and dropout: numbers added to the scores and dropped weights, by positions in the whole sequence.
+
+A dropout mask is a function of the seed, the row of the batch, the query head and the positions of query and key, so
+that it is the same whatever ranks, layout and implementation compute it.
+
+Shapes: B batch, H query heads, Q query tokens, S key tokens.
 
 A kernel returns the output *and the log-sum-exp* of a block, and its backward accepts the output and log-sum-exp over
 *all* blocks: with these the gradients of blocks simply add up.
@@ -9,14 +16,120 @@ queries).
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from .gradients import Gradients, Queries
 from .packs import Launch
-from .terms import Terms
 from .tiles import Band
+
+# The dtypes in which kernels compute and sum.
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over blocks and ranks are kept: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Computes in the types that are given."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
+
+
+# 32-bit words in place of random numbers: the same wherever they are computed, as far apart as random ones.
+
+WORD = 0xFFFFFFFF
+
+Words = TypeVar("Words", int, Tensor)
+
+
+def mixed(words: Words) -> Words:
+    """32-bit words, in int64, of which every bit depends on every bit of those given.
+
+    Factors are below 2^31, so that no product leaves int64.
+    """
+    words = ((words ^ (words >> 16)) * 0x7FEB352D) & WORD
+    words = ((words ^ (words >> 15)) * 0x735A2D97) & WORD
+    return words ^ (words >> 16)
+
+
+def of_seed(seed: int) -> int:
+    """A word for a seed of up to 64 bits."""
+    return mixed((seed & WORD) + 1) ^ (seed >> 32 & WORD)
+
+
+def combined(words: Tensor | int, numbers: Tensor, offset: int) -> Tensor:
+    """Words for pairs: `words` and `numbers`, broadcast. Another offset keeps equal numbers of another kind apart."""
+    return mixed(words ^ mixed((numbers + offset) & WORD))
+
+
+# ALiBi, bias and dropout: numbers added to the scores and dropped weights, by positions in the whole sequence.
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of one block.
+
+    `slopes` [H]: ALiBi subtracts slope · distance from the scores (arXiv 2108.12409). `bias` [1 or B, 1 or H, Q, all
+    tokens]: added to the scores. `dropout`: the chance that a weight is dropped; `rows` [B] and `heads` [H] are numbers
+    in the whole batch and among all heads. `queries` [Q] and `keys` [S] are positions.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rows: Tensor
+    heads: Tensor
+    slopes: Tensor | None = None
+    bias: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+
+    def of_pass(self, rows: slice, heads: slice) -> Terms:
+        """Only some rows of the batch and some heads."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias[rows if bias.shape[0] > 1 else slice(None), heads if bias.shape[1] > 1 else slice(None)]
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, rows=self.rows[rows], heads=self.heads[heads], slopes=slopes, bias=bias)
+
+    def part(self, queries: slice, keys: slice) -> Terms:
+        """Only some queries and keys."""
+        bias = None if self.bias is None else self.bias[:, :, queries]
+        return replace(self, queries=self.queries[queries], keys=self.keys[keys], bias=bias)
+
+    @property
+    def adds(self) -> bool:
+        """Something is added to the scores."""
+        return self.slopes is not None or self.bias is not None
+
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores: [1 or B, 1 or H, Q, S]."""
+        assert self.adds, "nothing is added"
+        found = None
+        if self.slopes is not None:
+            distance = (self.queries.unsqueeze(-1) - self.keys).abs().to(dtype)
+            found = -self.slopes.to(dtype).view(1, -1, 1, 1) * distance
+        if self.bias is not None:
+            bias = self.bias.index_select(3, self.keys).to(dtype)
+            found = bias if found is None else found + bias
+        assert found is not None
+        return found
+
+    def weight_factors(self, dtype: torch.dtype) -> Tensor:
+        """What each weight is multiplied by: 0 or 1 / (1 − dropout), [B, H, Q, S]."""
+        bits = combined(of_seed(self.seed), self.rows, 0x3C6EF372)
+        # One more dim at a time; the offsets keep equal numbers of different kinds apart.
+        offsets = (0x1B873593, 0x5BD1E995, 0x2545F491)
+        for numbers, offset in zip((self.heads, self.queries, self.keys), offsets, strict=True):
+            bits = combined(bits.unsqueeze(-1), numbers, offset)
+        return (bits >= round(self.dropout * (WORD + 1))).to(dtype).mul_(1 / (1 - self.dropout))
+
+
+# What a kernel is: attention over one local block of keys, forward and backward.
 
 
 class Kernel(Protocol):

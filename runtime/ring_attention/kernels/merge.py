@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .precision import accumulation_dtype
+from .kernel import accumulation_dtype
 
 
 def unseen_rows_to_infinity(lse: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from .gradients import Gradients, Queries
+from .kernel import Terms, accumulation_dtype, without_autocast
 from .merge import RunningAttention, unseen_rows_to_infinity
-from .precision import accumulation_dtype, without_autocast
-from .terms import Terms
 from .tiles import Band
 
 _TILE = 512

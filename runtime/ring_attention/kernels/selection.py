@@ -44,7 +44,7 @@ def select_kernel(
         why = ""
         any_mask = isinstance(fused, CpuFlashKernel)
         if dropout:
-            why = "the dropout of fused kernels depends on how the sequence is cut"
+            why = "the dropout of fused kernels depends on how the sequence is split"
         elif softcap is not None and not isinstance(fused, FlashAttnKernel):
             why = f"{fused.name} has no soft-capping"
         elif query.shape[3] != value.shape[3] and not any_mask:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parcompile.layout import context_parallel
 from parcompile.runtime.ring_attention import UspGroups, attention, split_sequence
-from parcompile.runtime.ring_attention.kernels.terms import Terms
+from parcompile.runtime.ring_attention.kernels.kernel import Terms
 
 Errors = dict[str, float]
 """Relative L2 error of `out`, `dq`, `dk`, `dv` and, with sinks, `dsinks`."""

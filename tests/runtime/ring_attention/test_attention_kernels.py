@@ -19,11 +19,10 @@ from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, atte
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.kernel import Kernel, Terms
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import _announce, select_kernel
-from parcompile.runtime.ring_attention.kernels.terms import Terms
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Tile
 
 KERNELS: dict[str, Kernel] = {
@@ -232,7 +231,7 @@ def test_one_rank_takes_any_number_of_tokens() -> None:
 def test_a_slower_kernel_is_announced_once_with_the_reason() -> None:
     query, _, value, _ = _inputs(10)
     _announce.cache_clear()
-    with pytest.warns(UserWarning, match="slower: the dropout of fused kernels depends on how the sequence is cut"):
+    with pytest.warns(UserWarning, match="slower: the dropout of fused kernels depends on how the sequence is split"):
         select_kernel(query, value, dropout=True)
     with pytest.warns(UserWarning, match="slower: cpu-flash has no soft-capping") as seen:
         for _ in range(3):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from parcompile.layout.sequence import CpLayout, Mask, ring_schedule
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
-from parcompile.runtime.ring_attention.documents import documents_of_rows
 from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
+from parcompile.runtime.ring_attention.packing import documents_of_rows
 from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_route
 
 LAYOUTS = list(CpLayout)

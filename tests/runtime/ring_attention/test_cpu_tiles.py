@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels import cpu_products, cpu_tiles
+from parcompile.runtime.ring_attention.kernels import cpu_tiles
+from parcompile.runtime.ring_attention.kernels import cpu_tiles as cpu_products
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries

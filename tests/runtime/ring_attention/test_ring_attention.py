@@ -283,7 +283,7 @@ def _properties(rank: int) -> dict[str, bool]:
     message = _refusal(lambda: ring_attention(odd, odd, odd, group=group))
     refused = _refusal(lambda: ring_results(Case(implementation="ulysses"), group, cp, rank))
     facts = {
-        "odd lengths are refused": "5 local tokens cannot be cut into 2 equal chunks" in message and "= 6" in message,
+        "odd lengths are refused": "5 local tokens cannot be split into 2 equal chunks" in message and "= 6" in message,
         "repeats bit by bit": all(torch.equal(first[name], second[name]) for name in first),
         "ulysses names heads it cannot deal": "4 query heads cannot be dealt to 3 ranks" in refused,
         "packed documents are as each one alone": max(_packed(rank, group, cp).values()) < 4e-15,

@@ -265,7 +265,7 @@ def test_marks_outlive_a_change_of_device() -> None:
     ("make", "message"),
     [
         (lambda: ColumnParallelLinear(8, 4, replica_group=object()), "replica_group needs ranges"),
-        (lambda: RowParallelLinear(8, 4, ranges=[(0, 2)], input_is_parallel=False), "cuts equal slices"),
+        (lambda: RowParallelLinear(8, 4, ranges=[(0, 2)], input_is_parallel=False), "takes equal slices"),
         (lambda: RowParallelLinear.from_linear(nn.Linear(8, 4), padded_out_features=6), "only the output features"),
         (
             lambda: ColumnParallelLinear.from_linear(nn.Linear(8, 4), ranges=[(2, 6)]),

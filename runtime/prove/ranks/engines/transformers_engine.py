@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..cells import Cell, has_experts
+from ..cells import Cell
 from ..reference import STEPS, Batch, batches, optimizer_of
+from . import fsdp_on_cpu, whole_parameters
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
 
@@ -24,11 +25,10 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32",), "wrapper": ("ddp"
 
 def supports(cell: Cell) -> str | None:
     """None where the engine has such a run, else why it has not."""
-    if cell["wrapper"] == "fsdp2" and cell["dp"] == 1:
-        return "FSDP shards over at least two ranks"
-    if cell["wrapper"] == "fsdp2" and has_experts(cell):
-        return "FSDP2 of stacked experts is not built by this adapter"
-    return None
+    return fsdp_on_cpu.unsupported(cell)
+
+
+shims = fsdp_on_cpu.shims
 
 
 class _Run:
@@ -41,6 +41,7 @@ class _Run:
             for batch in batches(cell)
             for row in range(len(batch["input_ids"]))
         ]
+        fsdp_on_cpu.install(cell)
         options: dict[str, Any] = {}
         if cell["wrapper"] == "fsdp2":
             settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -66,6 +67,7 @@ class _Run:
             model=model, args=arguments, train_dataset=rows, callbacks=[_Log(self._log)], data_collator=_stacked
         )
         self.trainer.train()
+        fsdp_on_cpu.refuse_other(self.trainer.model_wrapped, cell)
         if arguments.world_size != dist.get_world_size() if dist.is_initialized() else cell["dp"] != 1:
             raise RuntimeError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
         self._steps = iter(self._log)
@@ -86,12 +88,7 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]: 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
     """Whole parameters by the names of transformers."""
-    model: Any = engine.trainer.accelerator.unwrap_model(engine.trainer.model_wrapped)
-    found = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        found[name.removeprefix("module.")] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-    return found
+    return whole_parameters(engine.trainer.accelerator.unwrap_model(engine.trainer.model_wrapped))
 
 
 class _Sequential(Trainer):  # type: ignore[misc]

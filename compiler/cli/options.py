@@ -1,0 +1,161 @@
+"""Options and arguments that several commands have."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from parcompile.backends.target_names import ALL, chosen, names
+from parcompile.diagnostics import Diagnostic, Severity
+from parcompile.diagnostics.reporters import report
+from parcompile.pipeline import Checked, compile_file, is_plan
+from parcompile.plan import Plan, PlanError, load_plan
+from parcompile.rules.registry import INEXPRESSIBLE
+from parcompile.searching.variant import SECTIONS
+from parcompile.text import SourceError
+
+from .main import SPEC_HAS_ERRORS
+
+# Numbers of the command line, as types of its options.
+
+
+def positive_number(text: str) -> float:
+    """A number above 0 that is not infinite.
+
+    Raises:
+        BadParameter: it is none.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number") from None
+    if not math.isfinite(number) or number <= 0:
+        raise click.BadParameter(f"{text} is not a finite number above 0")
+    return number
+
+
+# Which findings count: those of chosen codes, and how much.
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which findings count, and how much."""
+
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+    warnings_as_errors: bool
+
+    def of(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+        """Those of the findings that count."""
+        kept = [
+            one
+            for one in diagnostics
+            if (not self.select or _is_among(one.code, self.select)) and not _is_among(one.code, self.ignore)
+        ]
+        if not self.warnings_as_errors:
+            return kept
+        return [replace(one, severity=Severity.ERROR) if one.severity is Severity.WARNING else one for one in kept]
+
+
+def _is_among(code: str, given: Iterable[str]) -> bool:
+    """Whether a code is given, or its beginning: letters stand for all of their codes, and for no longer letters."""
+    return any(code.startswith(one) and (one[-1].isdigit() or code[len(one) : len(one) + 1].isdigit()) for one in given)
+
+
+def codes_of(given: tuple[str, ...]) -> tuple[str, ...]:
+    """The codes or beginnings of codes, separated by commas or given several times."""
+    codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
+    if codes:
+        from parcompile.diagnostics.diagnostic import closest
+        from parcompile.rules.pages import pages
+
+        for code in codes:
+            if not any(_is_among(known, (code,)) for known in pages()):
+                near = closest(code, list(pages()))
+                raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
+    return codes
+
+
+# The option that names targets: the same in every command that has it.
+
+
+def target_option(said: str) -> Callable[[Any], Any]:
+    """`--target`, several times; `said` is its help, before the names."""
+    known = f"{', '.join(names())}, or {ALL}"
+    return click.option(
+        "-t", "--target", "targets", multiple=True, help=f"{said}: {known}. Can be given several times."
+    )
+
+
+def no_estimate_option(said: str) -> Callable[[Any], Any]:
+    """The option that leaves estimates out; `said` is its help."""
+    return click.option("--no-estimate", is_flag=True, help=said)
+
+
+def with_inexpressible(checked: Checked, names: Sequence[str]) -> Checked:
+    """A spec that is right, with an error for everything that one of these targets cannot express."""
+    if not checked.valid or checked.resolution is None or checked.document is None:
+        return checked
+    from parcompile.backends.registry import losses
+    from parcompile.plan import compile_plan
+
+    document = checked.document
+    plan = compile_plan(checked.resolution.spec(), checked.resolution.tree, [])
+    found = [
+        document.locate(
+            Diagnostic(
+                INEXPRESSIBLE, Severity.ERROR, f"{name} cannot express {one.what}: {one.why}", path, help=one.instead
+            )
+        )
+        for name, lost in losses(plan, names).items()
+        for one in lost
+        if one.fatal
+        for path in [_place(one.what)]
+    ]
+    return replace(checked, diagnostics=(*found, *checked.diagnostics))
+
+
+def _place(what: str) -> tuple[str, ...]:
+    """The value that the first word of a loss names; empty where it is none."""
+    key = what.split()[0]
+    return (SECTIONS[key], key) if key in SECTIONS else ()
+
+
+def chosen_targets(given: Sequence[str]) -> tuple[str, ...]:
+    """The targets that are meant.
+
+    Raises:
+        UsageError: there is no target of a name.
+    """
+    try:
+        return chosen(given)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+# Reads what a command is given as a plan: a spec, a plan.json, or the folder that holds one.
+
+
+def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
+    """The plan of a file or folder, or the compiled one of a spec with its diagnostics (None of a plan).
+
+    Raises:
+        ClickException: it cannot be read.
+        Exit: the spec has errors, which are printed.
+    """
+    try:
+        if is_plan(path):
+            return load_plan(path), None
+        plan, checked = compile_file(path, must_fit=False)
+    except (PlanError, SourceError) as error:
+        raise click.ClickException(str(error)) from None
+    if plan is None:
+        errors = [one for one in checked.diagnostics if one.is_error]
+        report(errors, [checked.text], "text", sys.stderr)
+        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+    return plan, checked.diagnostics

@@ -1,0 +1,159 @@
+"""How tp cuts one parameter of attention, of an MLP or of experts: by heads, and by features."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+
+from parcompile.model.catalogue import CORRECTION_BIASES
+from parcompile.model.family import Experts, Family
+from parcompile.model.shape import ModelShape
+from parcompile.model.table import Part, Split
+from parcompile.model.tables import Repeated
+
+from .cut import FROZEN, PARTIAL, STREAM, Cut, columns, rows
+
+# Which key of a configuration the expression of a dim counts.
+
+
+@functools.cache
+def leading_key(text: str) -> str | None:
+    """The key that a dim is a multiple of, as the expression writes it first: `heads` of `heads * width`."""
+    return _leading(ast.parse(text, mode="eval").body)
+
+
+def _leading(node: ast.expr) -> str | None:
+    if isinstance(node, ast.IfExp):
+        return _leading(node.body)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
+        found = _leading(node.left)
+        return found if found is not None or isinstance(node.op, ast.Add) else _leading(node.right)
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else None
+
+
+def own_key(family: Family, name: str) -> str | None:
+    """What the configurations of a family call a key; None where they have none."""
+    return family.keys.get(name, name)
+
+
+# How the MLP of a layer and its experts are cut: by the features between their projections.
+
+
+def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False) -> Cut:
+    """The cut of `module` (`gate_proj.weight`); `inside` a block of experts its sum is the block's."""
+    hidden, dims = own_key(family, "hidden_size"), len(one.shape)
+    features = one.row.shape[-1 if family.transposed else 0]
+    if module.rpartition(".")[2] not in ("weight", "bias"):
+        return PARTIAL  # a number of the activation
+    if features == hidden and dims == 1:
+        return PARTIAL if inside else STREAM
+    if features == hidden:
+        width = one.shape[0 if family.transposed else -1]
+        return rows(Part(width, width), transposed=family.transposed)
+    size = one.shape[-1 if family.transposed else 0]
+    count = 2 if features.startswith("2 * ") and leading_key(features) != hidden else 1  # all gates, then all others
+    return columns((Part(size // count, size // count),) * count, dims, transposed=family.transposed)
+
+
+def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut:
+    """The cut of `module` of a block of experts."""
+    first, _, rest = module.partition(".")
+    if first == "experts":
+        return _expert_cut(rest, one, family, names)
+    if names.shared and first == names.shared:
+        return mlp_cut(rest, one, family, inside=True)
+    if one.row.shape == (own_key(family, "hidden_size"),):
+        return STREAM  # a norm of what the block gives
+    if module.rpartition(".")[2] in CORRECTION_BIASES:
+        return FROZEN
+    # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
+    # experts: the gradient is a part.
+    return PARTIAL
+
+
+def _expert_cut(name: str, one: Repeated, family: Family, names: Experts) -> Cut:
+    if name == "down_proj_bias":
+        # Whole on every rank, and added by the first: the gradient of the others is zero.
+        return Cut(None, 0, partial=True)
+    if len(one.shape) == 1:
+        return PARTIAL  # a norm of what experts give, of all ranks' tokens
+    hidden = own_key(family, "hidden_size") if names.taken is None else names.taken[0]
+    dim = next(dim for dim, text in enumerate(one.row.shape) if dim and leading_key(text) != hidden)
+    size = one.shape[dim]
+    if not name.startswith("gate_up"):
+        return Cut(Split(dim, (Part(size, size),)), 0)
+    # Pairs of a gate and an up column stay together where they alternate.
+    return Cut(Split(dim, (Part(size, size // 2),) if names.interleaved else (Part(size // 2, size // 2),) * 2), 0)
+
+
+# How the attention of a layer is cut: by heads.
+
+PROJECTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "Wq"), "q"),
+    **dict.fromkeys(("k_proj", "Wk"), "k"),
+    **dict.fromkeys(("v_proj", "Wv"), "v"),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv"), "qkv"),
+}
+"""What classes call the projections of queries, keys and values, and of which of them each is."""
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "Wo")
+"""What classes call the projection of what the heads give."""
+_OF_HEADS = ("q_b_proj", "kv_b_proj")
+"""What makes queries, and keys and values, of compressed ones: head by head."""
+_OF_GROUPS = "o_a_proj"
+"""What projects the outputs of each group of heads on its own."""
+_BEHIND_GROUPS = "o_b_proj"
+"""What takes the outputs of all groups."""
+
+
+def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
+    """The cut of `module` (`q_proj.weight`) in layers of this shape."""
+    if module.startswith(("indexer.", "compressor.indexer.")):
+        return FROZEN  # all ranks have to choose the same keys
+    name, _, kind = module.rpartition(".")
+    if shape.low_rank is not None and name in (_OF_GROUPS, _BEHIND_GROUPS):
+        groups = Part(shape.low_rank.output_groups * shape.low_rank.output_rank, shape.low_rank.output_groups)
+        return Cut(Split(0, (groups,))) if name == _OF_GROUPS else rows(groups, transposed=False)
+    bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads
+    if kind in ("weight", "bias") and name in OUTPUTS:
+        size = heads * shape.value_dim
+        pairs = heads // 2 if shape.paired_heads else heads
+        return STREAM if bias else rows(Part(size, pairs), transposed=family.transposed)
+    if kind in ("weight", "bias") and name in PROJECTIONS:
+        whole = _projected(PROJECTIONS[name], family, shape)
+        if shape.paired_heads:
+            whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
+        return columns(whole, dims, transposed=family.transposed)
+    of_queries = {family.gate, *(_OF_HEADS if shape.mla or shape.low_rank else ())} - {""}
+    of_heads = name in of_queries or (family.sinks and module == family.sinks)
+    units = heads if of_heads else _heads_of(one.row.shape[0], shape, family)
+    if units is not None:
+        return Cut(Split(0, (Part(one.shape[0], units),)))
+    # One for all heads, used on each rank's own: a sum over tp whether or not sequences are split.
+    return STREAM if one.row.shape == (own_key(family, "hidden_size"),) else PARTIAL
+
+
+def _projected(kinds: str, family: Family, shape: ModelShape) -> tuple[Part, ...]:
+    """The queries, keys or values of a projection; of all three, in the order of its parts."""
+    fused = len(kinds) > 1
+    heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    if fused and family.heads_interleaved and kv_heads > 1:
+        # Queries, key and value follow one another, kv head by kv head: one part whose units are those.
+        return (Part((heads + 2 * kv_heads) * width, kv_heads),)
+    if fused and family.fused_blocks:
+        return (Part((heads + 2 * kv_heads) * width, family.fused_blocks),)
+    sizes = {"q": width, "k": width, "v": shape.value_dim}
+    if family.query_gate or shape.mla:
+        sizes["q"] = 2 * width if shape.mla is None else shape.mla.qk_head_dim
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in (family.qkv_parts if fused else kinds))
+
+
+def _heads_of(text: str, shape: ModelShape, family: Family) -> int | None:
+    """How many heads a dim is made of, as its expression says; None where it is not made of heads."""
+    key = leading_key(text)
+    if key == own_key(family, "num_attention_heads"):
+        return shape.num_attention_heads
+    if family.hidden_is_heads and key == own_key(family, "hidden_size"):
+        return shape.num_attention_heads
+    return shape.num_key_value_heads if key == own_key(family, "num_key_value_heads") else None

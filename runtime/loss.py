@@ -1,0 +1,328 @@
+"""The loss of a plan over all its ranks.
+
+A loss whose value is that of whole sequences and whose gradient is this rank's part of them.
+
+The value is summed over cp while the program goes on: whoever looks at it waits, backward does not.
+
+The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
+
+DeepSpeed sums gradients over cp and averages them over dp and over accumulation steps. A rank therefore divides the sum
+of its token losses by *tokens of the global batch / (steps · dp)*; every token of the global batch then weighs the
+same, wherever masked labels fall.
+
+The loss that balances experts (`output_router_logits`), over all tokens though a rank sees only its own.
+
+E · Σ fₑ Pₑ with the share f of choices that fall on each expert and its mean probability P, over all layers and tokens
+of a micro-batch that are no padding (arXiv 2101.03961, equations 4-6). Choices have no gradient: their counts are
+summed over cp, and each rank adds the probabilities of its own tokens. Through a pipeline both sums go with the hidden
+states, stage by stage, and the gradient of the probabilities comes back with theirs: no stage knows how often the later
+ones choose.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parcompile.plan.holding import Holding
+from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.labels import IGNORED_LABEL
+from parcompile.runtime.micro_batch import current, is_recomputing
+from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
+
+# The loss of a plan over all its ranks.
+
+
+# A loss whose value is that of whole sequences and whose gradient is this rank's part of them.
+
+__all__ = ["SequenceLoss", "over_sequence", "own_part"]
+
+
+class SequenceLoss(Tensor):
+    """A scalar that is being summed over ranks. Functions of torch that read its value wait for the sum.
+
+    Collectives of `torch.distributed` read memory at once: give them `loss.detach()`, which waits.
+    """
+
+    part: Tensor
+    """What this rank has added, with its graph."""
+    _work: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _WITHOUT_VALUE:
+                return func(*args, **(kwargs or {}))
+            found = func(*map(_arrived, args), **{name: _arrived(one) for name, one in (kwargs or {}).items()})
+            if func is Tensor.detach:
+                return _of(found, args[0].part.detach(), None)
+            return found
+
+
+_WITHOUT_VALUE = frozenset(
+    {
+        *(Tensor.backward, Tensor.register_hook, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("requires_grad", "grad_fn", "shape", "dtype", "device", "is_leaf", "is_meta", "layout")
+        ),
+        torch.ones_like,
+    }
+)
+"""What may be asked before the sum is there."""
+
+
+class _Sum(torch.autograd.Function):
+    """To memory of its own, in which the sum will be; the gradient stays this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:  # noqa: ARG004 -- torch's signature
+        return part.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004 -- torch's signature
+        return grads[0]
+
+
+def over_sequence(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The loss of whole sequences from each rank's part of it; `group` holds the ranks that share them, if any do."""
+    if group is None:
+        return part
+    whole: Tensor = cast(Any, _Sum).apply(part)
+    if torch.compiler.is_compiling():
+        dist.all_reduce(whole.detach(), group=group)
+        return whole
+    return _of(whole, part, dist.all_reduce(whole.detach(), group=group, async_op=True))
+
+
+def own_part(loss: Tensor) -> Tensor:
+    """This rank's part of a loss, which is there at once."""
+    return loss.part if isinstance(loss, SequenceLoss) else loss
+
+
+def without_waiting(loss: Tensor) -> Tensor:
+    """The same tensor for backward: its gradient is right, its value need not be there yet."""
+    if not isinstance(loss, SequenceLoss):
+        return loss
+    with torch._C.DisableTorchFunctionSubclass():
+        return loss.as_subclass(Tensor)
+
+
+def _of(whole: Tensor, part: Tensor, work: Any) -> SequenceLoss:
+    loss = whole.as_subclass(SequenceLoss)
+    loss.part, loss._work = part, work
+    return loss
+
+
+def _arrived(given: Any) -> Any:
+    """The same with plain tensors, whose values are there."""
+    if isinstance(given, SequenceLoss):
+        if given._work is not None:
+            given._work.wait()
+            given._work = None
+        return given.as_subclass(Tensor)
+    return type(given)(map(_arrived, given)) if type(given) in (list, tuple) else given
+
+
+# The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
+
+
+class ParallelCausalLoss:
+    """Takes the place of a Hugging Face model's `loss_function`.
+
+    Called with this rank's logits [B, S, V/tp] and `shift_labels` [B, S]: labels that were shifted before the sequence
+    was split.
+
+    Args:
+        mesh: this rank's place.
+        vocab_size: without padding.
+        logits_are_cut: over tp.
+        z_loss: the weight of the squared log of the softmax's denominator (PaLM, arXiv 2204.02311, section 5).
+    """
+
+    def __init__(self, mesh: Mesh, vocab_size: int, *, logits_are_cut: bool = True, z_loss: float = 0.0) -> None:
+        self._mesh, self._z_loss = mesh, z_loss
+        self._group = mesh.parallel_group("tp") if logits_are_cut else None
+        self._vocab_size = vocab_size
+
+    def __call__(self, logits: Tensor, *_: Any, **batch: Any) -> Tensor:
+        """The loss of whole sequences (a scalar), whose gradient is this rank's part; see `over_sequence`.
+
+        `reduce_loss` gives the loss of the batch.
+
+        Raises:
+            ValueError: `shift_labels` is missing: labels cannot be shifted after the sequence was split.
+        """
+        return over_sequence(self.part(logits, **batch), self.ring)
+
+    @property
+    def ring(self) -> dist.ProcessGroup | None:
+        """The ranks that share sequences."""
+        return self._mesh.parallel_group("cp")
+
+    def part(
+        self,
+        logits: Tensor,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """What this rank's tokens add to the loss of whole sequences.
+
+        Raises:
+            ValueError: as for a call.
+        """
+        if shift_labels is None:
+            raise ValueError("call the model with shift_labels: a split sequence cannot be shifted (see split_batch)")
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            shift_labels,
+            group=self._group,
+            vocab_size=self._vocab_size,
+            ignore_index=IGNORED_LABEL,
+            z_loss=self._z_loss,
+        )
+        if num_items_in_batch is None:
+            num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
+        return losses.sum() / num_items_in_batch
+
+    def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:
+        """Predicted tokens of this micro-batch over all cp ranks; at least 1, so that an empty batch gives 0."""
+        count = (labels != IGNORED_LABEL).sum().float()
+        if self.ring is not None:
+            dist.all_reduce(count, group=self.ring)
+        return count.clamp(min=1)
+
+
+def loss_of_step(losses: Sequence[Tensor], micro_batches: int, mesh: Mesh) -> Tensor:
+    """The loss of a step's whole batch on all ranks, from the micro-batches that ended on this one.
+
+    Those of a pipeline end on its last stage. Of each loss this rank's part counts: a sum over cp, a mean over dp and
+    over micro-batches.
+    """
+    total = torch.zeros((), device=mesh.device)
+    if losses:
+        total += torch.stack([own_part(loss).float() for loss in losses]).sum()
+        dist.all_reduce(total, group=mesh.group("dp-cp"))
+    if mesh.size("pp") > 1:
+        dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
+    return total / (micro_batches * mesh.size("dp"))
+
+
+def reduce_loss(loss: Tensor, mesh: Mesh) -> float:
+    """The mean over dp of a loss that the model has returned: each cp rank has that of whole sequences."""
+    total = loss.detach().float().clone()
+    dist.all_reduce(total, group=mesh.group("dp-cp"))
+    return float(total) / mesh.size("dp-cp")
+
+
+# The loss that balances experts (`output_router_logits`), over all tokens though a rank sees only its own.
+
+
+def balances_experts(model: nn.Module) -> bool:
+    """Whether the configuration asks for the balancing loss and the model of transformers adds one.
+
+    DeepSeek and its like are balanced by a bias of their routers: there the key has no effect.
+    """
+    asked = getattr(model.config, "output_router_logits", False)
+    return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
+class BalancedLoss:
+    """The causal loss with the balancing loss of the forward pass before it."""
+
+    def __init__(self, causal: ParallelCausalLoss, model: nn.Module, mesh: Mesh) -> None:
+        config: Any = model.config
+        self.causal, self._mesh = causal, mesh
+        self._per_token, self._factor = config.num_experts_per_tok, config.router_aux_loss_coef
+        self._logits: list[Tensor] = []
+        self._received: Tensor | None = None
+        moe = mesh.plan.spec.model.shape.moe
+        routers = _routers(model)
+        if moe is None or (not routers and _has_routers(mesh)):
+            raise RunError(
+                f"output_router_logits: {type(model).__name__} does not say which modules are routers: set it to false",
+                everywhere=True,
+            )
+        self._experts = moe.num_experts
+        model.register_forward_pre_hook(lambda *_: self._logits.clear())
+        for router in routers:
+            router.register_forward_hook(self._keep)
+        # The model's own, over this rank's tokens and counted on every tensor-parallel rank, is switched off.
+        config.output_router_logits = False
+
+    def begin(self, received: Tensor | None) -> None:
+        """A stage of a pipeline begins with what the stages before it have counted: what their last `hand_on` gave."""
+        self._received = received
+
+    def hand_on(self) -> Tensor:
+        """[2, E] for the next stage: of each expert the sum of its probabilities, and how often it was chosen."""
+        found = self._counted()
+        found = found if self._received is None else found + self._received
+        self._received = None
+        return found
+
+    def _keep(self, _: nn.Module, __: Any, output: Any) -> None:
+        # What is computed again for backward was counted in its forward pass.
+        if not is_recomputing():
+            self._logits.append(output[0])
+
+    def __call__(self, logits: Tensor, *_: Any, **batch: Any) -> Tensor:
+        """As `ParallelCausalLoss`."""
+        return over_sequence(self.causal.part(logits, **batch) + self._factor * self._balance(), self.causal.ring)
+
+    def _counted(self) -> Tensor:
+        """[2, E] of the layers of this rank."""
+        logits, self._logits = self._logits, []
+        if not logits:
+            return torch.zeros(2, self._experts, device=self._mesh.device)
+        probabilities = [torch.softmax(one, dim=-1).flatten(0, -2) for one in logits]
+        every = torch.cat([one.topk(self._per_token, dim=-1).indices for one in probabilities])
+        real, ones = current().real, torch.ones_like(every)
+        if real is not None:
+            real = real.flatten().unsqueeze(-1)
+            ones *= real.repeat(len(probabilities), 1)
+        # Not `bincount`: the host would wait for the largest number of an expert.
+        counts = every.new_zeros(self._experts).scatter_add_(0, every.flatten(), ones.flatten())
+        of_layers = [(one.float() if real is None else one.float() * real).sum(0) for one in probabilities]
+        return torch.stack([torch.stack(of_layers).sum(0), counts.float()])
+
+    def _balance(self) -> Tensor:
+        """This rank's part: the sum over cp is the loss."""
+        sums, counts = self.hand_on().unbind()
+        counts = counts.detach().clone()
+        if (group := self._mesh.parallel_group("cp")) is not None:
+            dist.all_reduce(counts, group=group)
+        rows = counts.sum() / self._per_token
+        mean = sums / rows
+        # Every tensor-parallel rank computes all of it, and the gradients of routers are summed over them.
+        share = mean / self._mesh.size("tp")
+        balance: Tensor = self._experts * (counts / rows * (share + (mean - share).detach())).sum()
+        return balance
+
+
+def _has_routers(mesh: Mesh) -> bool:
+    """Whether this rank's stages have layers whose router chooses by scores."""
+    shape = mesh.plan.spec.model.shape
+    hashed = () if shape.moe is None else shape.moe.hashed
+    return any(
+        shape.routed(stage.layers) > len({*hashed} & {*stage.layers})
+        for stage in Holding(mesh.plan, mesh.index("pp")).stages
+    )
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    found = []
+    for module in model.modules():
+        recorder = getattr(module, "_can_record_outputs", None) or {}
+        if "router_logits" in recorder:
+            kind = recorder["router_logits"]
+            kind = getattr(kind, "target_class", kind)
+            found += [one for one in module.modules() if isinstance(one, kind) and one not in found]
+    return found

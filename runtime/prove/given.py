@@ -1,0 +1,129 @@
+"""What cells take of somebody's own DeepSpeed configuration, and what they do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str, ...]
+
+_CELLS_OWN = "a cell has its own"
+_TRAINS_ELSE = "it changes what is trained, and one process does not"
+_WRITES = "it changes no number"
+_LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _CELLS_OWN),
+    "optimizer": "every cell steps AdamW with a large eps",
+    "scheduler": "every cell has one learning rate",
+    "elasticity": _CELLS_OWN,
+    **dict.fromkeys(
+        (
+            "progressive_layer_drop",
+            "curriculum_learning",
+            "data_efficiency",
+            "compression_training",
+            "quantize_training",
+            "weight_quantization",
+            "hybrid_engine",
+        ),
+        _TRAINS_ELSE,
+    ),
+    **dict.fromkeys(
+        (
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "memory_breakdown",
+            "dump_state",
+            "log_level",
+            "flops_profiler",
+            "comms_logger",
+            "tensorboard",
+            "csv_monitor",
+            "wandb",
+            "comet",
+            "timers",
+            "checkpoint",
+            "datastates_ckpt",
+            "autotuning",
+            "nebula",
+        ),
+        _WRITES,
+    ),
+}
+_MAPPINGS = ("zero_optimization", "bf16", "bfloat16", "fp16", "amp", "tensor_parallel")
+_PARALLEL = (("tp", ("tensor_parallel", "autotp_size")), ("cp", ("sequence_parallel_size",)))
+
+
+class GivenError(ValueError):
+    """Cells cannot be run with a configuration; `path` is the key that is why."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{'.'.join(path)}: {why}" if path else why)
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A configuration as cells take it.
+
+    Attributes:
+        cell: the features that it decides, `config` among them: the keys that are carried, as JSON.
+        left_out: what is not carried as it stands, by its key, with the reason.
+    """
+
+    cell: Mapping[str, Any]
+    left_out: Mapping[Path, str]
+
+
+def given(tree: Any) -> Given:
+    """What cells take of a DeepSpeed configuration.
+
+    Raises:
+        GivenError: it is none, or asks for what no cell has.
+    """
+    if not isinstance(tree, dict):
+        raise GivenError((), "a DeepSpeed configuration is a mapping of keys")
+    for name in _MAPPINGS:
+        if not isinstance(tree.get(name, {}), dict):
+            raise GivenError((name,), f"{json.dumps(tree[name])} is no mapping: write {{}} with its keys")
+    for name in ("fp16", "amp"):
+        if tree.get(name, {}).get("enabled") is True:
+            raise GivenError((name, "enabled"), f"no cell runs in {name}: prove it with bf16, or without the key")
+    left_out: dict[Path, str] = {(name,): why for name, why in _LEFT_OUT.items() if name in tree}
+    left_out |= {(name,): "it is not enabled" for name in ("fp16", "amp") if name in tree}
+    left_out |= {path: "nobody fills in auto here" for path in _autos(tree, ()) if path[:1] not in left_out}
+    config = _without(tree, (), left_out)
+    cell: dict[str, Any] = {"stage": config.get("zero_optimization", {}).pop("stage", 0)}
+    for axis, path in _PARALLEL:
+        size = config.get(path[0], 1)
+        size = size.get(path[1], 1) if len(path) == 2 and isinstance(size, dict) else size
+        if type(size) is not int or size < 1:
+            raise GivenError(path, f"{json.dumps(size)} is no number of ranks")
+        cell[axis] = min(size, 2)
+        if size > 2:
+            left_out[path] = f"cells spread over 2 ranks, not {size}"
+    config.pop("sequence_parallel_size", None)
+    if clipping := config.pop("gradient_clipping", 0):
+        left_out[("gradient_clipping",)] = "cells clip at 0.5, which a tiny model exceeds"
+    cell["clipping"] = 0.5 if clipping else 0.0
+    low = config.get("bf16", config.get("bfloat16", {}))
+    if not {("bf16", "enabled"), ("bfloat16", "enabled")} & set(left_out):
+        cell["dtype"] = "bf16" if low.get("enabled") else "fp32"
+    return Given({**cell, "config": json.dumps(config)}, left_out)
+
+
+def _autos(tree: Mapping[str, Any], at: Path) -> Iterator[Path]:
+    for name, value in tree.items():
+        if value == "auto":
+            yield (*at, name)
+        elif isinstance(value, dict):
+            yield from _autos(value, (*at, name))
+
+
+def _without(tree: Mapping[str, Any], at: Path, left_out: Mapping[Path, str]) -> dict[str, Any]:
+    return {
+        name: _without(value, (*at, name), left_out) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if (*at, name) not in left_out
+    }

@@ -1,0 +1,74 @@
+"""A loop of one's own around accelerate: DDP and FSDP2, its data loader, accumulation and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+
+from ..cells import Cell, batch_size
+from ..reference import Batch, batches, counted, inputs, optimizer_of, token_sum
+from . import fsdp_on_cpu, whole_parameters
+
+PACKAGES = ("accelerate", "transformers", "torch")
+FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2")}
+"""bf16 on CPUs is autocast, which rounds elsewhere than a copy of the weights does."""
+
+
+def supports(cell: Cell) -> str | None:
+    """None where the engine has such a run, else why it has not."""
+    return fsdp_on_cpu.unsupported(cell)
+
+
+shims = fsdp_on_cpu.shims
+
+
+class _Run:
+    def __init__(self, model: nn.Module, cell: Cell) -> None:
+        fsdp_on_cpu.install(cell)
+        plugin = None
+        if cell["wrapper"] == "fsdp2":
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=cell["accumulation"], fsdp_plugin=plugin)
+        rows = [
+            {name: tensor[row] for name, tensor in batch.items()}
+            for batch in batches(cell)
+            for row in range(batch_size(cell))
+        ]
+        loader: Any = torch.utils.data.DataLoader(cast(Any, rows), batch_size=cell["micro_batch"])
+        self.model, self.optimizer, loader = self.accelerator.prepare(model, optimizer_of(model.parameters()), loader)
+        fsdp_on_cpu.refuse_other(self.model, cell)
+        self.micro_batches: Iterator[Batch] = iter(loader)
+
+
+def build(model: nn.Module, cell: Cell) -> _Run:
+    """The accelerator of a cell on this rank, with what it prepared."""
+    return _Run(model, cell)
+
+
+def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+    """One optimizer step on the next micro-batches: its loss, and the norm of its gradients before clipping."""
+    total, norm = torch.zeros((), dtype=torch.float64), cast(Any, None)
+    for _ in range(cell["accumulation"]):
+        micro = next(engine.micro_batches)
+        with engine.accelerator.accumulate(engine.model):
+            loss = token_sum(engine.model(**inputs(cell, micro)).logits, micro["labels"]) / counted(batch)
+            # It divides by the accumulation steps, and its wrappers by ranks.
+            engine.accelerator.backward(loss * cell["dp"] * cell["accumulation"])
+            if engine.accelerator.sync_gradients:
+                norm = engine.accelerator.clip_grad_norm_(engine.model.parameters(), cell["clipping"] or math.inf)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            total += loss.detach()
+    whole = engine.accelerator.reduce(total)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(whole), None if norm is None else float(norm)
+
+
+def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
+    """Whole parameters by the names of transformers."""
+    return whole_parameters(engine.accelerator.unwrap_model(engine.model))
