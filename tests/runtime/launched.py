@@ -116,12 +116,20 @@ def run_forked(folder: Path, size: int, script: Path, *arguments: str) -> tuple[
 
 
 def _forward(port: int, to: int) -> None:
-    """Passes bytes on, in both directions, for as long as it runs."""
+    """Passes bytes on, in both directions, for as long as it runs. Where nobody listens yet, it waits for them."""
     with socket.create_server(("127.0.0.1", port)) as server:
         while True:
-            ends = server.accept()[0], socket.create_connection(("127.0.0.1", to))
+            ends = server.accept()[0], _reach(to)
             for one, other in (ends, ends[::-1]):
                 threading.Thread(target=_copy, args=(one, other), daemon=True).start()
+
+
+def _reach(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
 
 
 def _copy(one: socket.socket, other: socket.socket) -> None:

@@ -164,8 +164,8 @@ def save_on_one(rank: int, plan: Plan, folder: str) -> str:
 
     from parcompile.runtime import initialize
 
-    os.environ["PARCOMPILE_HANDSHAKE_TIMEOUT"] = "3"
     engine, _, _, _ = initialize(plan=plan, model=initial_model(plan))
+    os.environ["PARCOMPILE_HANDSHAKE_TIMEOUT"] = "3"
     said = ""
     if rank == 0:
         try:
