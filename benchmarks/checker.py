@@ -33,13 +33,13 @@ from deepspeed_draws import drawn, is_agreed  # noqa: E402
 from deepspeed_judge import Judge, Verdict  # noqa: E402
 from deepspeed_mistakes import finds, mistakes  # noqa: E402
 
-from parcompile.backends.deepspeed.surroundings import Asked, surroundings  # noqa: E402
 from parcompile.backends.kinds import DEEPSPEED  # noqa: E402
 from parcompile.cli.check import command as check_command  # noqa: E402
 from parcompile.diagnostics import Diagnostic, Severity  # noqa: E402
+from parcompile.lint.deepspeed.usage import UsageOptions, usage_context  # noqa: E402
 from parcompile.pipeline import Checked, check_any  # noqa: E402
 
-NEWEST = Asked(version="99")
+NEWEST = UsageOptions(version="99")
 """The judge is the newest version, whatever a file beside the configuration requires."""
 ABSENT = "ModuleNotFoundError"
 
@@ -71,14 +71,14 @@ def configurations(folders: Sequence[Path]) -> Iterator[Path]:
 
 def filler_of(checked: Checked, file: Path) -> str:
     tree = checked.document.tree if checked.document else None
-    found = surroundings(tree, file, Asked()).filler
+    found = usage_context(tree, file, UsageOptions()).filler
     if found is None and checked.document is None and '"auto"' in checked.text.text:
         found = "transformers"
     return found if found in ("transformers", "accelerate") else "bare"
 
 
 def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
-    checked = check_any(file, asked=NEWEST)
+    checked = check_any(file, usage=NEWEST)
     tally.files += 1
     tally.kinds[checked.kind] += 1
     if checked.kind != DEEPSPEED:
@@ -160,7 +160,7 @@ def planted() -> tuple[int, int, list[str]]:
         for one in mistakes():
             count += 1
             file.write_text(one.text, encoding="utf-8")
-            checked = check_any(file, kind=DEEPSPEED, asked=Asked(used_with=one.filler))
+            checked = check_any(file, kind=DEEPSPEED, usage=UsageOptions(used_with=one.filler))
             if not finds(one, checked.diagnostics):
                 missed.append(one.name)
     return count - len(missed), count, missed

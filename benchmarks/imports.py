@@ -20,8 +20,8 @@ from typing import Any
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.backends.reading import Importer, RefusedError, Source, SpecPath, Undecided
-from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_tree
+from parcompile.lint.files import recognised
 from parcompile.text import SourceError, read_file
 
 VOCABULARY = 50257

@@ -19,8 +19,8 @@ from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.diagnostic import closest
 from .diagnostics.reporters import report
 from .diagnostics.reporters.style import Style
-from .foreign import recognised
 from .importing import Imported, import_document
+from .lint.files import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets
 from .pipeline import Checked, check_read, is_plan, read_spec, whole_spec
 from .plan import Plan, PlanError, compile_plan, load_plan

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import schema
-from .backends.deepspeed import configuration
-from .backends.deepspeed.facts import refusal
-from .backends.deepspeed.surroundings import Asked, Surroundings, judged, surroundings
-from .backends.deepspeed.table import newest
-from .backends.kinds import CHECKED, DEEPSPEED, SPEC, Certainty
+from .backends.kinds import CHECKED, SPEC, Certainty
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .foreign import found_in_settings, recognised
+from .lint.files import check_sections, checker, recognised
 from .rules import DEFAULT_TARGETS, MEMORY_RULES, check
 from .spec import Origin
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, parse, read_file
 from .user_files import read_start
 
-_FURTHER = "deepspeed"
-"""The section of a spec that holds further DeepSpeed keys."""
 if TYPE_CHECKING:
+    from .lint.deepspeed.usage import UsageOptions
     from .plan import Plan
-
-_NOTHING_ASKED = Asked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +119,11 @@ def check_any(
     targets: Collection[str] = DEFAULT_TARGETS,
     *,
     kind: str | None = None,
-    asked: Asked = _NOTHING_ASKED,
+    usage: UsageOptions | None = None,
 ) -> Checked:
     """The same for a spec or another tool's configuration, told apart by their keys, or of a `kind` that is given.
 
-    `asked` says for which DeepSpeed, and whose "auto", a DeepSpeed configuration is meant.
+    `usage` says by which tool and version the file is read.
 
     Raises:
         SourceError: the file cannot be read.
@@ -141,7 +134,7 @@ def check_any(
         named = Path(path).suffix.lower() in (".json", ".yaml", ".yml")
         unread = found.diagnostics if found.document is None and named else ()
         return Checked(found.source, found.document, unread, None, recognition.kind, recognition.certainty)
-    checked = check_read(found, _folder(path), targets, kind=recognition.kind, asked=asked)
+    checked = check_read(found, _folder(path), targets, kind=recognition.kind, usage=usage)
     return replace(checked, certainty=recognition.certainty)
 
 
@@ -155,23 +148,20 @@ def check_read(
     targets: Collection[str] = DEFAULT_TARGETS,
     *,
     kind: str = SPEC,
-    asked: Asked = _NOTHING_ASKED,
+    usage: UsageOptions | None = None,
 ) -> Checked:
     """The same for a text that was read already; paths in it are relative to `folder`."""
     document = read.document
-    around: Surroundings | None = None
-    if kind == DEEPSPEED:
+
+    def in_trial(text: Document) -> list[Diagnostic]:
+        return _in_spec(text, folder, targets, is_trial=True)[0]
+
+    find: Callable[[Document], list[Diagnostic]] = in_trial
+    if kind != SPEC:
         file = None if read.source.file == STDIN else folder / Path(read.source.file).name
-        around = surroundings(document.tree if document else None, file, asked)
-        read = replace(read, diagnostics=judged(read.diagnostics, around))
+        read, find = checker(read, kind, file, usage)
     if document is None:
         return Checked(read.source, None, read.diagnostics, None, kind)
-
-    def find(text: Document) -> list[Diagnostic]:
-        return (
-            _in_spec(text, folder, targets, is_trial=True)[0] if kind == SPEC else found_in_settings(text, kind, around)
-        )
-
     resolution: Resolution | None = None
     if kind == SPEC:
         found, resolution = _in_spec(document, folder, targets)
@@ -190,11 +180,9 @@ def _in_spec(
     """What is wrong with a spec; of a trial of a fix nobody asks how to mend what is left."""
     validation = schema.validate(document, "spec")
     diagnostics, invalid = list(validation.diagnostics), validation.invalid_paths
-    further = document.get((_FURTHER,))
-    if isinstance(further, dict) and further:
-        more, wrong = _in_further(document)
-        diagnostics += more
-        invalid |= wrong
+    more, wrong = check_sections(document)
+    diagnostics += more
+    invalid |= wrong
     meant = {} if is_trial else _misspelt_sections(document, diagnostics)
     tree = document.tree
     if meant and isinstance(tree, dict):
@@ -243,37 +231,6 @@ def _as_written(one: Diagnostic, meant: Mapping[str, str]) -> Diagnostic:
     )
     related = tuple(replace(other, path=back(other.path)) for other in one.related)
     return replace(one, path=back(one.path), fixes=fixes, related=related)
-
-
-def _in_further(document: Document) -> tuple[list[Diagnostic], frozenset[DiagnosticPath]]:
-    """What DeepSpeed would not take of a spec's further DeepSpeed keys, with paths from the spec's root."""
-    prefix = (_FURTHER,)
-    place = document.place(prefix)
-    assert place is not None
-    part = replace(
-        document,
-        tree=document.get(prefix),
-        root=place,
-        invalid=frozenset(path[1:] for path in document.invalid if path[:1] == prefix),
-        duplicates=frozenset(path[1:] for path in document.duplicates if path[:1] == prefix),
-    )
-    found = configuration.check(part, newest(), needs_batch=False)
-
-    def counts(path: DiagnosticPath) -> bool:
-        # What the plan decides has rules of its own.
-        return bool(path) and refusal(path) is None
-
-    diagnostics = [_under(prefix, one) for one in found.diagnostics if counts(one.path)]
-    return diagnostics, frozenset((*prefix, *path) for path in found.invalid_paths if counts(path))
-
-
-def _under(prefix: DiagnosticPath, one: Diagnostic) -> Diagnostic:
-    """A diagnostic of a part of a document, as one of the whole."""
-    fixes = tuple(
-        replace(fix, edits=tuple(replace(edit, path=(*prefix, *edit.path)) for edit in fix.edits)) for fix in one.fixes
-    )
-    related = tuple(replace(other, path=(*prefix, *other.path)) for other in one.related)
-    return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)
 
 
 def compile_file(

@@ -13,15 +13,15 @@ from parcompile.user_files import read_bytes, read_start
 
 ROOT = Path(__file__).parents[1]
 OWN = {
-    "compiler/advisories/advisory.py": 1,
     "compiler/atomic.py": 3,
-    "compiler/backends/deepspeed/surroundings.py": 1,
     "compiler/backends/deepspeed/table.py": 1,
-    "compiler/backends/gpt_neox/check.py": 1,
+    "compiler/backends/gpt_neox/fields.py": 1,
     "compiler/backends/megatron/options.py": 1,
     "compiler/cli/init.py": 1,
     "compiler/cli/main.py": 1,
     "compiler/cost/coefficients.py": 1,
+    "compiler/lint/advisories/advisory.py": 1,
+    "compiler/lint/deepspeed/usage.py": 1,
     "compiler/machines/accelerator.py": 1,
     "compiler/model/catalogue.py": 1,
     "compiler/model/key_types.py": 1,

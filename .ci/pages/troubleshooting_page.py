@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompile.backends.deepspeed.surroundings import surroundings
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.lint.deepspeed.usage import surroundings
+from parcompile.lint.pages import GROUPS, Page, pages
+from parcompile.lint.registry import Settings, check_settings, file_rules
 from parcompile.rules.examples import example_spec
-from parcompile.rules.file_registry import Settings, check_settings, file_rules
-from parcompile.rules.pages import GROUPS, Page, pages
 from parcompile.rules.registry import CONCERNED, check
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.text import parse

@@ -8,10 +8,10 @@ import textwrap
 
 import click
 
-from parcompile.advisories import Advisory, advisories
-from parcompile.advisories.advisory import DEEPSPEED, MEGATRON
 from parcompile.backends.deepspeed.table import UnknownVersionError, order
 from parcompile.diagnostics.reporters.style import Style
+from parcompile.lint.advisories import Advisory, advisories
+from parcompile.lint.advisories.advisory import DEEPSPEED, MEGATRON
 
 from .saying import say
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import click
 
-from parcompile.backends.deepspeed.surroundings import NAMES as FILLERS
-from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.deepspeed.table import UnknownVersionError, nearest
 from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
+from parcompile.lint.deepspeed.usage import NAMES as FILLERS
+from parcompile.lint.deepspeed.usage import UsageOptions
 from parcompile.pipeline import Checked
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
@@ -76,9 +76,9 @@ def command(
         raise click.UsageError("--show-values needs --format text or json")
     chosen = Selection(codes_of(select), codes_of(ignore), warnings_as_errors)
     mending = Mending(chosen, unsafe=unsafe_fixes) if fix or unsafe_fixes else None
-    asked = _asked(deepspeed_version, used_with)
+    usage = _usage(deepspeed_version, used_with)
     wanted = rule_targets(chosen_targets(targets), estimate=not no_estimate)
-    run = checked_files(expanded(specs), wanted, kind, mending, asked)
+    run = checked_files(expanded(specs), wanted, kind, mending, usage)
     if targets:
         run.checked = [with_inexpressible(one, chosen_targets(targets)) for one in run.checked]
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
@@ -91,14 +91,14 @@ def command(
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 
-def _asked(version: str | None, used_with: str | None) -> Asked:
+def _usage(version: str | None, used_with: str | None) -> UsageOptions:
     """For which DeepSpeed the files are meant; a version that there is not is a mistake of usage."""
     if version is not None:
         try:
             nearest(version)
         except UnknownVersionError as error:
             raise click.UsageError(str(error)) from None
-    return Asked(version, used_with)
+    return UsageOptions(version, used_with)
 
 
 def _remarks(run: Run, *, alone: bool) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _print(
 ) -> None:
     titles = {}
     if format_ == "sarif" and found:
-        from parcompile.rules.pages import titles as all_titles
+        from parcompile.lint.pages import titles as all_titles
 
         titles = dict(all_titles())
     hint = "--fix" if not run.fixed else None

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.following import named_files
 from parcompile.backends.kinds import Certainty
+from parcompile.lint.deepspeed.usage import UsageOptions
 from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.plan import PlanError
 from parcompile.text import SourceError, SourceText, parse
@@ -70,12 +70,12 @@ def expanded(specs: Sequence[str]) -> list[str]:
 
 
 def checked_files(
-    files: list[str], targets: tuple[str, ...], kind: str | None, mending: Mending | None, asked: Asked
+    files: list[str], targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions
 ) -> Run:
     """Files and those that they name, each checked, and mended where that is asked for."""
     run, waiting = Run(), list(files)
     for file in waiting:
-        checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, asked)
+        checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, usage)
         if checked is not None and checked.document is not None and file != "-" and not Path(file).is_dir():
             followed = named_files(checked.kind, checked.document.tree, Path(file))
             waiting += [name for name in followed if name not in waiting]
@@ -83,10 +83,10 @@ def checked_files(
 
 
 def _check_one(
-    run: Run, file: str, targets: tuple[str, ...], kind: str | None, mending: Mending | None, asked: Asked
+    run: Run, file: str, targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions
 ) -> Checked | None:
     try:
-        checked = check_any(file, targets, kind=kind, asked=asked)
+        checked = check_any(file, targets, kind=kind, usage=usage)
         if checked.is_skipped:
             run.skipped[file] = checked.kind
             if checked.why_unread:
@@ -95,7 +95,7 @@ def _check_one(
         if mending and checked.certainty is not Certainty.CERTAIN:
             run.untouched[file] = checked.kind
         elif mending:
-            checked, count = _fixed(checked, targets, mending, asked)
+            checked, count = _fixed(checked, targets, mending, usage)
             run.fixed += count
     except (PlanError, SourceError) as error:
         run.unreadable.append(str(error))
@@ -108,7 +108,7 @@ def _check_one(
     return None
 
 
-def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, asked: Asked) -> tuple[Checked, int]:
+def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, usage: UsageOptions) -> tuple[Checked, int]:
     """The file after its fixes, one at a time, each tried on what the one before has left."""
     from parcompile.text.fixes import apply_fixes, chosen_fix, save
 
@@ -129,7 +129,7 @@ def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, asked: 
         # Read again as a whole: what is wrong with the text itself is still wrong.
         again = done.document
         read = parse(again.text, again.file, again.format, bom=again.source.bom)
-        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind, asked=asked)
+        checked = check_read(read, Path(again.file).resolve().parent, targets, kind=checked.kind, usage=usage)
     if count and checked.document and before:
         save(checked.document, before)
     return checked, count

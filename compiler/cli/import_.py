@@ -16,8 +16,8 @@ from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
 from parcompile.diagnostics.reporters.style import Style, hanging
-from parcompile.foreign import recognised
 from parcompile.importing import ImportConflictError, Imported, import_document
+from parcompile.lint.files import recognised
 from parcompile.schema import example
 from parcompile.text import SourceError, read_file
 

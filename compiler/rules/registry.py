@@ -118,25 +118,15 @@ def rule(
     return register
 
 
-LETTERS_OF_FILES = ("a", "f")
-"""Letters of rules for other tools' files, which a spec does without."""
-
-
-@functools.cache
-def import_modules(*, of_files: bool) -> None:
-    """Imports every module of rules for specs, or for other tools' files.
-
-    Their names begin with the letter of their codes, as that of `t_tensor` does.
-    """
-    for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
-        if module.name[1:2] == "_" and (module.name[0] in LETTERS_OF_FILES) is of_files:
-            importlib.import_module(f"{__package__}.{module.name}")
-
-
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, by code, and those of plug-ins behind them."""
-    import_modules(of_files=False)
+    """Every rule, by code, and those of plug-ins behind them.
+
+    Modules of rules have names that begin with the letter of their codes, as that of `t_tensor` does.
+    """
+    for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
+        if module.name[1:2] == "_":
+            importlib.import_module(f"{__package__}.{module.name}")
     return (*(_RULES[code] for code in sorted(_RULES)), *_added().rules)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from parcompile.backends.deepspeed.constructors import on_host
-from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.cli.check import command as check_command
 from parcompile.diagnostics import Severity
+from parcompile.lint.deepspeed.constructors import on_host
+from parcompile.lint.deepspeed.usage import UsageOptions
+from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import check_any
-from parcompile.rules.file_registry import FileRule, file_rules
 
 UPSTREAM = Path(__file__).resolve().parents[2] / ".ci" / "upstream"
 RULES = [one for one in file_rules() if one.kind == DEEPSPEED and one.code[0] != "A"]
@@ -51,7 +51,7 @@ def judge() -> Iterator[Any]:
 
 
 def filler(rule: FileRule) -> str:
-    return rule.asked.used_with or ("transformers" if '"auto"' in json.dumps(rule.wrong) else "bare")
+    return rule.usage.used_with or ("transformers" if '"auto"' in json.dumps(rule.wrong) else "bare")
 
 
 def test_the_shipped_facts_are_those_of_the_installed_version(judge: Any) -> None:
@@ -73,7 +73,7 @@ def test_an_error_is_what_deepspeed_refuses(rule: FileRule, judge: Any) -> None:
 def test_a_planted_mistake_is_found(mistake: Any, judge: Any, tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(mistake.text, encoding="utf-8")
-    checked = check_any(file, kind=DEEPSPEED, asked=Asked(used_with=mistake.filler))
+    checked = check_any(file, kind=DEEPSPEED, usage=UsageOptions(used_with=mistake.filler))
     assert MISTAKES.finds(mistake, checked.diagnostics), checked.diagnostics
     assert (judge.ask(mistake.text, filler=mistake.filler).refused is not None) == mistake.refused
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from parcompile import schema
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Severity
+from parcompile.lint.registry import file_rules
 from parcompile.rules import CONCERNED, DEFAULT_TARGETS, Rule, all_rules, check, registry
 from parcompile.rules.arithmetic import divisors, nearest_divisors, nearest_multiples
 from parcompile.rules.examples import BASE, example_spec
-from parcompile.rules.file_registry import file_rules
 from parcompile.spec.resolve import Resolution
 
 RULES = all_rules()
@@ -78,10 +79,14 @@ def test_missing_dimensions_are_reported_once() -> None:
 def test_every_rule_module_is_registered() -> None:
     """The first letter of a module is that of its codes, so that its name tells where a rule stands."""
     found = {rule.check.__module__.rpartition(".")[2]: rule.code for rule in all_rules()}
-    found |= {rule.check.__module__.rpartition(".")[2]: rule.code for rule in file_rules()}
     modules = {file.stem for file in Path(registry.__file__).parent.glob("[a-z]_*.py")}
     assert modules == set(found)
     assert all(module[0].upper() == code[0] for module, code in found.items())
+
+
+def test_rules_of_files_stand_in_the_room_of_their_tool() -> None:
+    rooms = {rule.check.__module__.split(".")[2]: rule.kind for rule in file_rules() if rule.code[0] == "F"}
+    assert rooms == {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "gpt_neox": GPT_NEOX}
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from parcompile.backends.deepspeed.surroundings import Asked
 from parcompile.backends.kinds import DEEPSPEED
+from parcompile.lint.deepspeed.usage import UsageOptions
+from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import Checked, check_any
-from parcompile.rules.file_registry import FileRule, file_rules
 
 BASE: dict[str, Any] = {
     "train_batch_size": 64,
@@ -22,18 +22,18 @@ BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
 }
 
-NOTHING = Asked()
+NOTHING = UsageOptions()
 RULES = [rule for rule in file_rules() if rule.kind == DEEPSPEED]
 
 
-def checked(tree: object, folder: Path, asked: Asked = NOTHING) -> Checked:
+def checked(tree: object, folder: Path, usage: UsageOptions = NOTHING) -> Checked:
     file = folder / "ds_config.json"
     file.write_text(json.dumps(tree, indent=2), encoding="utf-8")
-    return check_any(file, kind=DEEPSPEED, asked=asked)
+    return check_any(file, kind=DEEPSPEED, usage=usage)
 
 
-def found(tree: object, folder: Path, asked: Asked = NOTHING) -> list[tuple[str, str]]:
-    return [(one.code, ".".join(map(str, one.path))) for one in checked(tree, folder, asked).diagnostics]
+def found(tree: object, folder: Path, usage: UsageOptions = NOTHING) -> list[tuple[str, str]]:
+    return [(one.code, ".".join(map(str, one.path))) for one in checked(tree, folder, usage).diagnostics]
 
 
 def test_a_deepspeed_config_is_recognised(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_auto_is_left_to_transformers_where_it_fills_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_wrong_example_breaks_the_rule_and_right_one_nothing(rule: FileRule, tmp_path: Path) -> None:
-    wrong, right = ({code for code, _ in found(dict(tree), tmp_path, rule.asked)} for tree in (rule.wrong, rule.right))
+    wrong, right = ({code for code, _ in found(dict(tree), tmp_path, rule.usage)} for tree in (rule.wrong, rule.right))
     assert rule.code in wrong
     assert rule.code not in right
     # What an old version computes wrongly is often several things.
@@ -89,7 +89,7 @@ def test_wrong_example_breaks_the_rule_and_right_one_nothing(rule: FileRule, tmp
 
 def test_every_fix_of_a_file_rule_works(tmp_path: Path) -> None:
     fixed = {
-        rule.code for rule in RULES if any(one.fixes for one in checked(rule.wrong, tmp_path, rule.asked).diagnostics)
+        rule.code for rule in RULES if any(one.fixes for one in checked(rule.wrong, tmp_path, rule.usage).diagnostics)
     }
     assert fixed >= {"A001", "F003", "F004", "F005", "F007", "F008", "F009", "F010"}
 

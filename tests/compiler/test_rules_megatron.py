@@ -10,8 +10,8 @@ import yaml
 
 from parcompile.backends.kinds import MEGATRON, UNKNOWN
 from parcompile.backends.megatron import write as megatron
+from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import Checked, check_any, compile_file
-from parcompile.rules.file_registry import FileRule, file_rules
 
 SCRIPT = """\
 #!/bin/bash

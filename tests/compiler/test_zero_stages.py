@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, VERSION, has_effect
-from parcompile.backends.deepspeed.surroundings import Surroundings
+from parcompile.backends.kinds import DEEPSPEED
+from parcompile.lint.deepspeed.usage import UsageContext
+from parcompile.lint.registry import Settings, check_settings
 from parcompile.pipeline import check_read
 from parcompile.rules.examples import example_spec
-from parcompile.rules.file_registry import DEEPSPEED, Settings, check_settings
 from parcompile.text import parse
 
 OTHERWISE = {
@@ -96,7 +97,7 @@ def test_a_spec_and_a_file_hear_the_same_of_every_key(stage: int) -> None:
         tree = example_spec({"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {key: field.default}}})
         spec = check_read(parse(json.dumps(tree), "spec.json", "json"), Path())
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, key: field.default}}
-        file = check_settings(Settings(config, frozenset(), Surroundings(VERSION)), DEEPSPEED)
+        file = check_settings(Settings(config, frozenset(), UsageContext(VERSION)), DEEPSPEED)
         in_spec = any(one.code == "Z003" for one in spec.diagnostics)
         in_file = any(one.code == "F005" for one in file)
         assert in_spec == in_file == (not has_effect(key, stage)), (key, stage)

@@ -1,4 +1,4 @@
-"""Writes compiler/backends/deepspeed/fillers.json: which keys transformers and accelerate fill where "auto" stands.
+"""Writes compiler/lint/deepspeed/fillers.json: which keys transformers and accelerate fill where "auto" stands.
 
     python .ci/generate/deepspeed/fillers.py [--check]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-TARGET = ROOT / "compiler" / "backends" / "deepspeed" / "fillers.json"
+TARGET = ROOT / "compiler" / "lint" / "deepspeed" / "fillers.json"
 sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 
 import hugging_face  # noqa: E402

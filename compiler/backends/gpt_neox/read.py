@@ -19,7 +19,7 @@ from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
 
 from . import model
-from .check import fate, fields
+from .fields import fate, fields
 
 # Parts of a gpt-neox file as documents of their own: its keys under the names of their fields, and DeepSpeed's.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.deepspeed.constructors import ADAM, on_host, optimizers
 from parcompile.backends.deepspeed.table import order
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
+from parcompile.lint.deepspeed.constructors import ADAM, on_host, optimizers
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.rules.registry import Finding
 
-from .arithmetic import listed, nearest_multiples
-from .f_deepspeed_stages import BATCH, ZERO, stage_of
-from .file_registry import DEEPSPEED, Settings, file_rule
-from .registry import Finding
+from .stages import BATCH, ZERO, stage_of
 
 # A DeepSpeed configuration on its own: batch sizes.
 
@@ -92,7 +93,7 @@ def optimizer_goes_with_zero(settings: Settings) -> Iterator[Finding]:
     if not isinstance(kind, str) or not stage:
         return
     related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
-    own = kind.lower() in optimizers(settings.around.version)
+    own = kind.lower() in optimizers(settings.usage.version)
     if own and kind.lower() in _COMPRESSED:
         message = f"{kind} compresses gradients itself and cannot be combined with ZeRO stage {stage}"
         fixes = (Fix("set stage to 0", Safety.CHANGES_COST, (Edit((ZERO, "stage"), 0),)),)
@@ -218,7 +219,7 @@ def warm_up_fits(settings: Settings) -> Iterator[Finding]:
         return
     warm, total = (settings.number(*_params(name)) for name in ("warmup_num_steps", "total_num_steps"))
     if warm is not None and warm <= 0:
-        version = settings.around.version
+        version = settings.usage.version
         refused = order(version) >= order(_REFUSED_SINCE)
         does = (
             f"DeepSpeed refuses it since {_REFUSED_SINCE}" if refused else f"DeepSpeed {version} warms up for 2 steps"
@@ -265,7 +266,7 @@ def rates_rise(settings: Settings) -> Iterator[Finding]:
     low, high = (settings.number(*_params(name)) for name in names)
     rate = settings.number("optimizer", "params", "lr")
     if high is None and names[1] == "warmup_max_lr" and settings.left_out(*_params(names[1])):
-        high = rate if order(settings.around.version) >= order("0.17.5") else 0.001
+        high = rate if order(settings.usage.version) >= order("0.17.5") else 0.001
     if low is not None and high is not None and low > high:
         message = f"{names[0]} {low:g} > {names[1]} {high:g}: the rate falls where it should rise"
         edits = (Edit(_params(names[0]), high), Edit(_params(names[1]), low))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.kinds import NEOX_KEYS
+from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
 from parcompile.diagnostics import Related, Severity
-
-from .file_registry import GPT_NEOX, Settings, file_rule
-from .registry import Finding
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.registry import Finding
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
 _SOURCE = "gpt-neox megatron/neox_arguments/arguments.py"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from parcompile.backends.deepspeed.constructors import ADAM
 from parcompile.backends.deepspeed.facts import MEMORY, first_stage, has_effect, last_stage, reach
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
-
-from .file_registry import DEEPSPEED, Settings, file_rule
-from .registry import Finding
+from parcompile.lint.deepspeed.constructors import ADAM
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.registry import Finding
 
 # A DeepSpeed configuration on its own: keys of zero_optimization that the stage does not read.
 

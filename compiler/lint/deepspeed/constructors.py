@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.backends.deepspeed.table import at, classes, facts, order
 from parcompile.diagnostics import Path
 from parcompile.schema.findings import Findings
 from parcompile.schema.keys import Places, unknown_key
 from parcompile.schema.mismatch import choice
 from parcompile.schema.values import quoted
-
-from .table import at, classes, facts, order
 
 ADAM = ("adam", "adamw")
 _MU = ("muadam", "muadamw", "musgd")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompile.backends.kinds import MEGATRON
 from parcompile.diagnostics import Severity
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.registry import Finding
 
-from .file_registry import MEGATRON, Settings, file_rule
-from .megatron_settings import also, attempt, flag, is_nvidias, is_open, size, spelled, where_decided
-from .registry import Finding
+from .settings import also, attempt, flag, is_nvidias, is_open, size, spelled, where_decided
 
 _ARGUMENTS = ("Megatron-LM arguments.py",)
 _BASE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 32, "seq_length": 4096}

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
-from parcompile.backends.deepspeed.surroundings import Asked, Surroundings
 from parcompile.backends.deepspeed.table import newest
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Diagnostic, Path, Severity
+from parcompile.lint.deepspeed.usage import UsageContext, UsageOptions
+from parcompile.rules.registry import Finding
 
-from .registry import Finding, import_modules
-
-DEEPSPEED, MEGATRON, GPT_NEOX = "ds_config", "megatron", "gpt_neox"
+_ROOMS = {DEEPSPEED: ("deepspeed", "advisories"), MEGATRON: ("megatron", "advisories"), GPT_NEOX: ("gpt_neox",)}
+"""The folders with the rules for each kind of file."""
 
 
 class Settings:
     """The values of such a file. What the schema refused is named in `invalid` and reads as left out.
 
-    `around` says where a DeepSpeed configuration is used; without it, by the newest DeepSpeed and by nobody known.
+    `usage` says where a DeepSpeed configuration is used; without it, by the newest DeepSpeed and by nobody known.
     """
 
-    def __init__(self, tree: object, invalid: frozenset[Path], around: Surroundings | None = None) -> None:
+    def __init__(self, tree: object, invalid: frozenset[Path], usage: UsageContext | None = None) -> None:
         self.tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
         self._invalid = invalid
-        self.around = around or Surroundings(newest())
+        self.usage = usage or UsageContext(newest())
 
     def get(self, *path: str | int, default: Any = None) -> Any:
         """The value at a path; the default when there is none, or none that can be used."""
@@ -58,7 +62,7 @@ class Settings:
         return value if isinstance(value, dict) else {}
 
 
-_NOTHING_ASKED = Asked()
+_UNKNOWN_USAGE = UsageOptions()
 
 Check = Callable[[Settings], Iterator[Finding]]
 
@@ -67,7 +71,7 @@ Check = Callable[[Settings], Iterator[Finding]]
 class FileRule:
     """A rule for one kind of file, with its page.
 
-    `wrong` and `right` are whole files, to be checked with what `asked` says of their use.
+    `wrong` and `right` are whole files, to be checked with what `usage` says of their use.
     """
 
     code: str
@@ -79,7 +83,7 @@ class FileRule:
     right: Mapping[str, Any]
     sources: tuple[str, ...]
     check: Check
-    asked: Asked = _NOTHING_ASKED
+    usage: UsageOptions = _UNKNOWN_USAGE
 
 
 _RULES: dict[str, FileRule] = {}
@@ -95,29 +99,31 @@ def file_rule(
     right: Mapping[str, Any],
     severity: Severity = Severity.ERROR,
     sources: tuple[str, ...] = (),
-    asked: Asked = _NOTHING_ASKED,
+    usage: UsageOptions = _UNKNOWN_USAGE,
 ) -> Callable[[Check], Check]:
     """Registers the decorated function as the rule `code` for files of `kind`."""
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
         text = " ".join(explanation.split())
-        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check, asked)
+        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check, usage)
         return check
 
     return register
 
 
 @functools.cache
-def file_rules() -> tuple[FileRule, ...]:
-    """Every such rule, by code."""
-    import_modules(of_files=True)
-    return tuple(_RULES[code] for code in sorted(_RULES))
-
-
-@functools.cache
 def _rules_of(kind: str) -> tuple[FileRule, ...]:
-    return tuple(entry for entry in file_rules() if entry.kind == kind)
+    """Every rule for files of `kind`, by code: no module of another tool's rules is imported."""
+    for room in _ROOMS[kind]:
+        for module in pkgutil.iter_modules([str(FilePath(__file__).parent / room)]):
+            importlib.import_module(f"{__package__}.{room}.{module.name}")
+    return tuple(_RULES[code] for code in sorted(_RULES) if _RULES[code].kind == kind)
+
+
+def file_rules() -> tuple[FileRule, ...]:
+    """Every rule for other tools' files, by code."""
+    return tuple(sorted((entry for kind in _ROOMS for entry in _rules_of(kind)), key=lambda entry: entry.code))
 
 
 def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:

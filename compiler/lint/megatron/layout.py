@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from parcompile.backends.kinds import MEGATRON
 from parcompile.diagnostics import Severity
 from parcompile.layout.stages import PipelineSplit
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.arithmetic import divisors, listed, nearest_multiples
+from parcompile.rules.registry import Finding
 
-from .arithmetic import divisors, listed, nearest_multiples
-from .file_registry import MEGATRON, Settings, file_rule
-from .megatron_settings import also, attempt, flag, is_nvidias, is_open, one_of, size, where_decided
-from .registry import Finding
+from .settings import also, attempt, flag, is_nvidias, is_open, one_of, size, where_decided
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.advisories import Advisory, advisories
-from parcompile.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
-from parcompile.backends.deepspeed.surroundings import LIGHTNING, Asked
 from parcompile.backends.deepspeed.table import known
+from parcompile.backends.kinds import DEEPSPEED, MEGATRON
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-
-from .file_registry import DEEPSPEED, MEGATRON, Check, Settings, file_rule
-from .registry import Finding
+from parcompile.lint.advisories import Advisory, advisories
+from parcompile.lint.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
+from parcompile.lint.deepspeed.usage import LIGHTNING, UsageOptions
+from parcompile.lint.registry import Check, Settings, file_rule
+from parcompile.rules.registry import Finding
 
 _CLIPPING: Path = ("gradient_clipping",)
 _KINDS = {DEEPSPEED_TOOL: DEEPSPEED, "megatron": MEGATRON}
@@ -20,8 +20,8 @@ _KINDS = {DEEPSPEED_TOOL: DEEPSPEED, "megatron": MEGATRON}
 def _rule(one: Advisory) -> Check:
     def affected(settings: Settings) -> Iterator[Finding]:
         """Fires when the version is affected and the configuration is one of those."""
-        around = settings.around
-        if one.tool == DEEPSPEED_TOOL and not one.affects(around.version):
+        usage = settings.usage
+        if one.tool == DEEPSPEED_TOOL and not one.affects(usage.version):
             return
         if one.matches(settings.tree) and not _is_misspelt(one, settings):
             yield _finding(one, settings)
@@ -33,11 +33,11 @@ def _is_misspelt(one: Advisory, settings: Settings) -> bool:
     """Whether a key that must be absent is there under a misspelt name, or added by the one who reads the file."""
     if one.id != "A001":
         return False
-    return not settings.left_out(*map(str, _CLIPPING)) or settings.around.filler == LIGHTNING
+    return not settings.left_out(*map(str, _CLIPPING)) or settings.usage.filler == LIGHTNING
 
 
 def _finding(one: Advisory, settings: Settings) -> Finding:
-    around = settings.around
+    usage = settings.usage
     severity = Severity(one.severity)
     message = f"{one.title}: {one.effect}"
     fixes: tuple[Fix, ...] = ()
@@ -45,10 +45,10 @@ def _finding(one: Advisory, settings: Settings) -> Finding:
         does = "clips at 1.0 since 0.19.3, older versions do not clip"
         message = f"gradient_clipping is not given: DeepSpeed {does}"
         fixes = (Fix("set gradient_clipping to 1.0", Safety.CHANGES_NUMERICS, (Edit(_CLIPPING, 1.0),)),)
-        if around.pinned:
+        if usage.pinned:
             severity = Severity.INFO
     elif one.tool == DEEPSPEED_TOOL:
-        message = f"DeepSpeed {around.version}: {message}"
+        message = f"DeepSpeed {usage.version}: {message}"
     return Finding(message, _place(one, settings), help=one.avoid, fixes=fixes, severity=severity)
 
 
@@ -65,11 +65,11 @@ def _place(one: Advisory, settings: Settings) -> Path:
     return ()
 
 
-def _asked(one: Advisory) -> Asked:
+def _usage(one: Advisory) -> UsageOptions:
     """The newest version that is affected; the advisory on a changed default is about a file without a version."""
     if one.tool != DEEPSPEED_TOOL or one.id == "A001":
-        return Asked()
-    return Asked(version=next((version for version in reversed(known()) if one.affects(version)), None))
+        return UsageOptions()
+    return UsageOptions(version=next((version for version in reversed(known()) if one.affects(version)), None))
 
 
 for _one in advisories():
@@ -84,5 +84,5 @@ for _one in advisories():
             right=_one.right,
             severity=Severity(_one.severity),
             sources=_one.sources,
-            asked=_asked(_one),
+            usage=_usage(_one),
         )(_rule(_one))

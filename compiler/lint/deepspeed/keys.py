@@ -6,23 +6,24 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from parcompile.backends.deepspeed import surroundings as fillers
-from parcompile.backends.deepspeed.surroundings import (
+from parcompile.backends.deepspeed.table import Key, find, table
+from parcompile.backends.kinds import DEEPSPEED
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
+from parcompile.lint.deepspeed import usage as fillers
+from parcompile.lint.deepspeed.usage import (
     ACCELERATE,
     BARE,
     GUESSED,
     LIGHTNING,
     TITLES,
     TRANSFORMERS,
-    Asked,
+    UsageOptions,
     autos,
 )
-from parcompile.backends.deepspeed.table import Key, find, table
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.registry import Finding
 
-from .f_deepspeed_stages import BATCH, ZERO
-from .file_registry import DEEPSPEED, Settings, file_rule
-from .registry import Finding
+from .stages import BATCH, ZERO
 
 # A DeepSpeed configuration on its own: keys of old that still work, and sections that need another key.
 
@@ -47,7 +48,7 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
         assert facts is not None
         new, value = str(facts.get("new_param", "")), settings.get(*map(str, path))
         holder = settings.section(*map(str, path[:-1]))
-        target = find(settings.around.version, *path[:-1], new) if facts.get("set_new_param", True) else None
+        target = find(settings.usage.version, *path[:-1], new) if facts.get("set_new_param", True) else None
         if target is None:
             fix = Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),))
             advice = f"give it in {new}" if new else "remove it"
@@ -84,7 +85,7 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
 
 def _deprecated(settings: Settings) -> Iterator[tuple[Path, Key]]:
     """The deprecated keys of the file; they stand in sections at the top."""
-    for name, known in _deprecated_keys(settings.around.version).items():
+    for name, known in _deprecated_keys(settings.usage.version).items():
         for inner, value in settings.section(name).items():
             key = known.get(inner)
             if key is not None and value != "auto":
@@ -162,7 +163,7 @@ def _dotted(path: Path, version: str) -> str:
 
 
 def _fills(filler: str, path: Path, settings: Settings) -> bool:
-    return _dotted(path, settings.around.version) in fillers.filled(filler)
+    return _dotted(path, settings.usage.version) in fillers.filled(filler)
 
 
 @file_rule(
@@ -188,21 +189,21 @@ def _fills(filler: str, path: Path, settings: Settings) -> bool:
     sources=(
         "accelerate utils/dataclasses.py; transformers integrations/deepspeed.py; DeepSpeed#1270; accelerate#3152",
     ),
-    asked=Asked(used_with=TRANSFORMERS),
+    usage=UsageOptions(used_with=TRANSFORMERS),
 )
 def auto_is_not_a_value(settings: Settings) -> Iterator[Finding]:
     """Fires for each "auto" at a place that the filler does not fill, and at which it is not a value of its own."""
-    around = settings.around
+    usage = settings.usage
     for path in autos(settings.tree):
-        key = find(around.version, *path)
+        key = find(usage.version, *path)
         if key is None or _is_value(key) or key.refused:
             continue  # K001 speaks of an unknown key
         name = format_path(path)
-        if around.filler in (TRANSFORMERS, ACCELERATE):
-            if not _fills(around.filler, path, settings) and not _fills(TRANSFORMERS, path, settings):
-                said = TITLES[around.filler]
+        if usage.filler in (TRANSFORMERS, ACCELERATE):
+            if not _fills(usage.filler, path, settings) and not _fills(TRANSFORMERS, path, settings):
+                said = TITLES[usage.filler]
                 yield Finding(f'{said} refuses "auto" in {name}: it has no value for this key', path, help=_advice(key))
-            elif not _fills(around.filler, path, settings):
+            elif not _fills(usage.filler, path, settings):
                 message = f'accelerate alone does not replace "auto" in {name}, only the Trainer of transformers does'
                 yield Finding(message, path, help=_advice(key))
         elif key.loose:
@@ -226,7 +227,7 @@ def _advice(key: Key) -> str:
 
 
 def _nobody(settings: Settings) -> str:
-    filler = settings.around.filler or BARE
+    filler = settings.usage.filler or BARE
     return f"with {TITLES[filler]} nobody replaces"
 
 
@@ -244,22 +245,20 @@ def _nobody(settings: Settings) -> str:
 )
 def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
     """One line for a file with "auto" whose filler was guessed, or whose "auto" falls back to defaults."""
-    around = settings.around
-    paths = [path for path in autos(settings.tree) if (key := find(around.version, *path)) and not _is_value(key)]
+    usage = settings.usage
+    paths = [path for path in autos(settings.tree) if (key := find(usage.version, *path)) and not _is_value(key)]
     if not paths:
         return
-    if around.filler in (TRANSFORMERS, ACCELERATE):
-        if around.filler_from == GUESSED:
+    if usage.filler in (TRANSFORMERS, ACCELERATE):
+        if usage.filler_from == GUESSED:
             count = f'{len(paths)} times "auto"' if len(paths) > 1 else '"auto"'
-            message = f"{count}: the file is taken to be for {TITLES[around.filler]}, which replaces it"
+            message = f"{count}: the file is taken to be for {TITLES[usage.filler]}, which replaces it"
             yield Finding(message, paths[0], help="name the tool that reads the file with --used-with")
         return
-    defaults = [
-        path for path in paths if (key := find(around.version, *path)) and not key.loose and path[-1] != "stage"
-    ]
+    defaults = [path for path in paths if (key := find(usage.version, *path)) and not key.loose and path[-1] != "stage"]
     if defaults:
         names = ", ".join(format_path(path) for path in defaults[:3]) + (" …" if len(defaults) > 3 else "")
-        message = f'with {TITLES[around.filler or BARE]} "auto" becomes DeepSpeed\'s default in {names}'
+        message = f'with {TITLES[usage.filler or BARE]} "auto" becomes DeepSpeed\'s default in {names}'
         related = tuple(Related("and here", path) for path in defaults[1:])
         yield Finding(message, defaults[0], help="write values", related=related, severity=Severity.WARNING)
 
@@ -273,16 +272,16 @@ def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
     wrong={"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0},
     right={"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, _ZERO: {"stage": 0}},
     sources=("accelerate utils/dataclasses.py; lightning strategies/deepspeed.py",),
-    asked=Asked(used_with=ACCELERATE),
+    usage=UsageOptions(used_with=ACCELERATE),
 )
 def the_reader_takes_the_file(settings: Settings) -> Iterator[Finding]:
     """Fires for a missing section under accelerate, and for steps under Lightning; a warning where they are guessed."""
-    filler = settings.around.filler
+    filler = settings.usage.filler
     if filler in (TRANSFORMERS, ACCELERATE) and settings.left_out(_ZERO):
         path: Path = (_ZERO,)
         fix = Fix("add zero_optimization at stage 0", Safety.SAFE, (Edit(path, {"stage": 0}),))
         message = f"zero_optimization is missing: {TITLES[filler]} refuses the file"
-        guessed = settings.around.filler_from == GUESSED
+        guessed = settings.usage.filler_from == GUESSED
         advice = 'add "zero_optimization": {"stage": 0}'
         yield Finding(message, path, help=advice, fixes=(fix,), severity=Severity.WARNING if guessed else None)
     if filler == LIGHTNING and _STEPS in settings.tree:
@@ -293,7 +292,7 @@ def the_reader_takes_the_file(settings: Settings) -> Iterator[Finding]:
 
 def has_filler(settings: Settings) -> bool:
     """Whether somebody fills "auto" before DeepSpeed sees the file."""
-    return settings.around.filler in (TRANSFORMERS, ACCELERATE)
+    return settings.usage.filler in (TRANSFORMERS, ACCELERATE)
 
 
 def auto_or(value: Any) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parcompile.backends.deepspeed import table as words
+from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, as_schema, at, ended, facts, order, since, table
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Related, Safety, Severity
 from parcompile.schema.findings import Findings, named
 from parcompile.schema.keys import unknown_key
@@ -22,10 +24,8 @@ from parcompile.schema.values import quoted
 from parcompile.schema.view import Violation
 from parcompile.text import Document
 
-from . import table as words
 from .constructors import wrong_parameters, wrong_type
 from .lax import How, Read, as_written, read
-from .table import ANY, ENTRY, Key, as_schema, at, ended, facts, order, since, table
 
 AUTO = "auto"
 _REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})

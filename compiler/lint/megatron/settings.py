@@ -10,9 +10,8 @@ from parcompile.backends.megatron.arguments import Unknown
 from parcompile.backends.megatron.file import Call
 from parcompile.backends.megatron.options import NVIDIA, line
 from parcompile.diagnostics import Related
-
-from .file_registry import Check, Settings
-from .registry import Finding
+from parcompile.lint.registry import Check, Settings
+from parcompile.rules.registry import Finding
 
 
 class NotSaidError(Exception):

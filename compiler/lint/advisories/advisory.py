@@ -68,7 +68,7 @@ class Advisory:
 @functools.cache
 def advisories() -> tuple[Advisory, ...]:
     """Every advisory, by id."""
-    file = importlib.resources.files("parcompile.advisories") / "advisories.json"
+    file = importlib.resources.files("parcompile.lint.advisories") / "advisories.json"
     found = [_advisory(entry) for entry in json.loads(file.read_text(encoding="utf-8"))["advisories"]]
     return tuple(sorted(found, key=lambda one: one.id))
 

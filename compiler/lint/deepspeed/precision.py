@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from parcompile.backends.deepspeed.constructors import on_host
 from parcompile.backends.deepspeed.facts import refused_scaling, wrong_scale
 from parcompile.backends.deepspeed.table import order
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
+from parcompile.lint.deepspeed.constructors import on_host
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.registry import Finding
 
-from .f_deepspeed_optimizer import ranks
-from .f_deepspeed_stages import BATCH, ZERO, stage_of
-from .file_registry import DEEPSPEED, Settings, file_rule
-from .registry import Finding
+from .optimizer import ranks
+from .stages import BATCH, ZERO, stage_of
 
 # A DeepSpeed configuration on its own: types of weights, gradients and sums.
 
@@ -150,11 +151,11 @@ def loss_scale_works(settings: Settings) -> Iterator[Finding]:
     scale = settings.number("fp16", "loss_scale")
     if scale is not None and scale < 0:
         yield Finding(f"fp16.loss_scale {scale:g} is below 0", ("fp16", "loss_scale"), help="write 0 to adapt it")
-    for key in _NUMBERS if order(settings.around.version) >= order(_STRICT_SINCE) else ():
+    for key in _NUMBERS if order(settings.usage.version) >= order(_STRICT_SINCE) else ():
         value = settings.get("fp16", key)
         fraction = isinstance(value, str) and key != "loss_scale" and _WHOLE.fullmatch(value) is None
         if isinstance(value, bool) or fraction:
-            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.around.version} wants a number"
+            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.usage.version} wants a number"
             yield Finding(message, ("fp16", key), help="write the number, without quotes")
     if settings.get("fp16", "enabled") is True and not scale:
         for key in ("loss_scale_window", "min_loss_scale"):

@@ -25,11 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parcompile.backends.deepspeed.table import UnknownVersionError, known, nearest, newest, order
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
 from parcompile.user_files import read_start
-
-from .table import UnknownVersionError, known, nearest, newest, order
 
 # Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
 
@@ -46,7 +45,7 @@ TITLES = {
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    file = importlib.resources.files("parcompile.backends.deepspeed") / "fillers.json"
+    file = importlib.resources.files("parcompile.lint.deepspeed") / "fillers.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
     assert isinstance(tree, dict)
     return tree
@@ -112,7 +111,7 @@ _HANDED_ON = (
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class UsageContext:
     """A known version and a filler of "auto"; `…_from` says who named it, None when nobody did."""
 
     version: str
@@ -132,30 +131,30 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class UsageOptions:
     """What a user says of the surroundings of all files."""
 
     version: str | None = None
     used_with: str | None = None
 
 
-def surroundings(tree: object, file: Path | None, asked: Asked) -> Surroundings:
+def usage_context(tree: object, file: Path | None, usage: UsageOptions) -> UsageContext:
     """Where the configuration `tree` in `file` (None for standard input) will be used.
 
     Raises:
         UnknownVersionError: the version that was asked for is none.
     """
     version, version_from = newest(), None
-    if asked.version is not None:
-        version, version_from = nearest(asked.version), "--deepspeed-version"
+    if usage.version is not None:
+        version, version_from = nearest(usage.version), "--deepspeed-version"
     elif file is not None and (found := required(file.parent)) is not None:
         version, version_from = found
-    filler, filler_from = asked.used_with, "--used-with" if asked.used_with else None
+    filler, filler_from = usage.used_with, "--used-with" if usage.used_with else None
     if filler is None and file is not None:
         filler, filler_from = handed_on(file)
     if filler is None and any(True for _ in autos(tree)):
         filler, filler_from = TRANSFORMERS, GUESSED
-    return Surroundings(version, version_from, filler, filler_from)
+    return UsageContext(version, version_from, filler, filler_from)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -252,16 +251,16 @@ _TAKEN = ("J013", "J014", "J015")
 _KEY_WITHOUT_QUOTES = "the key "
 
 
-def judged(diagnostics: Iterable[Diagnostic], around: Surroundings) -> tuple[Diagnostic, ...]:
+def text_diagnostics(diagnostics: Iterable[Diagnostic], usage: UsageContext) -> tuple[Diagnostic, ...]:
     """What is wrong with the text for those who read it here: nothing that all of them take."""
     found = []
     for one in diagnostics:
         if not _is_hjson(one):
             found.append(one)
-        elif around.strict_json is not None:
-            reader = TITLES[around.strict_json]
+        elif usage.strict_json is not None:
+            reader = TITLES[usage.strict_json]
             found.append(replace(one, message=f"{one.message}: {reader} cannot read it, DeepSpeed itself can"))
-        elif around.filler is None:
+        elif usage.filler is None:
             message = f"{one.message}: DeepSpeed itself reads it, transformers, accelerate and Lightning do not"
             found.append(replace(one, message=message, severity=Severity.WARNING))
     return tuple(found)

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.deepspeed.table import find
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules.arithmetic import divisors, listed
+from parcompile.rules.registry import Finding
 
-from .arithmetic import divisors, listed
-from .f_deepspeed_optimizer import ranks
-from .f_deepspeed_stages import BATCH, ZERO, stage_of
-from .file_registry import DEEPSPEED, Settings, file_rule
-from .registry import Finding
+from .optimizer import ranks
+from .stages import BATCH, ZERO, stage_of
 
 # A DeepSpeed configuration on its own: DeepSpeed's own tensor and sequence parallelism.
 
@@ -61,7 +62,7 @@ def tensor_parallelism_shards(settings: Settings) -> Iterator[Finding]:
         message = f"tp_size {other:g} ≠ autotp_size {given:g}: DeepSpeed refuses the combination"
         yield Finding(message, path, help="remove tp_size", fixes=(fix,), related=(Related("the size", _SIZE),))
     preset = settings.get(_TP_SECTION, "preset_model")
-    key = find(settings.around.version, _TP_SECTION, "preset_model")
+    key = find(settings.usage.version, _TP_SECTION, "preset_model")
     names = key.facts.get("names", ()) if key is not None else ()
     if isinstance(preset, str) and names and preset.lower() not in names:
         near = closest(preset, names)
@@ -175,7 +176,7 @@ def autoep_takes_the_values(settings: Settings) -> Iterator[Finding]:
 def _names(settings: Settings) -> Iterator[Finding]:
     for name in ("preset_model", "expert_activation"):
         value = _value(settings, name)
-        key = find(settings.around.version, *map(str, _at(name)))
+        key = find(settings.usage.version, *map(str, _at(name)))
         names = list(key.facts.get("names", ())) if key is not None else []
         if isinstance(value, str) and names and value not in names:
             near = closest(value, names)

@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.entry_points import VARIABLE
+from parcompile.rules.registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Rule, all_rules
 
-from .file_registry import DEEPSPEED, GPT_NEOX, MEGATRON, FileRule, file_rules
-from .registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Rule, all_rules
+from .registry import FileRule, file_rules
 
 GROUPS = {
     "A": "Numerics advisories: versions that compute something else",
@@ -122,7 +123,7 @@ _INEXPRESSIBLE = Page(
 
 def _with_use(rule: FileRule) -> str:
     """The explanation, with the options under which the examples are checked."""
-    version, used_with = rule.asked.version, rule.asked.used_with
+    version, used_with = rule.usage.version, rule.usage.used_with
     options = [f"--deepspeed-version {version}"] if version else []
     options += [f"--used-with {used_with}"] if used_with else []
     return f"{rule.explanation} The examples are meant for {' '.join(options)}." if options else rule.explanation

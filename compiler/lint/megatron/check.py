@@ -1,19 +1,36 @@
-"""What Megatron-LM's parser does not take of a call's arguments: names, types, choices, words without a place."""
+"""What is wrong with the calls of a script: what Megatron-LM's parser does not take of their words, and the rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from parcompile.backends.kinds import MEGATRON
+from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
+from parcompile.backends.megatron.file import Call, from_tree
+from parcompile.backends.megatron.options import Facts, Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
+from parcompile.lint.registry import check_settings
+from parcompile.text import Document
 
-from .arguments import Arguments, Problem, Span, Unknown, converted
-from .file import Call
-from .options import Facts, Line, Option, spelling
+from .settings import MegatronSettings
 
 
-def findings(call: Call) -> Iterator[Diagnostic]:
+def check_file(document: Document) -> list[Diagnostic]:
+    """What is wrong with the calls of a script, each time once."""
+    first = document if isinstance(document, Call) else from_tree(document)
+
+    found: dict[tuple[Any, ...], Diagnostic] = {}
+    for call in (first, *first.others):
+        rules = map(call.locate, check_settings(MegatronSettings(call), MEGATRON))
+        for one in (*_of_words(call), *rules):
+            found.setdefault((one.code, one.position, one.message), one)
+    return list(found.values())
+
+
+def _of_words(call: Call) -> Iterator[Diagnostic]:
     """What is wrong with the words of one call."""
     arguments = call.arguments
     for problem in arguments.problems:

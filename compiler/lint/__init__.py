@@ -1,0 +1,1 @@
+"""Files of other tools on their own: what is wrong with them, judged as their tool would take them."""

@@ -1,0 +1,1 @@
+"""A DeepSpeed configuration: what each version refuses or ignores, and how its values fit together."""

@@ -1,0 +1,1 @@
+"""Megatron-LM arguments: what its parser refuses, and how their values fit together."""
