@@ -11,26 +11,21 @@ from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from parcompile.model.recurrent.shape import LayerListError
-
 from .activation import kept_numbers
-from .blocks import Block
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
-from .compressed_keys import LowRank
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import by_hand, facts_of
 from .families import FAMILIES, try_family
 from .family import Family, Latent, Norm
-from .indexer import IndexerShape, indexer_shape
+from .indexer import indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
 from .recurrent.reading import recurrent_shape
-from .recurrent.shape import RecurrentShape
 from .shape import MlaShape, ModelShape
-from .shared_blocks import INPUTS, SharedBlocks, shared_blocks
+from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
 from .type_traits import types_with
 from .user_module import InjectionProblem, UserModule
@@ -85,6 +80,13 @@ _MOST_KNOWN = 512
 def _shape(config: Config) -> ModelShape:
     if "injection" in config:
         return _user_module_shape(config)
+    try:
+        return _described(config)
+    except (LayersError, TableError) as error:
+        raise ModelConfigError(str(error), error.key) from error
+
+
+def _described(config: Config) -> ModelShape:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         sentence, instead = refusal(name, config)
@@ -106,14 +108,14 @@ def _shape(config: Config) -> ModelShape:
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
     if (by_modules := _by_modules(config, family)) is not config:
         config, read = by_modules, ConfigReader(by_modules, family, family.keys)
-    if (block_kinds := _block_kinds(family, config)) is None and LISTS_OF_KINDS & config.keys():
+    if (block_kinds := family.layer_blocks and family.layer_blocks(config)) is None and LISTS_OF_KINDS & config.keys():
         _list_all_layers(config, read.size("num_hidden_layers"))
     table = None if by_hand(name) else table_of(name)
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     norms = family.norms_of(config)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
-    shared = _shared_blocks(read, family, config)
+    shared = shared_blocks(config, read.size) if family.shared_blocks else None
     if shared is not None:
         blocks = LayerBlocks(attention=shared.layers, mlp=shared.layers, experts=())
     if not family.attends:
@@ -145,28 +147,27 @@ def _shape(config: Config) -> ModelShape:
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
         mla=mla,
-        indexer=_indexer(read, family, config),
+        indexer=None
+        if family.indexer is None
+        else indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size),
         layers_per_module=family.layers_per_module,
         runs=runs,
-        recurrent=_recurrent(read, family, config, layers),
+        recurrent=None if family.recurrent is None else recurrent_shape(family.recurrent, config, layers, read.size),
         blocks=blocks,
         shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
         hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
         square_mixtures=0 if family.square_mixtures is None else read.size(*family.square_mixtures),
         mixture_rank=0 if family.mixture_rank is None else read.size(*family.mixture_rank),
-        parts=_parts(family, config, layers),
-        low_rank=_low_rank(family, config),
+        parts=tuple(block for one in family.parts for block in one.read(config, layers, read.size)),
+        low_rank=None if family.low_rank is None else family.low_rank(config),
     )
     if family.layer_shapes is not None:
         shape = _of_kinds(shape, family, config)
     if table is None:
         return replace(shape, **_of_plug_in(family, config))
-    try:
-        shape = replace(shape, stated=_stated(table, family, config, shape))
-        return replace(shape, **facts_of(shape))
-    except TableError as error:
-        raise ModelConfigError(str(error), error.key) from error
+    shape = replace(shape, stated=_stated(table, family, config, shape))
+    return replace(shape, **facts_of(shape))
 
 
 def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
@@ -229,66 +230,11 @@ def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:
     """The same, with the kinds of its layers; where all are of one kind, the whole is."""
     assert family.layer_shapes is not None
     common = LayerShape(**{one.name: getattr(shape, one.name) for one in fields(LayerShape)})
-    try:
-        kinds = kinds_of_layers(family.layer_shapes(config, common, shape.num_hidden_layers))
-    except LayersError as error:
-        raise ModelConfigError(str(error), error.key) from error
+    kinds = kinds_of_layers(family.layer_shapes(config, common, shape.num_hidden_layers))
     found = replace(shape, kinds=kinds)
     if len(kinds) == 1:
         ((_, found),) = found.by_kind
     return found
-
-
-def _block_kinds(family: Family, config: Config) -> tuple[str, ...] | None:
-    if family.layer_blocks is None:
-        return None
-    try:
-        return family.layer_blocks(config)
-    except LayerListError as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _shared_blocks(read: ConfigReader, family: Family, config: Config) -> SharedBlocks | None:
-    if not family.shared_blocks:
-        return None
-    try:
-        return shared_blocks(config, read.size)
-    except LayerListError as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _recurrent(read: ConfigReader, family: Family, config: Config, layers: int) -> RecurrentShape | None:
-    if family.recurrent is None:
-        return None
-    try:
-        return recurrent_shape(family.recurrent, config, layers, read.size)
-    except (LayerListError, LayersError) as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _indexer(read: ConfigReader, family: Family, config: Config) -> IndexerShape | None:
-    if family.indexer is None:
-        return None
-    try:
-        return indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size)
-    except LayersError as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _parts(family: Family, config: Config, layers: int) -> tuple[Block, ...]:
-    try:
-        return tuple(block for one in family.parts for block in one.read(config, layers))
-    except LayersError as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _low_rank(family: Family, config: Config) -> LowRank | None:
-    if family.low_rank is None:
-        return None
-    try:
-        return family.low_rank(config)
-    except LayersError as error:
-        raise ModelConfigError(str(error), error.key) from error
 
 
 def _user_module_shape(config: Config) -> ModelShape:

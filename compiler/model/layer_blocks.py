@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.model.recurrent.shape import LayerListError
+from parcompile.model.layer_kind import LayersError
 
 from .tables import OLDER_KINDS
 
@@ -39,16 +39,16 @@ def nemotron_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The kind of each layer of a Nemotron-H: a list, or a pattern with a letter for each layer.
 
     Raises:
-        LayerListError: a kind that nobody knows, or another number of layers than `num_hidden_layers` says.
+        LayersError: a kind that nobody knows, or another number of layers than `num_hidden_layers` says.
     """
     pattern_key = "hybrid_override_pattern"
     key = next((one for one in ("layers_block_type", "layer_types", pattern_key) if config.get(one) is not None), "")
     given = config.get(key, _BY_DEFAULT)
     if not isinstance(given, str if key == pattern_key else list | tuple) or not given:
-        raise LayerListError(f"{key} is {given!r}: write the kind of each layer", key)
+        raise LayersError(f"{key} is {given!r}: write the kind of each layer", key)
     known = _LETTERS if key == pattern_key else {**_OLDER, **{kind: kind for kind in _BY_DEFAULT}}
     if unknown := sorted({str(one) for one in given} - set(known)):
-        raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are {', '.join(known)}", key)
+        raise LayersError(f"{key} has {', '.join(unknown)}: the kinds are {', '.join(known)}", key)
     counted(config, len(given), key)
     return tuple(known[one] for one in given)
 
@@ -62,10 +62,10 @@ def counted(config: Mapping[str, Any], layers: int, key: str) -> None:
         key: of the list; empty where the configuration has none.
 
     Raises:
-        LayerListError: it is another number.
+        LayersError: it is another number.
     """
     count = config.get("num_hidden_layers")
     if count in (None, layers):
         return
     found = f"{key} lists {layers} layers" if key else f"without layers_block_type transformers builds {layers} layers"
-    raise LayerListError(f"num_hidden_layers is {count}, but {found}: list the kind of each layer", "num_hidden_layers")
+    raise LayersError(f"num_hidden_layers is {count}, but {found}: list the kind of each layer", "num_hidden_layers")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.model.recurrent.shape import LayerListError
+from parcompile.model.layer_kind import LayersError
 
 from .layer_blocks import STATE, counted
 from .tables import OLDER_KINDS
@@ -73,22 +73,22 @@ def zamba2_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The kind of each layer of a Zamba2, "linear_attention" or "hybrid".
 
     Raises:
-        LayerListError: a kind that nobody knows, no hybrid layer, another number of layers than the list has, or a
+        LayersError: a kind that nobody knows, no hybrid layer, another number of layers than the list has, or a
             name of the list under which transformers takes it too late.
     """
     key = "layers_block_type"
     given = _DEFAULT if config.get(key) is None else config[key]
     if config.get(_LATE) is not None and config.get(key) is None:
-        raise LayerListError(
+        raise LayersError(
             f"{_LATE}: transformers reads which layers use shared blocks from {key} only: write the list there", _LATE
         )
     if not isinstance(given, list | tuple) or not given:
-        raise LayerListError(f"{key} is {given!r}: write the kind of each layer", key)
+        raise LayersError(f"{key} is {given!r}: write the kind of each layer", key)
     if unknown := sorted({str(one) for one in given} - {*_OLDER, STATE, HYBRID}):
-        raise LayerListError(f"{key} has {', '.join(unknown)}: the kinds are mamba, {STATE} and {HYBRID}", key)
+        raise LayersError(f"{key} has {', '.join(unknown)}: the kinds are mamba, {STATE} and {HYBRID}", key)
     kinds = tuple(_OLDER.get(str(one), str(one)) for one in given)
     if HYBRID not in kinds:
-        raise LayerListError(f"{key} has no {HYBRID} layer: no layer would attend", key)
+        raise LayersError(f"{key} has no {HYBRID} layer: no layer would attend", key)
     counted(config, len(kinds), key)
     return kinds
 
@@ -97,17 +97,17 @@ def shared_blocks(config: Mapping[str, Any], size: Size) -> SharedBlocks:
     """The shared blocks of a configuration.
 
     Raises:
-        LayerListError: what follows from other keys has another value, or sizes do not fit each other.
+        LayersError: what follows from other keys has another value, or sizes do not fit each other.
     """
     layers = tuple(place for place, kind in enumerate(zamba2_kinds(config)) if kind == HYBRID)
     hidden, heads = size("hidden_size", None), size("num_attention_heads", None)
     if INPUTS * hidden % heads:
-        raise LayerListError(
+        raise LayersError(
             f"{INPUTS} x hidden_size {hidden} / num_attention_heads {heads} is not whole", "num_attention_heads"
         )
     adapters, kv_heads = bool(config.get("use_shared_attention_adapter")), size("num_key_value_heads", heads)
     if adapters and kv_heads != heads:
-        raise LayerListError(
+        raise LayersError(
             f"num_key_value_heads {kv_heads} is not num_attention_heads {heads}: with use_shared_attention_adapter "
             "transformers gives keys and values adapters as wide as all query heads",
             "num_key_value_heads",
@@ -116,6 +116,6 @@ def shared_blocks(config: Mapping[str, Any], size: Size) -> SharedBlocks:
     for key in sorted(FOLLOWING):
         value = follow.get(key, INPUTS * hidden // heads)
         if config.get(key) not in (None, value):
-            raise LayerListError(f"{key} is {config[key]!r}, but {value} follows from the other keys", key)
+            raise LayersError(f"{key} is {config[key]!r}, but {value} follows from the other keys", key)
     count = min(size("num_mem_blocks", 1), len(layers))
     return SharedBlocks(layers, count, size("adapter_rank", 128), adapters)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .block import Block, Exchange, Local, Traits
+from .block import Block, Exchange, Local, Size, Traits
 
 PROJECTIONS = "altup_projections."
 """What makes streams of one, in front of the layers."""
@@ -72,7 +72,7 @@ class AltUpTraits(Traits):
     words: ClassVar[str] = "several residual streams"
     telling: ClassVar[int] = 0
 
-    def read(self, config: Mapping[str, Any], layers: int) -> tuple[Block, ...]:
+    def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Block, ...]:  # noqa: ARG002
         """From the shares of `activation_sparsity_pattern`, layer by layer."""
         listed, count = config.get("activation_sparsity_pattern"), config.get("num_hidden_layers", 35)
         if listed is None:

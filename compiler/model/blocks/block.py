@@ -7,11 +7,14 @@ that it stands in. What a mechanism has nothing to say of it leaves out: the ans
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from parcompile.model.cutting.cut import Cut
+
+Size = Callable[[str, "int | None"], int]
+"""The value of a key of a configuration, or its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class Traits(ABC):
     """Parameters that published files store in pieces: a pattern of the name, and the ending of a piece with `{}`."""
 
     @abstractmethod
-    def read(self, config: Mapping[str, Any], layers: int) -> tuple[Block, ...]:
+    def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Block, ...]:
         """The mechanism in a model of so many layers: a block for each set of layers that have another part of it.
 
         Raises:

@@ -26,7 +26,7 @@ from parcompile.model.cutting.cut import Cut
 from parcompile.model.layer_kind import LayersError
 from parcompile.model.table import Part, Split
 
-from .block import Block, Divided, Exchange, Halo, Local, Traits
+from .block import Block, Divided, Exchange, Halo, Local, Size, Traits
 
 TABLE = "ple.ple_embedding.ngram_embedding.weight"
 """What a layer calls the table."""
@@ -122,7 +122,7 @@ class NgramTraits(Traits):
     among: Callable[[Mapping[str, Any], int], Collection[int]]
     """The layers that may add them: those of linear_attention."""
 
-    def read(self, config: Mapping[str, Any], layers: int) -> tuple[Ngrams, ...]:
+    def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Ngrams, ...]:  # noqa: ARG002
         """From `ple_layer_ids`, which counts layers from 1."""
         listed = config.get("ple_layer_ids")
         if listed is None or listed == []:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Latent, Refusal
+from parcompile.model.layer_kind import LayersError
 from parcompile.model.recurrent import Recurrent, RecurrentKind
-from parcompile.model.recurrent.shape import LayerListError
 from parcompile.model.shape import ModelShape
 
 from .traits import all_heads, by_step
@@ -159,7 +159,7 @@ def _kimi_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
         return tuple(layer for layer in range(count) if not layer or layer % 4)
     states = section["kda_layers"]
     if sorted([*section["full_attn_layers"], *states]) != list(range(1, count + 1)):
-        raise LayerListError(
+        raise LayersError(
             f"{_SECTION}: full_attn_layers and kda_layers have to name each of the {count} layers once, from 1 on",
             _SECTION,
         )

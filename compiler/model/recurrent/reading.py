@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from parcompile.model.layer_kind import LayersError
 from parcompile.model.tables import OLDER_KINDS
 
-from .shape import LayerListError, RecurrentKind, RecurrentShape
+from .shape import RecurrentKind, RecurrentShape
 from .state_space import selective_shape, state_space_shape
 from .traits import Recurrent
 
@@ -20,8 +21,8 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
     """The layers with a state; None where a configuration has none.
 
     Raises:
-        LayerListError: the list of layers does not fit their number, or has a kind that nobody knows.
-        LayersError: the period of layers that attend does not fit its offset.
+        LayersError: the list of layers does not fit their number, or has a kind that nobody knows; the period of
+            layers that attend does not fit its offset.
     """
     layers = _layers(traits, config, num_layers, size)
     if not layers:
@@ -52,7 +53,7 @@ def recurrent_shape(traits: Recurrent, config: Mapping[str, Any], num_layers: in
 def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int, ...], size: Size) -> RecurrentShape:
     section = {} if config.get(traits.section) is None else config[traits.section]
     if not isinstance(section, Mapping):
-        raise LayerListError(f"{traits.section} is {section!r}: it has to be an object", traits.section)
+        raise LayersError(f"{traits.section} is {section!r}: it has to be an object", traits.section)
 
     def called(key: str) -> str:
         # A configuration that transformers saved has both names, and its class takes the value of the longer one:
@@ -65,7 +66,7 @@ def _kimi_delta(traits: Recurrent, config: Mapping[str, Any], layers: tuple[int,
         value = section[inside]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             message = f"{traits.section}.{inside} is {value!r}: it has to be a whole number of 1 or more"
-            raise LayerListError(message, traits.section)
+            raise LayersError(message, traits.section)
         return value
 
     heads, width = of("linear_num_heads", "num_heads", 32), of("linear_head_dim", "head_dim", 128)
@@ -92,7 +93,7 @@ def _delta(traits: Recurrent, layers: tuple[int, ...], size: Size) -> RecurrentS
     width = max(int(0.75 * size("hidden_size", 1) / groups), 1) if attending else 128
     key_dim = size("linear_key_head_dim", width)
     if heads % groups:
-        raise LayerListError(
+        raise LayersError(
             f"linear_num_value_heads {heads} / linear_num_key_heads {groups} is not whole: each key head serves as "
             "many value heads as the others",
             "linear_num_value_heads",
@@ -126,14 +127,14 @@ def _layers(traits: Recurrent, config: Mapping[str, Any], num_layers: int, size:
         return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
         found = len(kinds) if isinstance(kinds, list | tuple) else repr(kinds)
-        raise LayerListError(
+        raise LayersError(
             f"{traits.layers_key} has {found} entries for {num_layers} layers: write the kind of each",
             traits.layers_key,
         )
     kinds = [OLDER_KINDS.get(str(kind), kind) for kind in kinds]
     known = (traits.word, *traits.attending_words)
     if others := sorted({str(kind) for kind in kinds} - set(known)):
-        raise LayerListError(
+        raise LayersError(
             f"{traits.layers_key} has {', '.join(others)}: the kinds of layers here are {' and '.join(known)}",
             traits.layers_key,
         )

@@ -6,14 +6,6 @@ import enum
 from dataclasses import dataclass, field
 
 
-class LayerListError(ValueError):
-    """A list of layers, or of their sizes, that does not fit; `key` is the key at fault."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
 class RecurrentKind(str, enum.Enum):
     """What a layer computes in the place of attention."""
 

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .shape import LayerListError, RecurrentKind, RecurrentShape
+from parcompile.model.layer_kind import LayersError
+
+from .shape import RecurrentKind, RecurrentShape
 
 # Selective state spaces: the sizes of Mamba-1 layers, read out of a configuration.
 
@@ -110,7 +112,7 @@ def state_space_shape(
     """The sizes of Mamba-2 layers.
 
     Raises:
-        LayerListError: heads, their width and groups do not fit each other.
+        LayersError: heads, their width and groups do not fit each other.
     """
     heads, groups = size(*keys.heads), size(*keys.groups)
     name = keys.head_dim[0]
@@ -125,13 +127,11 @@ def state_space_shape(
         head_dim = size(*keys.head_dim)
         features, told = heads * head_dim, name
     if features % heads:
-        raise LayerListError(f"{told} {features} / {keys.heads[0]} {heads} is not whole", keys.heads[0])
+        raise LayersError(f"{told} {features} / {keys.heads[0]} {heads} is not whole", keys.heads[0])
     if given and (width := size(*keys.head_dim)) * heads != features:
-        raise LayerListError(
-            f"{keys.heads[0]} {heads} x {name} {width} = {heads * width} is not {told} {features}", name
-        )
+        raise LayersError(f"{keys.heads[0]} {heads} x {name} {width} = {heads * width} is not {told} {features}", name)
     if heads % groups:
-        raise LayerListError(
+        raise LayersError(
             f"{keys.heads[0]} {heads} / {keys.groups[0]} {groups} is not whole: each group serves as many heads as the "
             "others",
             keys.groups[0],
