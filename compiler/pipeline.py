@@ -168,9 +168,10 @@ def check_read(
     else:
         found = find(document)
     if any(one.fixes for one in found):
-        from .rules.arithmetic import tried
+        from .rules.registry import PEAK_RULE
+        from .text.fixes import tried
 
-        found = tried(found, document, find)
+        found = tried(found, document, find, too_large=PEAK_RULE)
     return Checked(read.source, document, tuple(in_file_order([*read.diagnostics, *found])), resolution, kind)
 
 

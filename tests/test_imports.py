@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -119,3 +121,28 @@ def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:
     kernels = "parcompile.runtime.ring_attention.kernels"
     outside = {one for name, found in graph.items() if name.startswith(kernels) for one in found}
     assert sorted(one for one in outside if not one.startswith(kernels)) == []
+
+
+MOST_MODULES = 160
+"""What `parcompile check spec.json` may import of ours, from a cold start: what a spec does not need is left alone."""
+COUNT = """
+import sys
+from parcompile.cli import main
+sys.argv = ["parcompile", "check", {spec!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print(*(name for name in sys.modules if name.partition(".")[0] == "parcompile"))
+"""
+
+
+def test_a_cold_check_of_a_spec_imports_few_modules() -> None:
+    spec = str(ROOT / "examples" / "byte_llama.json")
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT.format(spec=spec)], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = run.stdout.splitlines()[-1].split()
+    assert "parcompile.pipeline" in loaded
+    assert len(loaded) <= MOST_MODULES, sorted(loaded)
+    assert not [name for name in loaded if name.startswith(("parcompile.plan.", "parcompile.lint.deepspeed"))]

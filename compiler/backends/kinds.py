@@ -25,6 +25,10 @@ ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
     "trainer",
     "lightning",
 )
+NAMING = (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER)
+"""Kinds whose files may name a DeepSpeed configuration."""
+FILLERS = ("transformers", "accelerate", "lightning", "bare")
+"""Who reads a DeepSpeed configuration and replaces "auto" in it; bare is `deepspeed.initialize` alone."""
 PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
 MODEL, PACKAGE, UNKNOWN = "model_config", "package", "unknown"
 

@@ -8,15 +8,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
-from parcompile.backends.deepspeed.table import UnknownVersionError, nearest
-from parcompile.backends.kinds import CHECKED, MODEL, UNKNOWN
+from parcompile.backends.kinds import CHECKED, FILLERS, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
-from parcompile.lint.deepspeed.usage import NAMES as FILLERS
-from parcompile.lint.deepspeed.usage import UsageOptions
 from parcompile.pipeline import Checked
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
@@ -24,8 +22,10 @@ from parcompile.spec.resolve import Unavailable
 from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
 from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
-from .resolved import table_of, values_of
 from .saying import say
+
+if TYPE_CHECKING:
+    from parcompile.lint.deepspeed.usage import UsageOptions
 
 
 @click.command("check")
@@ -91,8 +91,13 @@ def command(
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 
-def _usage(version: str | None, used_with: str | None) -> UsageOptions:
-    """For which DeepSpeed the files are meant; a version that there is not is a mistake of usage."""
+def _usage(version: str | None, used_with: str | None) -> UsageOptions | None:
+    """For which DeepSpeed the files are meant, if that is said; a version that there is not is a mistake of usage."""
+    if version is None and used_with is None:
+        return None
+    from parcompile.backends.deepspeed.table import UnknownVersionError, nearest
+    from parcompile.lint.deepspeed.usage import UsageOptions
+
     if version is not None:
         try:
             nearest(version)
@@ -171,6 +176,8 @@ def _print(
         for checked in run.checked:
             if (said := _verdict(checked)) is not None:
                 say((f"{checked.text.file}: " if len(run.checked) > 1 else "") + said)
+    if show_values:
+        from .resolved import table_of, values_of
     if format_ == "json" and show_values:
         stream = io.StringIO()
         report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)

@@ -6,17 +6,18 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from parcompile.backends.following import named_files
-from parcompile.backends.kinds import Certainty
-from parcompile.lint.deepspeed.usage import UsageOptions
+from parcompile.backends.kinds import NAMING, Certainty
 from parcompile.pipeline import Checked, check_any, check_read
-from parcompile.plan import PlanError
 from parcompile.text import SourceError, SourceText, parse
 
 from .options import Selection
+
+if TYPE_CHECKING:
+    from parcompile.lint.deepspeed.usage import UsageOptions
 
 _ROUNDS = 100
 
@@ -70,20 +71,28 @@ def expanded(specs: Sequence[str]) -> list[str]:
 
 
 def checked_files(
-    files: list[str], targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions
+    files: list[str], targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions | None
 ) -> Run:
     """Files and those that they name, each checked, and mended where that is asked for."""
     run, waiting = Run(), list(files)
     for file in waiting:
         checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, usage)
-        if checked is not None and checked.document is not None and file != "-" and not Path(file).is_dir():
+        if (
+            checked is not None
+            and checked.kind in NAMING
+            and checked.document is not None
+            and file != "-"
+            and not Path(file).is_dir()
+        ):
+            from parcompile.backends.following import named_files
+
             followed = named_files(checked.kind, checked.document.tree, Path(file))
             waiting += [name for name in followed if name not in waiting]
     return run
 
 
 def _check_one(
-    run: Run, file: str, targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions
+    run: Run, file: str, targets: tuple[str, ...], kind: str | None, mending: Mending | None, usage: UsageOptions | None
 ) -> Checked | None:
     try:
         checked = check_any(file, targets, kind=kind, usage=usage)
@@ -97,7 +106,7 @@ def _check_one(
         elif mending:
             checked, count = _fixed(checked, targets, mending, usage)
             run.fixed += count
-    except (PlanError, SourceError) as error:
+    except SourceError as error:
         run.unreadable.append(str(error))
     except OSError as error:
         run.unreadable.append(f"{file} cannot be written: {error.strerror}")
@@ -108,7 +117,9 @@ def _check_one(
     return None
 
 
-def _fixed(checked: Checked, targets: tuple[str, ...], mending: Mending, usage: UsageOptions) -> tuple[Checked, int]:
+def _fixed(
+    checked: Checked, targets: tuple[str, ...], mending: Mending, usage: UsageOptions | None
+) -> tuple[Checked, int]:
     """The file after its fixes, one at a time, each tried on what the one before has left."""
     from parcompile.text.fixes import apply_fixes, chosen_fix, save
 

@@ -12,7 +12,7 @@ from parcompile.backends.writing import differences, locked_targets, write
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.pipeline import Checked, compile_file, is_plan
-from parcompile.plan import Plan, PlanError, load_plan
+from parcompile.plan import Plan, load_plan
 from parcompile.plan.summary import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
@@ -62,7 +62,7 @@ def command(
         if plan is not None and is_plan(spec):
             # Compiled already: its identity stays.
             plan = load_plan(spec)
-    except (PlanError, SourceError) as error:
+    except SourceError as error:
         raise click.ClickException(str(error)) from None
     _print_diagnostics(checked, quiet=quiet, verbose=verbose)
     if plan is None:

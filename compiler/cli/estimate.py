@@ -23,7 +23,7 @@ from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style
 from parcompile.layout.grid import Axis
 from parcompile.pipeline import Checked, check_file, is_plan, whole_spec
-from parcompile.plan import Plan, PlanError, compile_plan, load_plan
+from parcompile.plan import Plan, compile_plan, load_plan
 from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
 from parcompile.searching.variant import changed, variant
@@ -175,7 +175,7 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
         if whole:
             whole_spec(spec)
         checked = check_file(spec)
-    except (PlanError, SourceError) as error:
+    except SourceError as error:
         raise click.ClickException(str(error)) from None
     errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
     if errors or checked.document is None:

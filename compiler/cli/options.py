@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,12 +14,13 @@ from parcompile.backends.target_names import ALL, chosen, names
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.reporters import report
 from parcompile.pipeline import Checked, compile_file, is_plan
-from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.rules.registry import INEXPRESSIBLE
-from parcompile.searching.variant import SECTIONS
 from parcompile.text import SourceError
 
 from .main import SPEC_HAS_ERRORS
+
+if TYPE_CHECKING:
+    from parcompile.plan import Plan
 
 # Numbers of the command line, as types of its options.
 
@@ -122,6 +123,8 @@ def with_inexpressible(checked: Checked, names: Sequence[str]) -> Checked:
 
 def _place(what: str) -> tuple[str, ...]:
     """The value that the first word of a loss names; empty where it is none."""
+    from parcompile.searching.variant import SECTIONS
+
     key = what.split()[0]
     return (SECTIONS[key], key) if key in SECTIONS else ()
 
@@ -148,11 +151,13 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
         ClickException: it cannot be read.
         Exit: the spec has errors, which are printed.
     """
+    from parcompile.plan import load_plan
+
     try:
         if is_plan(path):
             return load_plan(path), None
         plan, checked = compile_file(path, must_fit=False)
-    except (PlanError, SourceError) as error:
+    except SourceError as error:
         raise click.ClickException(str(error)) from None
     if plan is None:
         errors = [one for one in checked.diagnostics if one.is_error]

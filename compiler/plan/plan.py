@@ -11,13 +11,14 @@ from parcompile.layout.tensor import TensorLayout, tensor_layout
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter, ParameterTable
 from parcompile.spec import Spec
+from parcompile.text import SourceError
 from parcompile.version import __version__
 
 if TYPE_CHECKING:
     from parcompile.cost.estimate import Estimate
 
 
-class PlanError(ValueError):
+class PlanError(SourceError, ValueError):
     """A plan that cannot be read or used; the message is meant for the user."""
 
 

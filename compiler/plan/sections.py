@@ -12,6 +12,7 @@ from typing import Any
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
+from parcompile.cost.placement import alternatives, placement, step_traffic
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
 from parcompile.layout.groups import GroupFamily, reach
@@ -25,7 +26,6 @@ from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.workload import workload_of
 
-from .placement import alternatives, placement, step_traffic
 from .plan import Plan
 
 # The sections of a plan that follow from its layout.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompile.cost.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.cost.step import timing
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.grid import DENSE_AXES, Axis, Grid
-from parcompile.plan.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes

@@ -12,13 +12,11 @@ from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
 
-from .findings import Findings
-from .messages import explain
-from .view import SchemaView
-
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
     from referencing import Registry
+
+    from .view import SchemaView
 
 
 class UnknownSchemaError(ValueError):
@@ -100,6 +98,8 @@ def _validator(name: str) -> Validator:
 
 @functools.cache
 def _view(name: str) -> SchemaView:
+    from .view import SchemaView
+
     return SchemaView(name, load(name))
 
 
@@ -111,6 +111,10 @@ def validate(document: Document | object, name: str) -> Validation:
     read_wrong = placed.invalid | placed.duplicates if placed else frozenset()
     if not errors:
         return Validation((), read_wrong)
+    # Most specs violate nothing: what explains violations is imported for those that do.
+    from .findings import Findings
+    from .messages import explain
+
     findings = Findings(tree, placed.invalid if placed else frozenset())
     explain(errors, findings, _view(name))
     found = findings.diagnostics()

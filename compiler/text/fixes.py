@@ -1,14 +1,15 @@
-"""`--fix`: applies the fixes that diagnostics offer, keeping the file's formatting and comments."""
+"""Fixes: tried before they are offered, and applied by `--fix`, keeping the file's formatting and comments."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 from parcompile.atomic import write_file
-from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Safety
+from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Replacement, Safety
 from parcompile.user_files import read_bytes
 
 from . import Document
@@ -98,3 +99,86 @@ def save(document: Document, before: Document) -> None:
 
 def _content(document: Document) -> bytes:
     return (("\ufeff" if document.source.bom else "") + document.text).encode("utf-8")
+
+
+# Tries fixes before they are offered: one that does not remove its diagnostic, or that adds an error, is none.
+#
+# That what is mended turns out too large for its accelerator is no fault of the fix: it works, but comes behind those
+# after which the run fits.
+
+Recheck = Callable[[Document], Sequence[Diagnostic]]
+"""Everything that is wrong with a document."""
+
+MOST_OFFERED = 3
+"""So many fixes of one diagnostic are worth reading."""
+MOST_WORK = 1500
+LARGEST = 200_000
+"""A trial checks the whole file again, which takes as long as there are findings: of trials times findings there are no
+more than so many, and none in a file of more characters than this. What is not tried is not offered."""
+
+
+def tried(
+    diagnostics: Iterable[Diagnostic], document: Document, recheck: Recheck, *, too_large: str
+) -> list[Diagnostic]:
+    """The diagnostics, each with the first few of its fixes that work.
+
+    Args:
+        diagnostics: of the document.
+        document: they are tried on.
+        recheck: what is wrong with a changed one.
+        too_large: the code that says that a run does not fit: fixes that end there come last.
+    """
+    found = list(diagnostics)
+    errors = Counter(_identity(one) for one in found if one.is_error)
+    budget = MOST_WORK // max(1, len(found)) if len(document.text) <= LARGEST else 0
+    kept: list[Diagnostic] = []
+    for one in found:
+        fixes = _working(one, errors, document, recheck, too_large) if len(one.fixes) <= budget else []
+        budget -= len(one.fixes)
+        kept.append(replace(one, fixes=tuple(fixes)))
+    return kept
+
+
+def _working(
+    one: Diagnostic, errors: Counter[tuple[str, Path]], document: Document, recheck: Recheck, too_large: str
+) -> list[Fix]:
+    working: list[Fix] = []
+    last: list[Fix] = []
+    for fix in one.fixes:
+        if len(working) == MOST_OFFERED:
+            break
+        try:
+            changed = document
+            for edit in fix.edits:
+                changed = apply_edit(changed, edit)
+        except EditError:
+            continue
+        after = recheck(changed)
+        gone = all(_identity(other) != _identity(one) for other in after)
+        added = Counter(_identity(other) for other in after if other.is_error) - errors
+        if gone and not added:
+            working.append(replace(fix, replacement=_replacement(document, changed)))
+        elif gone and all(code == too_large for code, _ in added):
+            # Nobody could tell what memory it takes before: what is too large comes last.
+            last.append(replace(fix, replacement=_replacement(document, changed)))
+    return [*working, *last][:MOST_OFFERED]
+
+
+def _replacement(before: Document, after: Document) -> Replacement:
+    """The one stretch of text in which two documents differ."""
+    old, new = before.text, after.text
+    start = _same(old, new)
+    rest = min(len(old), len(new)) - start
+    same = _same(old[: -rest - 1 : -1], new[: -rest - 1 : -1])
+    end = len(old) - same
+    return Replacement(before.source.position(start), before.source.position(end), new[start : len(new) - same])
+
+
+def _same(left: str, right: str) -> int:
+    """Characters that two texts begin with."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _identity(one: Diagnostic) -> tuple[str, Path]:
+    return one.code, one.path

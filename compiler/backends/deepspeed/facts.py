@@ -18,11 +18,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from parcompile.backends.reading import Draft, Source, Undecided
-from parcompile.schema import load
-
-from .table import find, newest
-
 # What DeepSpeed's keys mean for a plan: which of them it decides, which break it, and DeepSpeed's own defaults.
 
 VERSION = "0.19.8"
@@ -236,32 +231,3 @@ def wrong_scale(
     if cp > 1 and stage in (1, 2) and not reduce_scatter:
         return f"{cp} times too small: with a factor equal to dp · cp = {ranks}, the sum over cp is left out"
     return None
-
-
-# Keys of DeepSpeed that a file gives and a plan does not decide: they become the spec's further DeepSpeed keys.
-
-
-def read(source: Source, draft: Draft, name: str, *, left_to: str) -> None:
-    """Takes a key over by its dotted name, unless it cannot go with a plan; `left_to` decides what is "auto"."""
-    path = tuple(name.split("."))
-    reason = refusal(path)
-    if path[0] not in load("ds_config")["properties"]:
-        source.lose(name, "DeepSpeed has no such key")
-    elif isinstance(source.given[name], Undecided):
-        source.lose(name, f"left to {left_to}; the plan has a value of its own")
-    elif reason is not None and _is_off(path, source.given[name]):
-        source.ignore(name, "DeepSpeed does the same without it")
-    elif reason is not None:
-        source.lose(name, reason)
-    else:
-        draft.carry(source, name, ("deepspeed", *path))
-
-
-def _is_off(path: tuple[str, ...], value: Any) -> bool:
-    """Whether a key of ZeRO asks for nothing: by DeepSpeed's default, or as an old key that stands for none."""
-    key = find(newest(), *path) if path[0] == "zero_optimization" else None
-    if key is None:
-        return False
-    if key.deprecated is not None:
-        return key.deprecated.get("changes", {}).get(str(value).lower(), value) is None
-    return bool(value == key.default) and type(value) is type(key.default)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed import facts as further
+from parcompile.backends.deepspeed.read import read_further
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, Undecided, UndecidedError
 from parcompile.diagnostics import Diagnostic, Edit, Path
 from parcompile.text import Document, Place
@@ -260,7 +260,7 @@ def _handed_on(source: Source, draft: Draft) -> None:
         if name == field.name and source.given[name] == field.default:
             source.ignore(name, "it is gpt-neox's own default")
         else:
-            further.read(source, draft, name, left_to=_TUNING)
+            read_further(source, draft, name, left_to=_TUNING)
 
 
 IMPORTER = Importer(

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.deepspeed.table import UnknownVersionError, known, nearest, newest, order
+from parcompile.backends.kinds import FILLERS
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
 from parcompile.user_files import read_start
 
 # Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
 
-TRANSFORMERS, ACCELERATE, LIGHTNING, BARE = "transformers", "accelerate", "lightning", "bare"
-NAMES = (TRANSFORMERS, ACCELERATE, LIGHTNING, BARE)
+TRANSFORMERS, ACCELERATE, LIGHTNING, BARE = FILLERS
 TITLES = {
     TRANSFORMERS: "the Trainer of transformers",
     ACCELERATE: "accelerate",
