@@ -23,7 +23,7 @@ from .backends.reading import (
 from .backends.registry import Target
 from .diagnostics import Edit, Fix, Related, Severity
 from .model.family import Experts, Family, Latent, Norm, Refusal
-from .model.plug_in_traits import QkNorm
+from .model.tables.reading import table_like
 from .plan import Plan
 from .rules.registry import Check, Example, Finding, Rule
 from .spec.resolve import Resolution
@@ -42,7 +42,6 @@ __all__ = [
     "Norm",
     "Outcome",
     "Plan",
-    "QkNorm",
     "Question",
     "Refusal",
     "RefusedError",
@@ -55,6 +54,7 @@ __all__ = [
     "Undecided",
     "UndecidedError",
     "rule",
+    "table_like",
 ]
 
 

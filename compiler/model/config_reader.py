@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .derived_rows import by_hand
 from .family import Family
 from .layer_kind import LayersError
 from .layer_runs import LayerPeriod
@@ -41,7 +40,7 @@ class ConfigReader:
         if value is None:
             found = default if self.is_null(key or name) else self._defaults.get(name, default)
             if found is None:
-                other = self.alias(name, None)
+                other = self.alias(name)
                 under = "" if other is None else f", and so is {other}, its other name"
                 raise ModelConfigError(f"{key or name} is missing{under}", key or name)
             return int(found)
@@ -59,23 +58,21 @@ class ConfigReader:
             raise ModelConfigError(f"{key} lists {len(values)} numbers for {layers} layers", key)
         return values[0]
 
-    def alias(self, name: str, given: str | None) -> str | None:
-        """Another name of a key, which transformers reads and may write too; of a plug-in's family the one given."""
-        model_type = str(self._config.get("model_type"))
-        return given if by_hand(model_type) else alias_of(model_type, name)
+    def alias(self, name: str) -> str | None:
+        """Another name of a key, which transformers reads and may write too."""
+        return alias_of(str(self._config.get("model_type")), name)
 
-    def aliased(self, name: str, default: int | None, given: str | None) -> int:
-        """The value of a key that has another name, under which it may stand instead; `given` is that of `alias`."""
-        if (alias := self.alias(name, given)) is None or self._config.get(alias) is None:
+    def aliased(self, name: str, default: int | None) -> int:
+        """The value of a key that has another name, under which it may stand instead."""
+        if (alias := self.alias(name)) is None or self._config.get(alias) is None:
             return self.size(name, default)
         if self._config.get(name) not in (None, self._config[alias]):
             raise differing(name, self._config[name], alias, self._config[alias])
         return self.size(alias)
 
     def counts(self, name: str) -> bool:
-        """Whether parameters follow from a key. Of a plug-in's family they may."""
-        model_type = str(self._config.get("model_type"))
-        return by_hand(model_type) or reads(model_type, self._names.get(name, name) or "")
+        """Whether parameters follow from a key."""
+        return reads(str(self._config.get("model_type")), self._names.get(name, name) or "")
 
     def has(self, name: str) -> bool:
         """Whether there is a value, or the family has a default for a key that is left out."""

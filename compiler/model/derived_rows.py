@@ -12,19 +12,13 @@ from typing import Any
 from .cutting.cut import FROZEN, STREAM, Cut
 from .cutting.layers import Place, cuts_of, places_of
 from .cutting.parts import OUTPUTS, PROJECTIONS, own_key
-from .families.added import BUILT_IN
+from .families import FAMILIES
 from .family import Family
-from .plug_in_traits import QkNorm
 from .shape import ModelShape
 from .table import Layers, Parameter, ParameterTable, vocabulary
 from .tables import Repeated, TableError, repeated, table_of
 
 # The parameter table of a model whose rows come from the derived table of its type.
-
-
-def by_hand(model_type: str) -> bool:
-    """Whether `parameters.py` writes the rows of a type: of plug-ins, and of types without a derived table."""
-    return model_type not in BUILT_IN or table_of(model_type) is None
 
 
 def derived_rows(shape: ModelShape) -> ParameterTable:
@@ -35,7 +29,7 @@ def derived_rows(shape: ModelShape) -> ParameterTable:
 @functools.lru_cache(maxsize=256)
 def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> ParameterTable:
     # Equal shapes may come of configurations that state other values: both are the key.
-    family = BUILT_IN[shape.model_type]
+    family = FAMILIES[shape.model_type]
     _compare(shape, family, dict(values))
     found = _stacked(shape, values, family)
     places = [number for number, one in enumerate(found) if one.layers is not None]
@@ -193,7 +187,7 @@ _NORMS_OF_QUERIES = ("q_norm", "q_layernorm", "query_layernorm")
 
 def facts_of(shape: ModelShape) -> dict[str, Any]:
     """Fields of a shape that its rows tell."""
-    family, table = BUILT_IN[shape.model_type], derived_rows(shape)
+    family, table = FAMILIES[shape.model_type], derived_rows(shape)
     layer = {of_one(one.name.partition("{layer}.")[2], family): one for one in table.layer}
     weights = {name.removesuffix(".weight"): one for name, one in layer.items() if name.endswith(".weight")}
     # Those of the residual stream, also where only some layers have them.
@@ -249,10 +243,8 @@ def _features(mlps: Mapping[str, Parameter]) -> Iterable[list[int]]:
 
 def norms_queries(model_type: str, family: Family) -> bool:
     """Whether models of a type may norm their queries and keys."""
-    table = None if by_hand(model_type) else table_of(model_type)
-    if table is None:
-        return family.qk_norm is not QkNorm.NONE
-    return any(_norms_queries(row.name, family) for row in table.rows)
+    table = table_of(model_type)
+    return table is not None and any(_norms_queries(row.name, family) for row in table.rows)
 
 
 def _norms_queries(name: str, family: Family) -> bool:

@@ -12,9 +12,11 @@ from .compressed_keys import LowRank
 from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_runs import LayerPeriod, LayerRuns
-from .plug_in_traits import ExpertsOfPlugIn, OfPlugIn, Switch
 from .recurrent.traits import Recurrent
 from .shape import LayerInputs, ModelShape
+
+Switch = bool | str | tuple[str, ...]
+"""A trait that is fixed, or the configuration key that decides it; several keys stand for the same thing."""
 
 
 class Norm(enum.Enum):
@@ -35,7 +37,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(ExpertsOfPlugIn):
+class Experts:
     """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
 
     block: str = "mlp"
@@ -99,7 +101,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Family(OfPlugIn):
+class Family:
     """Names below `base.layers.N`, and traits that no row tells. Without arguments it is Llama."""
 
     base: str = "model"
@@ -198,33 +200,16 @@ class Family(OfPlugIn):
     window_only_in: Literal["", "mask", "attention"] = ""
     """Where transformers has the sliding window when its mask and its attention do not agree on one."""
 
+    table: Mapping[str, Any] = field(default_factory=dict)
+    """Of a plug-in's family: names and shapes of its parameters, as an entry of `tables/` has them."""
     refusals: tuple[Refusal, ...] = ()
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axes of the mesh that the runtime does not run the family over, and why."""
-
-    def norms_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The norms of a layer."""
-        return self.norms if self.norms_by is None else self.norms_by(config)
 
     @property
     def names_norms(self) -> bool:
         """Whether `norms` are those of a layer: rows name more, which are counted by themselves, or none."""
         return self.norm is Norm.NOTHING or bool(self.norm_gate or self.layer_inputs)
-
-    @property
-    def switches(self) -> frozenset[str]:
-        """The keys of a configuration that are true or false; of a plug-in's family."""
-        found: list[Switch | None] = [
-            *(self.alibi, self.qkv_bias, self.output_bias, self.mlp_bias, self.head_bias),
-            *(self.norm_bias, self.gate_key, self.qk_norm_key, self.wide_stream),
-            "tie_word_embeddings",
-        ]
-        keys = (one for switch in found for one in (switch if isinstance(switch, tuple) else (switch,)))
-        return frozenset(key for key in keys if isinstance(key, str) and key)
-
-    def holds(self, *, bias: bool) -> Norm:
-        """What a norm of the residual stream holds, in a configuration whose norms have a `bias` or not."""
-        return Norm.WEIGHT_AND_BIAS if bias else self.norm
 
     def is_on(self, switch: Switch, config: Mapping[str, Any]) -> bool:
         """What a configuration makes of a trait."""

@@ -9,19 +9,17 @@ import contextlib
 import json
 from collections.abc import Hashable
 from dataclasses import asdict, fields, replace
-from typing import Any
 
 from .activation import kept_numbers
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .config_reader import Config, ConfigReader, ModelConfigError
-from .derived_rows import by_hand, facts_of
+from .derived_rows import facts_of
 from .families import FAMILIES, try_family
-from .family import Family, Latent, Norm
+from .family import Family, Latent
 from .indexer import indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
-from .plug_in_traits import QkNorm
 from .reading_experts import experts_from
 from .recurrent.reading import recurrent_shape
 from .shape import MlaShape, ModelShape
@@ -110,10 +108,10 @@ def _described(config: Config) -> ModelShape:
         config, read = by_modules, ConfigReader(by_modules, family, family.keys)
     if (block_kinds := family.layer_blocks and family.layer_blocks(config)) is None and LISTS_OF_KINDS & config.keys():
         _list_all_layers(config, read.size("num_hidden_layers"))
-    table = None if by_hand(name) else table_of(name)
+    table = table_of(name)
+    assert table is not None, name
     mla = _mla(read, family.latent, hidden // heads) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
-    norms = family.norms_of(config)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
     shared = shared_blocks(config, read.size) if family.shared_blocks else None
     if shared is not None:
@@ -139,8 +137,8 @@ def _described(config: Config) -> ModelShape:
         paired_heads=family.paired_heads,
         attention_gate=_gate(read, family, config, hidden, heads, mla),
         norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
-        norms_per_layer=len(norms),
-        norm_names=norms,
+        norms_per_layer=len(family.norms),
+        norm_names=family.norms,
         bare_qk_norms=0.0 if family.bare_qk_norms is None else family.bare_qk_norms(config, layers),
         wide_stream=family.is_on(family.wide_stream, config),
         capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
@@ -164,28 +162,8 @@ def _described(config: Config) -> ModelShape:
     )
     if family.layer_shapes is not None:
         shape = _of_kinds(shape, family, config)
-    if table is None:
-        return replace(shape, **_of_plug_in(family, config))
     shape = replace(shape, stated=_stated(table, family, config, shape))
     return replace(shape, **facts_of(shape))
-
-
-def _of_plug_in(family: Family, config: Config) -> dict[str, Any]:
-    """What no derived table tells of a plug-in's family, whose classes refuse no null themselves."""
-    for key in sorted(family.switches):
-        if key in config and config[key] is None and key not in family.null_is_off:
-            message = f"{key} is null, which transformers refuses: write true or false, or leave the key out"
-            raise ModelConfigError(message, key)
-    return {
-        "gated_mlp": family.gated,
-        "qkv_bias": family.is_on(family.qkv_bias, config),
-        "attention_output_bias": family.is_on(family.output_bias, config),
-        "mlp_bias": family.is_on(family.mlp_bias, config),
-        "head_bias": family.is_on(family.head_bias, config),
-        "tie_word_embeddings": not family.never_tied and family.is_on("tie_word_embeddings", config),
-        "qk_norm": family.qk_norm is not QkNorm.NONE and family.is_on(family.qk_norm_key or True, config),
-        "norm_bias": family.norm is Norm.WEIGHT_AND_BIAS or family.is_on(family.norm_bias, config),
-    }
 
 
 def _list_all_layers(config: Config, layers: int) -> None:
@@ -289,7 +267,7 @@ def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads
 def _head_dim(read: ConfigReader, family: Family, hidden: int, heads: int) -> int:
     if not family.attends:
         return 0
-    if family.own_head_dim and read.has("head_dim") and read.counts("head_dim"):
+    if read.has("head_dim") and read.counts("head_dim"):
         width = read.size("head_dim")
         if family.hidden_is_heads and heads * width != hidden:
             raise ModelConfigError(

@@ -26,7 +26,7 @@ def _has_experts(
 ) -> bool:
     if blocks is not None:
         return bool(blocks.experts)
-    if experts.one_is_dense and read.aliased(*experts.count, given=experts.count_alias) == 1:
+    if experts.one_is_dense and read.aliased(*experts.count) == 1:
         return False
     if experts.period is not None and not _layers_of_period(read, experts):
         return False
@@ -37,7 +37,7 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
-        alias = read.alias(experts.shared_count[0], experts.shared_alias)
+        alias = read.alias(experts.shared_count[0])
         shared = read.number(*experts.shared_count)
         if alias is not None and read.has(alias):
             if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
@@ -57,12 +57,12 @@ def _moe(read: ConfigReader, experts: Experts, config: Config, layers_per_module
         hashed = () if experts.hashed is None else experts.hashed(config, read.size("num_hidden_layers"))
     except LayersError as error:
         raise ModelConfigError(str(error), error.key) from error
-    count = read.aliased(*experts.count, given=experts.count_alias)
+    count = read.aliased(*experts.count)
     _check_groups(config, count, experts.count[0])
     return MoeShape(
         num_experts=count,
         num_identities=read.number(*experts.identities) if experts.identities else 0,
-        num_experts_per_token=read.aliased(*experts.per_token, given=experts.chosen_alias),
+        num_experts_per_token=read.aliased(*experts.per_token),
         intermediate_size=width,
         num_shared_experts=shared or int(shared_width > 0),
         shared_intermediate_size=shared_width,

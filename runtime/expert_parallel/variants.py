@@ -146,7 +146,7 @@ def hand_tokens(model: nn.Module, mesh: Mesh) -> None:
     path, experts = mesh.plan.parameters.layer[0].name.partition(".{layer}")[0], family.experts
     for number, layer in model.get_submodule(path).named_children():
         if int(number) in moe.hashed:
-            router: Any = layer.get_submodule(f"{experts.block}.{experts.router}")
+            router: Any = layer.get_submodule(f"{experts.block}.gate")
             router.register_forward_pre_hook(_with_tokens)
 
 

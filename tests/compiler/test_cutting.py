@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, cast
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from parcompile.model import config_reader, hf_config, parameters
+from parcompile.model import families
 from parcompile.model.cutting.parts import leading_key
-from parcompile.model.derived_rows import by_hand
-from parcompile.model.families.added import BUILT_IN
-from parcompile.model.family import Family, Norm
+from parcompile.model.families import BUILT_IN
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
-from parcompile.model.plug_in_traits import ExpertsOfPlugIn, OfPlugIn, QkNorm
 from parcompile.model.table import Parameter, Part, Split
+from parcompile.model.tables import table_of
+from parcompile.model.type_traits import by_type
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -34,72 +35,14 @@ def rows_of(model_type: str, **changes: Any) -> dict[str, Parameter]:
     return {one.name.partition("{layer}.")[2]: one for one in table.layer}
 
 
-def test_the_rows_of_every_type_come_from_its_table() -> None:
-    assert not [name for name in BUILT_IN if by_hand(name)]
-
-
-@pytest.mark.parametrize("kind", [OfPlugIn, ExpertsOfPlugIn])
-def test_no_built_in_family_says_what_its_table_says(kind: type[OfPlugIn] | type[ExpertsOfPlugIn]) -> None:
-    said = {
-        (name, one.name)
-        for name, family in BUILT_IN.items()
-        for one in fields(kind)
-        for traits in (family, family.experts)
-        if isinstance(traits, kind) and getattr(traits, one.name) != getattr(kind(), one.name)
+def test_every_type_has_a_table_and_stands_in_the_module_that_its_entry_names() -> None:
+    assert not [name for name in BUILT_IN if table_of(name) is None]
+    folder = Path(families.__file__).parent
+    modules = [file.stem for file in folder.glob("*.py") if file.stem not in ("__init__", "added", "traits")]
+    held = {
+        name: module for module in modules for name in importlib.import_module(f"{families.__name__}.{module}").FAMILIES
     }
-    assert said == set()
-
-
-_BIASES = {"norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
-_NEOX = {
-    "qkv": ("query_key_value",),
-    "output": "dense",
-    "up": ("dense_h_to_4h",),
-    "gated": False,
-    "down": "dense_4h_to_h",
-}
-_CONV1D = {"qkv": ("c_attn",), "output": "c_proj", "up": ("c_fc",), "down": "c_proj"}
-_GPT = {"final_norm": "ln_f", "defaults": {"tie_word_embeddings": True}}
-PLUG_INS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {
-        **_BIASES,
-        **_GPT,
-        "qkv": ("c_attn",),
-        "output": "c_proj",
-        "up": ("c_fc",),
-        "gated": False,
-        "down": "c_proj",
-    },
-    "gpt_neox": {**_BIASES, **_NEOX, "final_norm": "final_layer_norm"},
-    "falcon": {**_NEOX, **_GPT, "norm": Norm.WEIGHT_AND_BIAS, "qkv_bias": False, "output_bias": False},
-    "qwen3": {"qk_norm": QkNorm.HEAD},
-    "olmo2": {"qk_norm": QkNorm.WHOLE},
-    "mixtral": {},
-    "qwen3_moe": {"qk_norm": QkNorm.HEAD},
-    "glm4_moe": {"output_bias": False, "qk_norm": QkNorm.HEAD, "qk_norm_key": "use_qk_norm"},
-    "deepseek_v3": {},
-}
-"""What a plug-in's family says of a type beside what its built-in one does, for which the table says it."""
-
-
-@pytest.mark.parametrize("name", PLUG_INS)
-def test_the_family_of_a_plug_in_gets_the_rows_that_a_table_gives_the_same_type(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = {"model_type": name, **SMALL, **({"n_positions": 64} if name == "gpt2" else {})}
-    if name in ("gpt2", "gpt_neox"):
-        config["num_key_value_heads"] = config["num_attention_heads"]  # their classes know no others
-    shape = shape_from_config(config)
-    table = parameter_table(shape)
-    monkeypatch.setitem(cast("dict[str, Family]", BUILT_IN), name, replace(BUILT_IN[name], **PLUG_INS[name]))
-    for module in (config_reader, hf_config, parameters):
-        monkeypatch.setattr(module, "by_hand", lambda _: True)
-    named = {"norm_names": shape.norm_names, "norms_per_layer": shape.norms_per_layer}
-    written = replace(shape_from_config(config), **named)
-    assert written == shape
-    # A plug-in's parts of a layer come in one order.
-    assert sorted(map(repr, parameter_table(written).expanded())) == sorted(map(repr, table.expanded()))
+    assert held == dict(by_type("module"))
 
 
 def test_queries_are_cut_by_heads_and_keys_by_kv_heads() -> None:

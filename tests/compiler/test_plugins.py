@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 CODE = """
-from parcompile.plugins import Experts, Family, Finding, Importer, Loss, Norm, Severity, Target, rule
+from parcompile.plugins import Experts, Family, Finding, Importer, Loss, Severity, Target, rule, table_like
 
 
 @rule(
@@ -44,7 +44,11 @@ TARGET = Target(
     version="3",
 )
 OUTSIDE = Target("outside", lambda plan: {"../ds_config.json": {}})
-FAMILY = Family(norm=Norm.WEIGHT_AND_BIAS)
+TABLE = table_like("llama")
+for row in [one for one in TABLE["rows"] if "norm" in one["name"]]:
+    TABLE["rows"].insert(TABLE["rows"].index(row) + 1, {**row, "name": row["name"].replace(".weight", ".bias")})
+FAMILY = Family(table=TABLE)
+OLD = Family()
 INDEXED = Family(query_gate=True)
 BESIDE = Family(experts=Experts(beside="shared_mlp"))
 
@@ -77,6 +81,8 @@ acme = acme:IMPORTER
 acme_llama = acme:FAMILY
 acme_broken = acme.nowhere:FAMILY
 acme_indexed = acme:INDEXED
+acme_old = acme:OLD
+acme_older = older:FAMILY
 acme_beside = acme:BESIDE
 """
 SPEC: dict[str, Any] = {
@@ -193,7 +199,8 @@ def test_a_family_gives_a_model_type_its_parameters(run: Any, tmp_path: Path) ->
     assert "warning[X004]: parcompile.runtime does not inject acme_llama: it comes from a plug-in" in said
     assert "input_layernorm.bias" in (tmp_path / "plan/plan.json").read_text()
     for name, why in (
-        ("acme_indexed", "it sets query_gate: the rows of a plug-in's family have attention, MLPs and experts only"),
+        ("acme_indexed", "it sets query_gate: a plug-in's family has attention, MLPs and experts only"),
+        ("acme_old", "it has no table: names, shapes and biases of parameters stand in its table"),
         ("acme_beside", "it sets beside, beside_mlp or norm_after of its experts"),
     ):
         code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": name}})
@@ -202,6 +209,10 @@ def test_a_family_gives_a_model_type_its_parameters(run: Any, tmp_path: Path) ->
     code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": "acme_broken"}})
     assert code == 1
     assert "error[E001]: the family 'acme_broken' of acme 1.2 (acme.nowhere:FAMILY) cannot be loaded" in said
+    (tmp_path / "site" / "older.py").write_text("from parcompile.plugins import Family\nFAMILY = Family(qkv_bias=True)")
+    code, said = run("check", "spec.json", spec={**SPEC, "model": {**model, "model_type": "acme_older"}})
+    assert code == 1
+    assert "unexpected keyword argument 'qkv_bias': names, shapes and biases of parameters stand in its table" in said
 
 
 @pytest.mark.parametrize(
@@ -304,7 +315,7 @@ def test_nothing_that_a_rule_does_ends_a_check_or_reaches_its_output(tmp_path: P
 
 MODULE = """
 import os
-from parcompile.plugins import Family, Importer, Loss, Refusal, Target
+from parcompile.plugins import Family, Importer, Loss, Refusal, Target, table_like
 
 os.write(1, b"written at import")
 print("printed at import", flush=True)
@@ -329,8 +340,8 @@ exits, loops = Target("exits", ends), Target("loops", lambda plan: {}, turns)
 junk = Target("junk", lambda plan: {}, lambda plan: [7])
 prints = Target("prints", lambda plan: print("printed by a target") or {"prints/a": "b"})
 importer = Importer("X", dict, dict, lambda source, draft: ends(), lambda plan: {}, recognises=lambda tree: "x" in tree)
-family = Family(refusals=(Refusal("x", ends, "no"),))
-wrong = Family(up=7)
+family = Family(table=table_like("llama"), refusals=(Refusal("x", ends, "no"),))
+wrong = Family(table=table_like("llama"), refusals=7)
 """
 DRIVER = """
 import json, sys

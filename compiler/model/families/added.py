@@ -1,49 +1,39 @@
-"""Families that plug-ins add to the built-in ones."""
+"""The family of each type: built-in ones by the modules that `families.json` names, and those that plug-ins add."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 
 from parcompile import entry_points
 from parcompile.model.family import Family
+from parcompile.model.tables.reading import add_table
+from parcompile.model.type_traits import by_type
 
-from .compressed import COMPRESSED, INDEXED
-from .dense import BIASED, DENSE, MUSE
-from .dots3 import DOTS3
-from .gemma import GEMMA
-from .glm5_next import GLM5_NEXT
-from .gpt import ALIBI, GPT
-from .hybrids import HYBRIDS, KIMI_DELTA
-from .latent import LATENT, LLAMA4, LONGCAT, MIMO
-from .ngrams import NGRAMS
-from .shared_experts import EXPERTS, SHARED_EXPERTS
-from .state_space import ATTENTION_FREE, STATE_SPACE
+_MODULES = by_type("module")
+"""Where in this folder the family of a type stands."""
 
-BUILT_IN: Mapping[str, Family] = {
-    **DENSE,
-    **BIASED,
-    **GPT,
-    **ALIBI,
-    **EXPERTS,
-    **SHARED_EXPERTS,
-    **LATENT,
-    **INDEXED,
-    **COMPRESSED,
-    **DOTS3,
-    **LONGCAT,
-    **LLAMA4,
-    **HYBRIDS,
-    **KIMI_DELTA,
-    **GLM5_NEXT,
-    **STATE_SPACE,
-    **ATTENTION_FREE,
-    **GEMMA,
-    **MIMO,
-    **MUSE,
-    **NGRAMS,
-}
-"""The families of this package."""
+
+class _BuiltIn(Mapping[str, Family]):
+    """The families of this package. A module is imported when one of its types is asked for."""
+
+    def __getitem__(self, name: str) -> Family:
+        families: Mapping[str, Family] = importlib.import_module(f"{__package__}.{_MODULES[name]}").FAMILIES
+        return families[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in _MODULES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+BUILT_IN: Mapping[str, Family] = _BuiltIn()
+"""The families of this package, by their types."""
 
 
 class _Families(Mapping[str, Family]):
@@ -104,9 +94,9 @@ def _added(name: str) -> Family | str | None:
     if name not in entry_points.offers(entry_points.FAMILIES):
         return None
     try:
-        return entry_points.load(entry_points.FAMILIES, name, _as_family)
+        return entry_points.load(entry_points.FAMILIES, name, functools.partial(_as_family, name))
     except entry_points.PluginError as error:
-        return str(error)
+        return f"{error}: {_ROWS}" if "Family" in str(error) and "unexpected keyword" in str(error) else str(error)
 
 
 _OF_TABLES = (
@@ -117,14 +107,18 @@ _OF_TABLES = (
 """What only families whose rows come from derived tables have."""
 
 
-def _as_family(given: object) -> Family:
+_ROWS = 'names, shapes and biases of parameters stand in its table, as Family(table=table_like("llama")) has them'
+
+
+def _as_family(name: str, given: object) -> Family:
     if not isinstance(given, Family):
         raise TypeError(f"it has to be a parcompile.plugins.Family, and is of type {type(given).__name__}")
     plain = Family()
     if own := [name for name in _OF_TABLES if getattr(given, name) != getattr(plain, name)]:
-        raise ValueError(
-            f"it sets {', '.join(own)}: the rows of a plug-in's family have attention, MLPs and experts only"
-        )
+        raise ValueError(f"it sets {', '.join(own)}: a plug-in's family has attention, MLPs and experts only")
     if given.experts is not None and (given.experts.beside or given.experts.beside_mlp or given.experts.norm_after):
         raise ValueError("it sets beside, beside_mlp or norm_after of its experts: a plug-in's experts replace the MLP")
+    if not given.table:
+        raise ValueError(f"it has no table: {_ROWS}")
+    add_table(name, given.table)
     return given

@@ -290,3 +290,5 @@ INDEXED: Mapping[str, Family] = {
         refusals=_refusals(_HY, _HY_INDEXER, _KEYS_OF_QUERIES, _CLAMP),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**COMPRESSED, **INDEXED}

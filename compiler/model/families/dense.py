@@ -274,3 +274,5 @@ MUSE: Mapping[str, Family] = {
         defaults={"sliding_window": 2048},
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**BIASED, **DENSE, **MUSE}

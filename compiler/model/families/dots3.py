@@ -162,3 +162,5 @@ DOTS3: Mapping[str, Family] = {
         ),
     )
 }
+
+FAMILIES: Mapping[str, Family] = {**DOTS3}

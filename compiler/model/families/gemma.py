@@ -264,3 +264,5 @@ GEMMA: Mapping[str, Family] = {
     ),
     "gemma4_unified_text": _gemma4(window=1024, positions=262_144),
 }
+
+FAMILIES: Mapping[str, Family] = {**GEMMA}

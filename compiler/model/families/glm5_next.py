@@ -118,3 +118,5 @@ GLM5_NEXT: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**GLM5_NEXT}

@@ -262,3 +262,5 @@ ALIBI: Mapping[str, Family] = {
         defaults={"max_position_embeddings": 2048},
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**ALIBI, **GPT}

@@ -254,3 +254,5 @@ KIMI_DELTA: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**HYBRIDS, **KIMI_DELTA}

@@ -266,3 +266,5 @@ LLAMA4: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**LATENT, **LLAMA4, **LONGCAT, **MIMO}

@@ -118,3 +118,5 @@ NGRAMS: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**NGRAMS}

@@ -274,3 +274,5 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**EXPERTS, **SHARED_EXPERTS}

@@ -319,3 +319,5 @@ ATTENTION_FREE: Mapping[str, Family] = {
         ),
     ),
 }
+
+FAMILIES: Mapping[str, Family] = {**ATTENTION_FREE, **STATE_SPACE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.resources
 import json
@@ -47,9 +48,38 @@ class Table:
     rows: tuple[Row, ...]
 
 
-@functools.cache
 def table_of(model_type: str) -> Table | None:
     """The table of a model type; None where it has none."""
+    return _ADDED.get(model_type) or _built_in(model_type)
+
+
+_ADDED: dict[str, Table] = {}
+"""The tables that plug-ins' families bring, by their types."""
+
+
+def add_table(model_type: str, stored: Mapping[str, Any]) -> None:
+    """Keeps the table of a plug-in's family.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        _ADDED[model_type] = table_from(model_type, stored)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its table is none: {type(error).__name__} {error}") from None
+
+
+def table_like(model_type: str) -> dict[str, Any]:
+    """The stored table of a built-in type, to be changed into that of a plug-in's family.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return dict(copy.deepcopy(_stored()["types"][model_type]))
+
+
+@functools.cache
+def _built_in(model_type: str) -> Table | None:
     entry = _stored()["types"].get(model_type)
     return None if entry is None else table_from(model_type, entry)
 
