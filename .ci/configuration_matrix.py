@@ -1,7 +1,7 @@
 """Trains drawn configurations of every family on live ranks and in one process, and writes what it found as a page.
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-    python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"] [--family llama]
+    python .ci/configuration_matrix.py run LOG [--first 0] [--count 54] [--layout "tp 2"] [--family llama] [--noise]
     python .ci/configuration_matrix.py write LOG docs/configurations.md [--onto docs/configurations.md]
     python .ci/configuration_matrix.py export [--family llama] [--layout "tp 2"]
 
@@ -9,6 +9,9 @@
 turn. The exit code is 1 when a loss, a gradient norm or a parameter is further than 1e-5 (relative) from one process
 and than what a change of the last bits of the weights explains (`tests/runtime/closeness.py`), or a configuration is
 refused without the name of a key that was drawn.
+
+`run --noise` measures for every draw what other last bits of the weights do to transformers alone; `write` makes a
+table of both sides from such draws, which are in no other table.
 
 `write --onto PAGE` adds the draws of LOG to those that PAGE counts: a run of new families keeps the others' rows.
 
@@ -56,6 +59,13 @@ within 1.0e-07 of one process in fp64, from which one process in fp32 is 1.5e-4 
 bits of the weights move transformers alone as far. With silu the runs are equal.
 """
 
+NOISE = """## Both sides of the noise
+
+Of families whose own numbers move far, each draw with both differences: of the ranks from one process, and of
+transformers alone from itself when the last bits of its weights change (1e-7 relative, the most of three changes). Each
+is the largest of all losses, gradient norms and parameters in three steps.
+(`python .ci/configuration_matrix.py run LOG --noise --family NAME …`.)
+"""
 NEVER = """## Keys that no draw varies
 
 The classes or the models' code read them, and no draw of the family sets them. Dropouts and jitters are 0 here: they
@@ -80,7 +90,7 @@ DRAWS = 40
 """Draws of a family that are looked at for the keys that they set."""
 
 
-def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[str, ...]) -> int:
+def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[str, ...], noise: bool) -> int:
     """The draws `first` to `first + count`, dealt to the layouts in stretches."""
     from configuration_runs import cases, outcomes
     from drawn_configurations import varied
@@ -89,7 +99,7 @@ def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[s
     for place, layout in enumerate(layouts):
         start = first + place * share
         draws = cases(start, min(share, first + count - start), layout, families)
-        found = outcomes(draws, timeout=600)
+        found = outcomes(draws, timeout=600, noise=noise)
         with log.open("a", encoding="utf-8") as file:
             for one in found:
                 failed += one.kind == "different"
@@ -100,6 +110,7 @@ def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[s
                     "kind": one.kind,
                     "worst": one.worst,
                     "noise": one.noise,
+                    "own": one.own,
                     "keys": keys,
                 }
                 file.write(json.dumps(line | {"number": one.drawn.number, "text": one.text}) + "\n")
@@ -112,7 +123,7 @@ def run(log: Path, first: int, count: int, layouts: list[str], families: tuple[s
 def write(log: Path, page: Path, onto: Path | None) -> int:
     """The page of the log: of a draw that was trained more than once, the last time."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    latest = {(line["layout"], line["number"]): line for line in lines}
+    latest = {(line["layout"], line["family"], line["number"]): line for line in lines}
     before = onto.read_text(encoding="utf-8") if onto else ""
     page.write_text(text(list(latest.values()), before), encoding="utf-8")
     return 0
@@ -121,7 +132,8 @@ def write(log: Path, page: Path, onto: Path | None) -> int:
 def text(lines: list[dict[str, Any]], before: str = "") -> str:
     """The page: what was drawn, by family and by layout, and what never was; with the draws of the page `before`."""
     by_family, by_layout = defaultdict(list), defaultdict(list)
-    for line in lines:
+    of_noise = [line for line in lines if line.get("own") is not None]
+    for line in (one for one in lines if one.get("own") is None):
         by_family[line["family"]].append(line)
         by_layout[line["layout"]].append(line)
     parts = [
@@ -130,10 +142,30 @@ def text(lines: list[dict[str, Any]], before: str = "") -> str:
         "",
         *_table("family", by_family, before),
         "",
+        *_both_sides(of_noise, before),
         NEVER,
         *_never_varied(by_family, before),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _both_sides(lines: list[dict[str, Any]], before: str) -> list[str]:
+    """The section on noise; that of the page `before` without new draws."""
+    if not lines:
+        found = re.search(r"^## Both sides of the noise\n.*?(?=^## )", before, re.M | re.S)
+        return [found.group().rstrip("\n"), ""] if found else []
+    rows = [
+        f"| {line['family']} | {line['layout']} | {line['number']} | {line['kind']} | {line['worst']:.1e} "
+        f"| {line['own']:.1e} |"
+        for line in sorted(lines, key=lambda one: (one["family"], one["layout"], one["number"]))
+    ]
+    beyond = sum(line["worst"] > max(1e-5, 10 * line["own"]) for line in lines)
+    within = sum(line["worst"] <= line["own"] for line in lines)
+    said = (
+        f"Of {len(lines)} draws, {within} have ranks nearer than the noise; {beyond} are beyond 1e-5 and ten times it."
+    )
+    head = ["| family | layout | draw | | ranks | transformers alone |", "|---|---|---|---|---|---|"]
+    return [NOISE, *head, *rows, "", said, ""]
 
 
 Counts = tuple[list[int], float]
@@ -226,6 +258,7 @@ def main() -> int:
     running.add_argument("--count", type=int, default=54)
     running.add_argument("--layout", action="append", choices=list(LAYOUTS))
     running.add_argument("--family", action="append", choices=RUNTIME_FAMILIES)
+    running.add_argument("--noise", action="store_true")
     writing.add_argument("page", type=Path)
     writing.add_argument("--onto", type=Path)
     exporting = commands.add_parser("export")
@@ -237,7 +270,7 @@ def main() -> int:
     if given.command == "write":
         return write(given.log, given.page, given.onto)
     families = tuple(given.family or RUNTIME_FAMILIES)
-    return run(given.log, given.first, given.count, given.layout or list(LAYOUTS), families)
+    return run(given.log, given.first, given.count, given.layout or list(LAYOUTS), families, given.noise)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python .ci/margins.py --read FOLDER …
 
 The first runs every test file that compares numbers (`tests/runtime/closeness.py`), once for each instruction set that
-this processor has and each number of threads, and keeps the records in out/margins/ISA-THREADS. The second reads such
-folders. Both write docs/numeric_margins.md. The exit code is 1 when a test failed, and a thin margin fails its test.
+this processor has and each number of threads, and keeps the records in out/margins/ISA-THREADS. The second reads the
+records of any runs of `pytest --margins FOLDER`: each says which instruction set and how many threads it had. Both
+write docs/numeric_margins.md. The exit code is 1 when a test failed, a margin is thin, or a folder has no records.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ what a change of 1e-7 of each weight does to the reference itself, and never mor
 (`tests/runtime/closeness.py`). A test fails where a number uses more than a third of its limit: another processor
 rounds otherwise. *Noise* is that change of the reference, where the first limit alone was nearly used up.
 
-The page is written by `python .ci/margins.py` (every numeric test, with `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA`,
-`MKL_ENABLE_INSTRUCTIONS` and `OMP_NUM_THREADS` set); `tests/runtime/test_instruction_sets.py` runs a sample of it in
-the suite. A row is a test with all of its cases that ran, under all of these: {variants}.
+`python .ci/margins.py` runs every numeric test with `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA`,
+`MKL_ENABLE_INSTRUCTIONS` and `OMP_NUM_THREADS` set, and writes the page; `python .ci/margins.py --read FOLDER …` writes
+it from the folders of `pytest --margins FOLDER`. `tests/runtime/test_instruction_sets.py` runs a sample in the suite.
+
+{variants}
+
+A row is a test with all of its cases that ran. Its numbers are those of the worst, which ran *under* that instruction
+set and that number of threads.
 """
 
 
@@ -93,38 +99,71 @@ def run(isa: str, threads: int, tests: list[str], words: str | None) -> tuple[in
 
 
 def read(folders: list[Path]) -> list[dict[str, Any]]:
-    """The records, each with the name of its folder."""
+    """The records of some folders."""
     return [
-        {**json.loads(line), "variant": folder.name}
+        json.loads(line)
         for folder in folders
         for file in sorted(folder.glob("*.jsonl"))
         for line in file.read_text(encoding="utf-8").splitlines()
     ]
 
 
+def thin(records: list[dict[str, Any]]) -> list[str]:
+    """What uses more than a third of its limit, in words."""
+    return [
+        f"{one['test']}: {one['what']}: {share(one):.0%} of the limit {one['limit']:.1e} under {one['variant']}"
+        for one in records
+        if share(one) > 1 / 3
+    ]
+
+
+def share(record: dict[str, Any]) -> float:
+    """How much of its limit a comparison uses."""
+    return float(record["difference"] / record["limit"])
+
+
 def page(records: list[dict[str, Any]]) -> str:
-    """One row for each test: its worst case."""
-    tests = defaultdict(list)
+    """A row for each instruction set, and one for each test: its worst case."""
+    tests, variants = defaultdict(list), defaultdict(list)
     for one in records:
         function = one["test"].partition("[")[0].removeprefix("tests/").removeprefix("runtime/")
         if "test_closeness.py" not in function and function:
             tests[function].append(one)
-    variants = ", ".join(sorted({one["variant"].replace("-", " with OMP_NUM_THREADS ") for one in records}))
+            variants[one["variant"]].append((function, share(one)))
+    under = ["| instruction set | threads | tests | comparisons | largest share of a limit |", "|---|---|---|---|---|"]
+    for name, compared in sorted(variants.items()):
+        isa, _, threads = name.rpartition("-")
+        ran, most = len({function for function, _ in compared}), max(one for _, one in compared)
+        under.append(f"| {isa} | {threads} | {ran} | {len(compared):,} | {most:.0%} |")
     lines = [
-        START.format(variants=variants),
+        START.format(variants="\n".join(under)),
         "| test | comparisons | difference | limit | of it | noise | under |",
         "|---|---|---|---|---|---|---|",
     ]
     for function, found in sorted(tests.items()):
-        worst = max(found, key=lambda one: one["difference"] / one["limit"])
+        worst = max(found, key=share)
         noise = "" if worst["noise"] is None else f"{worst['noise']:.1e}"
-        share = worst["difference"] / worst["limit"]
         lines.append(
-            f"| `{function}` | {len(found)} | {worst['difference']:.1e} | {worst['limit']:.1e} | {share:.0%} | {noise} "
-            f"| {worst['variant']} |"
+            f"| `{function}` | {len(found)} | {worst['difference']:.1e} | {worst['limit']:.1e} | {share(worst):.0%} "
+            f"| {noise} | {worst['variant']} |"
         )
-    compared = sum(map(len, tests.values()))
-    return "\n".join([*lines, "", f"{len(tests)} tests, {compared} comparisons.", ""])
+    ran = {function.partition("::")[0] for function in tests}
+    files = [str(path.relative_to(TESTS)).removeprefix("runtime/") for path in numeric_files()]
+    without = ", ".join(f"`{name}`" for name in files if name not in ran and name != "test_closeness.py")
+    compared = f"{len(tests)} tests, {sum(map(len, tests.values())):,} comparisons."
+    return "\n".join([*lines, "", compared, *(["", f"Without a record: {without}."] if without else []), ""])
+
+
+def write_page(folders: list[Path]) -> int:
+    """1 where a margin is thin or a folder has no records."""
+    empty = [folder for folder in folders if not any(folder.glob("*.jsonl"))]
+    for folder in empty:
+        print(f"{folder}: no records of `pytest --margins` in it")
+    records = read(folders)
+    PAGE.write_text(page(records), encoding="utf-8")
+    found = thin(records)
+    print(*found, sep="\n", end="\n" if found else "")
+    return int(bool(empty or found))
 
 
 def main() -> int:
@@ -137,8 +176,7 @@ def main() -> int:
     parser.add_argument("--read", nargs="+", type=Path, metavar="FOLDER", help="records of runs that are over")
     options = parser.parse_args()
     if options.read:
-        PAGE.write_text(page(read(options.read)), encoding="utf-8")
-        return 0
+        return write_page(options.read)
     has, codes, folders = available(), [], []
     for isa in options.isa:
         if isa not in has:
@@ -150,7 +188,7 @@ def main() -> int:
             codes.append(code)
             folders.append(folder)
     if folders and not options.tests and not options.k:
-        PAGE.write_text(page(read(folders)), encoding="utf-8")
+        codes.append(write_page(folders))
     return int(any(codes))
 
 

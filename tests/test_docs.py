@@ -49,7 +49,7 @@ def exit_code(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     finder = [sys.executable, str(ROOT / "examples" / "free_port.py")]
     port = subprocess.run(finder, capture_output=True, text=True, check=True).stdout.strip()
     line = line.replace("deepspeed ", f"deepspeed --master_port {port} ")
-    return subprocess.run(line, shell=True, env=environment, timeout=180, check=False).returncode
+    return subprocess.run(line, shell=True, env=environment, timeout=600, check=False).returncode
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -133,7 +133,7 @@ def build(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", *arguments]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

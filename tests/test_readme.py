@@ -91,7 +91,7 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -113,7 +113,7 @@ def test_the_programs_of_the_runtime_run_in_one_process_each(tmp_path: Path) -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     ended = re.findall(r"^(\w+_\d+\.py) (-?\d+)$", done.stdout, re.MULTILINE)

@@ -215,7 +215,7 @@ def test_two_writers_leave_one_set_and_a_reader_sees_one_set(tmp_path: Path, alo
         assert writer.stdin is not None
         writer.stdin.write(b"\n")
         writer.stdin.flush()
-    seen, end = set(), time.monotonic() + 60
+    seen, end = set(), time.monotonic() + 600
     while any(writer.poll() is None for writer in writers) and time.monotonic() < end:
         found = read_set(out, names)
         words = {content[:1] for content in found.values() if content is not None}

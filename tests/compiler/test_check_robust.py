@@ -87,10 +87,10 @@ def test_very_many_mistakes_do_not_run_away(tmp_path: Path) -> None:
     spec["deepspeed"] = {f"steps_per_prin{index}": index for index in range(100)}
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec, indent=1), encoding="utf-8")
-    start = time.monotonic()
+    start = time.process_time()
     checked = check_any(file)
     assert sum(one.is_error for one in checked.diagnostics) == 200
-    assert time.monotonic() - start < 60  # a bound against quadratic work, not a measurement
+    assert time.process_time() - start < 60  # a bound against quadratic work, not a measurement
 
 
 class TestHostileInput:
@@ -98,7 +98,7 @@ class TestHostileInput:
 
     def run(self, *arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "parcompile", *arguments]
-        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
 
     def test_pipes_and_devices_are_refused_before_they_are_read(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.json")

@@ -22,7 +22,7 @@ def run(*words: str | bytes, cwd: Path) -> subprocess.CompletedProcess[bytes]:
         cwd=cwd,
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert b"Traceback" not in done.stderr, done.stderr
@@ -81,7 +81,7 @@ def test_no_command_lets_a_value_speak_to_the_terminal(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert b"Traceback" not in done.stderr, done.stderr

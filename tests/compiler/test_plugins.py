@@ -116,7 +116,7 @@ def run(tmp_path: Path) -> Any:
             env={**os.environ, "PYTHONPATH": str(site), **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         assert "Traceback" not in done.stderr
@@ -300,7 +300,7 @@ def test_nothing_that_a_rule_does_ends_a_check_or_reaches_its_output(tmp_path: P
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
-        timeout=120,
+        timeout=6000,
         check=False,
     )
     assert done.returncode == 1
@@ -393,7 +393,7 @@ def test_nothing_that_a_plug_in_does_ends_a_command_or_reaches_its_output(tmp_pa
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=6000,
         check=False,
     )
     assert "Traceback" not in done.stderr

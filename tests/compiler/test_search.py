@@ -417,6 +417,6 @@ def test_the_stages_that_a_search_leaves_out_are_never_the_fullest(
 
 def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
     script = Path(__file__).parents[2] / ".ci" / "first_layouts.py"
-    done = subprocess.run([sys.executable, script, "--only", "8"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, script, "--only", "8"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("init") == 8

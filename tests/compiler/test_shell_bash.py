@@ -102,7 +102,7 @@ def of_bash(text: str, folder: Path) -> list[tuple[str, ...]] | None:
     """The words of each call; None where bash itself refuses the script."""
     call = ["bash", "--norc", "-c", SHOW + text]
     done = subprocess.run(
-        call, cwd=folder, capture_output=True, text=True, timeout=60, check=False, env={"PATH": os.environ["PATH"]}
+        call, cwd=folder, capture_output=True, text=True, timeout=600, check=False, env={"PATH": os.environ["PATH"]}
     )
     if "error" in done.stderr or "bad" in done.stderr:
         return None

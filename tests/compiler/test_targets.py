@@ -264,7 +264,7 @@ class TestLaunch:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
 
     def called(self, stage: Path) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class TestLaunch:
         rank = (
             "import pathlib, signal, sys, time\n"
             "def save(*_):\n    time.sleep(0.5)\n    pathlib.Path('saved').touch()\n    sys.exit()\n"
-            f"signal.signal({int(number)}, save)\npathlib.Path('started').touch()\ntime.sleep(60)\n"
+            f"signal.signal({int(number)}, save)\npathlib.Path('started').touch()\ntime.sleep(600)\n"
         )
         runner = (
             f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {rank!r}]).wait()\n"

@@ -29,8 +29,8 @@ epsilon, weights that are too large) and choose a smoother one, or say `rerun`.
 `assert_apart` is the opposite: two results differ by at least three times what would pass for equal, as of a test that
 shows that it can fail.
 
-With `--margins FOLDER`, pytest writes the worst number of every comparison to files there; `.ci/margins.py` makes
-`docs/numeric_margins.md` of them.
+With `--margins FOLDER`, pytest writes the worst number of every comparison to files there, with the instruction set and
+the number of threads; `.ci/margins.py --read FOLDER …` makes `docs/numeric_margins.md` of them.
 """
 
 from __future__ import annotations
@@ -193,6 +193,12 @@ def assert_apart(found: Any, other: Any, least: float) -> None:
     assert worst.difference >= ROOM * least, f"{worst.text}: not apart"
 
 
+def variant() -> str:
+    """The instruction set of this process and its number of threads."""
+    threads = os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()
+    return f"{torch.backends.cpu.get_cpu_capability().lower()}-{threads}"
+
+
 def record(margin: Margin) -> None:
     """Adds a line to this process's file of the folder of records, where there is one."""
     folder = os.environ.get(FOLDER)
@@ -200,7 +206,7 @@ def record(margin: Margin) -> None:
         return
     # xdist adds the group of a test to its name.
     test = re.sub(r"@[^@\[\]]*$", "", os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
-    line = {"test": test, **margin._asdict()}
+    line = {"test": test, "variant": variant(), **margin._asdict()}
     with (Path(folder) / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from closeness import ROUNDING, Margin
+from closeness import ROUNDING, SEEDS, Margin, margins
 from drawn_configurations import LAYOUTS, Drawn, draw, runs
 from family_runs import family_plan, train_on, train_plain
 from ranks import RankError, run_ranks
@@ -34,6 +34,8 @@ class Outcome(NamedTuple):
     noise: float | None = None
     """What other last bits do to the same number of transformers alone; None where `worst` is far below 1e-5."""
     text: str = ""
+    own: float | None = None
+    """The largest move of any number of transformers alone under other last bits, where it was asked for."""
 
 
 def cases(first: int, count: int, layout: str, families: tuple[str, ...] = RUNTIME_FAMILIES) -> list[Drawn]:
@@ -65,12 +67,17 @@ def planned(drawn: Drawn, *, alone: bool = False) -> Plan:
     return family_plan(drawn.family, 1 if alone else drawn.world_size, {} if alone else drawn.parallelism, **changes)
 
 
-def outcomes(draws: Sequence[Drawn], timeout: float = 240) -> list[Outcome]:
+def outcomes(draws: Sequence[Drawn], timeout: float = 240, noise: bool = False) -> list[Outcome]:
     """All of one layout, in one world. What differs in fp32 is judged again in fp64, in a second one.
 
     Recurrences in fp32 and routers on the edge have no fp64 to be judged in: they are judged by their noise.
+
+    Args:
+        draws: of one layout.
+        timeout: in seconds, for all.
+        noise: measure what other last bits do to transformers alone for every draw, and not where it decides only.
     """
-    first = _outcomes(draws, torch.float32, timeout)
+    first = _outcomes(draws, torch.float32, timeout, noise)
     again = [one.drawn for one in first if one.kind == "different" and one.worst < 1.0]
     if not again:
         return first
@@ -79,7 +86,7 @@ def outcomes(draws: Sequence[Drawn], timeout: float = 240) -> list[Outcome]:
     return [one._replace(kind="rounded") if one.drawn.number in exact else one for one in first]
 
 
-def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, timeout: float) -> list[Outcome]:
+def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, timeout: float, noise: bool = False) -> list[Outcome]:
     found: list[Outcome] = []
     plans: list[tuple[Drawn, Plan, Callable[[int | None], dict[str, Any]]]] = []
     for drawn in draws:
@@ -106,7 +113,8 @@ def _outcomes(draws: Sequence[Drawn], dtype: torch.dtype, timeout: float) -> lis
         elif errors:
             found.append(Outcome(drawn, "different", 1.0, f"on {len(errors)} of {len(here)} ranks: {errors[0]}"))
         else:
-            found.append(_judged(drawn, compared(plan, here, rerun), dtype))
+            judged = _judged(drawn, compared(plan, here, rerun), dtype)
+            found.append(judged._replace(own=_own_moves(rerun)) if noise else judged)
     return found
 
 
@@ -139,6 +147,12 @@ def _alone(plan: Plan, dtype: torch.dtype) -> Callable[[int | None], dict[str, A
     """Transformers alone, nudged by a seed; the run that is not is kept."""
     known = train_plain(plan, STEPS, dtype)
     return lambda seed: known if seed is None else train_plain(plan, STEPS, dtype, seed)
+
+
+def _own_moves(rerun: Callable[[int | None], dict[str, Any]]) -> float:
+    """The largest relative move of a loss, a gradient norm or a parameter of transformers alone."""
+    expected = rerun(None)
+    return max(one.difference for seed in SEEDS for one in margins(rerun(seed), expected, limit=1.0))
 
 
 def _judged(drawn: Drawn, found: list[Margin], dtype: torch.dtype) -> Outcome:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ def a_plan() -> Plan:
     return make_plan(2, {"tp": 2})
 
 
-def delay_writing(seconds: float) -> None:
-    """Makes the disk of this rank slow."""
+def delay_writing(until: Callable[[Path], object]) -> None:
+    """Makes the disk of this rank slow: it is called with the path of what is to be written."""
     from parcompile.runtime.checkpoint.state_file import StateFile
 
     finish = StateFile.finish
 
     def late(file: StateFile) -> tuple[int, str]:
-        time.sleep(seconds)
+        until(file.path)
         return finish(file)
 
     StateFile.finish = late  # type: ignore[method-assign]
@@ -43,16 +44,25 @@ def save_both_ways(rank: int, plan: Plan, folder: str) -> dict[str, Any]:
     engine, batches = an_engine(plan)
     train(engine, batches)
     save(engine, f"{folder}/at-once", 1)
+
+    def until_looked(file: Path) -> None:
+        """Both ranks have looked whether that checkpoint is there."""
+        step = file.parent.name.rpartition("-")[2]
+        while not all(Path(folder, f"looked-{step}-{one}").exists() for one in range(2)):
+            time.sleep(0.02)
+
     if rank == 1:
-        delay_writing(1.0)
+        delay_writing(until_looked)
     place = save(engine, f"{folder}/later", 1, wait=False)
     assert place is not None
-    early = place.exists()
     for _ in range(2):
         train(engine, batches)  # the state moves on while the old one is written
+    early = place.exists()
+    Path(folder, f"looked-1-{rank}").touch()
     second = save(engine, f"{folder}/later", 3, wait=False)
     assert second is not None
     first_is_there = place.exists(), second.exists()
+    Path(folder, f"looked-3-{rank}").touch()
     wait_for_save(engine)
     return {"early": early, "first before second": first_is_there, "second": second.exists()}
 
@@ -123,19 +133,19 @@ def test_a_rank_killed_while_it_writes_leaves_the_last_checkpoint(tmp_path: Path
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_checkpoint_background import delay_writing
+from test_checkpoint_background import delay_writing, time
 from test_checkpoint_faults import an_engine
 from training_runs import make_plan
 from parcompile.runtime.checkpoint import save
 engine, _ = an_engine(make_plan(1, {}))
-delay_writing(1.0)
+delay_writing(lambda _: time.sleep(1))
 save(engine, sys.argv[2], 1, wait=False)
 """
 
 
 def test_a_script_that_ends_finishes_its_save(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
     assert read_note(tmp_path).step == 1
     assert verify(tmp_path) == []

@@ -71,7 +71,7 @@ def on_nodes(plan: Plan, folder: Path, *arguments: str) -> list[float]:
         where = ["-H", str(hosts), "--no_ssh", "--node_rank", str(rank), "--master_addr", "127.0.0.1"]
         nodes.append(start([*where, "--master_port", port, *script], log))
     try:
-        codes = [node.wait(timeout=200) for node in nodes]
+        codes = [node.wait(timeout=600) for node in nodes]
     finally:
         end(nodes)
     return held_out(codes, "".join(log.read_text() for log in logs))

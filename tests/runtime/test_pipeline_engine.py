@@ -255,7 +255,7 @@ def test_a_stage_that_fails_ends_the_others_with_its_name(how: str, said: str, t
     ]
     waiting, broken = started
     try:
-        out, errors = waiting.communicate(timeout=250)
+        out, errors = waiting.communicate(timeout=600)
         if how == "raises":
             broken.wait(timeout=600)
     finally:

@@ -33,7 +33,7 @@ LAUNCHER = Path(sys.executable).with_name("deepspeed")
 
 
 def launch(
-    ranks: int, *arguments: str, timeout: float = 240, meanwhile: Callable[[int], None] | None = None
+    ranks: int, *arguments: str, timeout: float = 600, meanwhile: Callable[[int], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs the example in a session of its own, so that no rank outlives the test; `meanwhile` gets its process."""
     command = [str(LAUNCHER), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(EXAMPLES / "train.py")]

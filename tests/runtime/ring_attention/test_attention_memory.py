@@ -31,7 +31,7 @@ def _most_allocated(function: Callable[[], object]) -> int:
 
 def _beyond_results(rank: int, lengths: list[int], dtype: torch.dtype) -> list[int]:
     """For each number of local tokens, what forward and backward take beside the output and the gradients."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     found = []
     for length in lengths:
         leaves = [torch.randn(1, HEADS, length, HEAD_DIM, dtype=dtype).requires_grad_() for _ in range(3)]

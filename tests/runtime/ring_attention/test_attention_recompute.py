@@ -53,7 +53,7 @@ def test_nested_layers_and_repeated_backward_take_their_own_attention() -> None:
 
 
 def _count_exchanges(rank: int) -> tuple[int, int, bool]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     counted, post = [0], ring.post_exchange
 
     def counting(*args: object) -> object:

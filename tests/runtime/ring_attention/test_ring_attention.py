@@ -160,7 +160,7 @@ LONG_CASES = [
 
 
 def _join_world() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 
 
 def _world(rank: int, cases: list[Case]) -> list[Errors]:
