@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
-from parcompile.lint.deepspeed.usage import surroundings
+from parcompile.lint.deepspeed.usage import usage_context
 from parcompile.lint.pages import GROUPS, Page, pages
 from parcompile.lint.registry import Settings, check_settings, file_rules
 from parcompile.rules.examples import example_spec
@@ -230,7 +230,7 @@ def _all_found() -> Iterator[tuple[str, Diagnostic]]:
         with contextlib.suppress(Unavailable):
             yield from ((rule.code, one) for one in check(Resolution(example_spec(rule.wrong)), CONCERNED))
     for entry in file_rules():
-        around = surroundings(entry.wrong, None, entry.asked)
+        around = usage_context(entry.wrong, None, entry.usage)
         settings = Settings(entry.wrong, frozenset(), around)
         yield from ((entry.code, one) for one in check_settings(settings, entry.kind))
     for page in FILE_CODES.values():
