@@ -28,7 +28,7 @@ OWN = {
     "compiler/model/presets.py": 1,
     "compiler/model/tables/reading.py": 1,
     "compiler/model/type_traits.py": 1,
-    "compiler/project/files.py": 1,
+    "compiler/project/__init__.py": 1,
     "compiler/schema/validation.py": 1,
     "compiler/show/page/render.py": 1,
     "compiler/text/reading.py": 1,

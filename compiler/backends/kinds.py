@@ -10,8 +10,9 @@ import difflib
 import enum
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,8 +26,6 @@ ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
     "trainer",
     "lightning",
 )
-NAMING = (ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER)
-"""Kinds whose files may name a DeepSpeed configuration."""
 FILLERS = ("transformers", "accelerate", "lightning", "bare")
 """Who reads a DeepSpeed configuration and replaces "auto" in it; bare is `deepspeed.initialize` alone."""
 PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
@@ -225,4 +224,39 @@ def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
         return MODEL
     if "name" in keys and keys & {"dependencies", "devdependencies", "devDependencies", "scripts"}:
         return PACKAGE
+    return None
+
+
+# DeepSpeed configurations that another tool's file names: they are checked with it.
+
+
+def named_files(kind: str, tree: Any, file: Path) -> list[str]:
+    """The DeepSpeed configurations that a file of this kind names, those of them that are there.
+
+    accelerate names one at deepspeed_config.deepspeed_config_file, the trainers at deepspeed. Such a path is relative
+    to the folder in which the tool is started, mostly that of the repository; here it is looked for from the folder of
+    the file upwards.
+    """
+    return [found for name in _named_in(kind, tree) if (found := _existing(name, file)) is not None]
+
+
+def _named_in(kind: str, tree: Any) -> Iterator[str]:
+    if not isinstance(tree, dict):
+        return
+    if kind == ACCELERATE and isinstance(tree.get("deepspeed_config"), dict):
+        yield str(tree["deepspeed_config"].get("deepspeed_config_file") or "")
+    if kind in (AXOLOTL, LLAMA_FACTORY, TRAINER) and isinstance(tree.get("deepspeed"), str):
+        yield tree["deepspeed"]
+
+
+def _existing(name: str, file: Path) -> str | None:
+    if not name.endswith((".json", ".yaml", ".yml")):
+        return None
+    for folder in (*file.parents, Path()):
+        candidate = folder / name
+        try:
+            if candidate.is_file():
+                return str(candidate)
+        except OSError:
+            return None
     return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from parcompile.backends.kinds import NAMING, Certainty
+from parcompile.backends.kinds import Certainty, named_files
 from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.text import SourceError, SourceText, parse
 
@@ -77,15 +77,7 @@ def checked_files(
     run, waiting = Run(), list(files)
     for file in waiting:
         checked = _check_one(run, file, targets, kind, None if file == "-" or Path(file).is_dir() else mending, usage)
-        if (
-            checked is not None
-            and checked.kind in NAMING
-            and checked.document is not None
-            and file != "-"
-            and not Path(file).is_dir()
-        ):
-            from parcompile.backends.following import named_files
-
+        if checked is not None and checked.document is not None and file != "-" and not Path(file).is_dir():
             followed = named_files(checked.kind, checked.document.tree, Path(file))
             waiting += [name for name in followed if name not in waiting]
     return run

@@ -11,8 +11,7 @@ import click
 from parcompile import schema
 from parcompile.backends.writing import to_text, write
 from parcompile.cost.table import columns
-from parcompile.machines.accelerator import accelerators
-from parcompile.machines.preset import SCHEMA, is_preset_file
+from parcompile.machines.accelerator import SCHEMA, accelerators, is_preset_file
 from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds
 from parcompile.version import how_to_install
 

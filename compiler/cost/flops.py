@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
-from parcompile.model.shape import ModelShape
+from parcompile.model.shape import ModelShape, mean_over_layers
 
 from .blocks import head_parameters, mixture_parameters
-from .kinds import mean_over_layers
 from .recurrent import mixer_parameters, scan_flops_per_token
 
 CONVENTION = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from parcompile.layout.stages import Stage
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
+from parcompile.model.shape import mean_over_layers
 from parcompile.model.type_traits import types_with
 
 from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import stream_bytes
-from .kinds import mean_over_layers
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.

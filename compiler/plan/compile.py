@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parcompile.diagnostics import Diagnostic
-from parcompile.machines.preset import preset_tree
+from parcompile.machines.accelerator import preset_tree
 from parcompile.spec import Spec
 
 from .plan import Plan, Refusal

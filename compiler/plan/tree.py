@@ -15,7 +15,7 @@ from parcompile.cost.memory import static_memory
 from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
-from parcompile.machines.preset import preset_from_tree, preset_tree
+from parcompile.machines.accelerator import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.spec import (
     Cluster,

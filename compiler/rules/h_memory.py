@@ -12,8 +12,7 @@ from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.layout.grid import Axis
 from parcompile.layout.tensor import SplitError
-from parcompile.machines.accelerator import accelerators
-from parcompile.machines.preset import PresetError, is_preset_file
+from parcompile.machines.accelerator import PresetError, accelerators, is_preset_file
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.workload import workload_of
 from parcompile.units import format_bytes, format_seconds

@@ -1,7 +1,6 @@
 """What a model draws at random: a function of the place in the whole batch, the same in every layout."""
 
 from .draws import draws, trains_at_random
-from .mode import Redrawn, draw_by_place, hold_features
-from .widths import record_widths
+from .mode import Redrawn, draw_by_place, hold_features, record_widths
 
 __all__ = ["Redrawn", "draw_by_place", "draws", "hold_features", "record_widths", "trains_at_random"]

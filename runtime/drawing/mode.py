@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.ring_attention.kernels.kernel import mixed, of_seed
+from parcompile.runtime.ring_attention.kernels.kernel import WORD, combined, mixed, of_seed
 
-from .numbers import dropped, uniform
 from .place import Place
 
 Ranges = Sequence[tuple[int, int]]
@@ -254,3 +253,75 @@ _REFUSED = frozenset(
         *(Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
     }
 )
+
+
+# Random numbers from the keys of tokens: T tokens, F features of each.
+
+_FEATURES = 0x510E527F
+_CHUNK_NUMEL = {"cpu": 2**18}
+_LARGE_CHUNK_NUMEL = 2**22
+"""Words take 8 bytes each and a few copies: so many are computed at a time. On CPUs they stay in the cache."""
+_BITS = 23
+
+
+def dropped(keys: Tensor, features: Tensor, chance: float) -> Tensor:
+    """Which elements are dropped: bool [T, F] from keys [T] and the numbers of the features [F]."""
+    found = torch.empty(len(keys), len(features), dtype=torch.bool, device=keys.device)
+    border = round(chance * (WORD + 1))
+    for tokens in _chunks(keys, features):
+        torch.lt(_words(keys[tokens], features), border, out=found[tokens])
+    return found
+
+
+def uniform(keys: Tensor, features: Tensor) -> Tensor:
+    """Numbers between 0 and 1, neither of which occurs: float32 [T, F]."""
+    found = torch.empty(len(keys), len(features), device=keys.device)
+    for tokens in _chunks(keys, features):
+        # 2^23 numbers, the centres of equal intervals: every one of them is exact in float32.
+        found[tokens] = ((_words(keys[tokens], features) >> (32 - _BITS)) + 0.5) * 2.0**-_BITS
+    return found
+
+
+def _words(keys: Tensor, features: Tensor) -> Tensor:
+    return combined(keys.unsqueeze(1), features, _FEATURES)
+
+
+def _chunks(keys: Tensor, features: Tensor) -> list[slice]:
+    numel = _CHUNK_NUMEL.get(keys.device.type, _LARGE_CHUNK_NUMEL)
+    step = max(1, numel // max(1, len(features)))
+    return [slice(start, start + step) for start in range(0, len(keys), step)]
+
+
+# How many numbers a whole model draws for each token: a rank that draws fewer holds some of the features.
+
+_ROWS, _LENGTH = 2, 5
+
+
+def record_widths(model: nn.Module, widths: dict[tuple[str, int], int], sequence_length: int) -> None:
+    """Fills `widths`, which `draw_by_place` returned for this model, before it is cut.
+
+    Raises:
+        RunError: the model cannot run without values.
+    """
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    ids = torch.zeros(_ROWS, min(_LENGTH, sequence_length), dtype=torch.int64, device="meta")
+    batch: dict[str, Any] = {"input_ids": ids, "position_ids": ids}
+    was_training = model.training
+    found: dict[tuple[str, int], int] = {}
+    model.train()
+    try:
+        with torch.device("meta"), recording(found), torch.no_grad():
+            torch.func.functional_call(model, empty, kwargs=batch)
+    except RunError:
+        raise
+    except Exception as error:  # the module is the user's: it raises what it likes
+        raise RunError(
+            f"{type(model).__name__} draws at random, and which of the features a rank draws for cannot be seen: on "
+            f"tensors without values its forward fails ({type(error).__name__}: {error}); without tp, or without the "
+            "drawing, it trains",
+            everywhere=True,
+        ) from error
+    finally:
+        model.train(was_training)
+    widths.update(found)

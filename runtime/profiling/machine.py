@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.machines.accelerator import Accelerator, Link, Measured, find_accelerator
-from parcompile.machines.preset import preset_tree
+from parcompile.machines.accelerator import Accelerator, Link, Measured, find_accelerator, preset_tree
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups.environment import Environment, backend_of, device_of
 from parcompile.units import MIB

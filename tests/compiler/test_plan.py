@@ -19,7 +19,7 @@ from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections
 from parcompile.plan.tree import digest
-from parcompile.show.page.remarks import remarks
+from parcompile.show.page.data import remarks
 
 SPECIFICATIONS = Path(__file__).parent.parent / "specs"
 SPECS = {

@@ -16,7 +16,7 @@ from parcompile.model.blocks.ngrams import TABLE, Ngrams
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
-from parcompile.model.tables.primes import MOST, is_prime, sum_of_primes
+from parcompile.model.tables.expression import MOST, is_prime, sum_of_primes
 from parcompile.model.text_part import text_part
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution

@@ -19,7 +19,7 @@ from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import padded_shard
 from parcompile.plan import Plan, load_plan
 from parcompile.plan.tree import written
-from parcompile.show.page.remarks import remarks
+from parcompile.show.page.data import remarks
 from parcompile.show.page.render import page
 from parcompile.show.page.search_result import section
 from parcompile.show.pictures.subject import Subject

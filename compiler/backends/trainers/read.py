@@ -15,8 +15,7 @@ from typing import Any
 
 from parcompile.backends.deepspeed import facts
 from parcompile.backends.deepspeed.read import IMPORTER
-from parcompile.backends.following import named_files
-from parcompile.backends.kinds import ACCELERATE
+from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
     Account,
     Draft,

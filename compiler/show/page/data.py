@@ -8,13 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from parcompile.cost.memory import static_memory
+from parcompile.diagnostics import Diagnostic
 from parcompile.layout.grid import DENSE_AXES, Axis
 from parcompile.layout.groups import EMBEDDING_GROUPS
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
 from parcompile.model.table import spans
-from parcompile.plan import Plan
+from parcompile.plan import Plan, PlanError
 from parcompile.plan.sections import strided
+from parcompile.plan.tree import written
+from parcompile.rules import MEMORY_RULES, check
+from parcompile.schema import validate
 from parcompile.show.pictures.colours import SHADES, colour
+from parcompile.spec import Origin
+from parcompile.spec.resolve import Resolution
 from parcompile.spec.workload import workload_of
 
 USES = {
@@ -124,3 +130,20 @@ def _colours(*, dark: bool) -> dict[str, Any]:
             axis: [colour(f"{axis}-{shade}", dark=dark) for shade in range(SHADES)] for axis in (*DENSE_AXES, Axis.EP)
         },
     }
+
+
+# What the rules say of a plan whose spec is not at hand.
+
+
+def remarks(plan: Plan) -> tuple[Diagnostic, ...]:
+    """What there is to say of a plan, without places in a file: that it does not fit is its only possible error.
+
+    Raises:
+        PlanError: what the plan says of its spec is none.
+    """
+    tree = written(plan)
+    is_file = any(one.origin is Origin.CONFIG for one in plan.spec.provenance.values())
+    wrong = validate({**tree, "model": {"hf_config": "config.json"}} if is_file else tree, "spec").diagnostics
+    if wrong:
+        raise PlanError(f"the plan is damaged (provenance: {wrong[0].message}): compile it again")
+    return tuple(one for one in check(Resolution(tree)) if not one.is_error or one.code in MEMORY_RULES)

@@ -17,9 +17,8 @@ from parcompile.show.pictures.subject import Subject
 from parcompile.version import __version__
 
 from . import beside
-from .data import page_data
+from .data import page_data, remarks
 from .html import joined, script_json, tag
-from .remarks import remarks
 from .search_result import section as search_section
 from .sections import diagnostics, figures, launching, section, summary_line, tiles, values
 

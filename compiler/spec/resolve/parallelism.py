@@ -12,8 +12,7 @@ from parcompile.layout.context_parallel import ContextParallel
 from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.layout.stages import PipelineSplit
-from parcompile.machines.accelerator import Accelerator
-from parcompile.machines.preset import PresetError, is_preset_file, preset_from_tree, read_preset
+from parcompile.machines.accelerator import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
 from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism
 

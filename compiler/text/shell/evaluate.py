@@ -14,10 +14,9 @@ from . import state as slurm
 from .conditions import UNKNOWN, assumed, judged, matches, test
 from .limits import MAX_LENGTH, ShellLimitError, Work
 from .parse import parse
-from .places import placeless, without_places
 from .state import State, assign, declare, distinct, forget, let
 from .syntax import AndOr, Block, Case, For, Function, Group, If, Node, Simple, While
-from .values import Array, Piece, Value, fields, joined, known, shown, unquoted
+from .values import Array, Hole, Piece, Value, fields, joined, known, shown, unquoted
 
 # Commands that stand in the words of other commands: of `eval`, of `bash -c`, of launchers.
 
@@ -387,3 +386,25 @@ def braces(values: tuple[Value, ...]) -> Iterable[Value]:
             yield from ((Piece(one, start),) for one in listed[1].split(","))
         else:
             yield value
+
+
+# Values without their places in the script: those that stand in another file.
+
+
+def placeless(value: Value) -> Value:
+    """A value whose pieces and holes stand nowhere in the script."""
+    return tuple(
+        Hole(one.text, one.names, None, None, one.can_be_words)
+        if isinstance(one, Hole)
+        else Piece(one.text, None, one.splits, one.is_quoted)
+        for one in value
+    )
+
+
+def without_places(state: State) -> None:
+    """Takes away the places of what stands in another file. What the script itself has said is kept by its text."""
+    for name, value in state.variables.items():
+        if name in state.arrays:
+            state.variables[name] = tuple(placeless(one) for one in value)  # type: ignore[arg-type]
+        else:
+            state.variables[name] = placeless(value)  # type: ignore[arg-type]
