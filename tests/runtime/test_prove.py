@@ -108,7 +108,8 @@ def test_weights_that_are_stored_in_bf16_are_judged_together() -> None:
 @pytest.mark.ranks
 def test_every_planted_mistake_is_red_and_none_is_without(plain: Engine) -> None:
     right = [{**SEEN, "dtype": dtype, "family": family} for dtype, family in (("fp32", "mixtral"), ("fp64", "qwen3"))]
-    wrong = [{**SEEN, "mistake": mistake} for mistake in plain.features["mistake"][1:]]
+    resumes = ("moments are not saved",)
+    wrong = [{**SEEN, "mistake": one, "resume": one in resumes} for one in plain.features["mistake"][1:]]
     found = prove(plain, [*right, *wrong], shrinks=False)
     assert {found.text_of(one): one.verdict for one in found.cells[:2] if one.verdict not in (EQUAL, ROUNDING)} == {}
     assert {found.text_of(one): one.verdict for one in found.cells[2:] if one.verdict != RED} == {}
@@ -199,11 +200,43 @@ def test_fsdp_is_fsdp_and_says_what_is_replaced_on_cpus(name: str, engines: Call
 @pytest.mark.ranks
 def test_this_runtime_is_one_process(engines: Callable[[str], Engine]) -> None:
     cells = [
-        {"tp": 2, "cp": 2, "sequence_parallel": True, "masks": "uneven", "clipping": 0.5, "accumulation": 2},
+        {"tp": 2, "cp": 2, "sequence_parallel": True, "masks": "uneven", "clipping": 0.5, "resume": True},
         {"family": "mixtral", "dp": 2, "ep": 2, "packed": True, "masks": "empty", "checkpointing": "full"},
     ]
     found = prove(engines("parcompile"), cells)
     assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
+
+
+@pytest.mark.ranks
+def test_a_balancing_loss_is_that_of_the_micro_batches(engines: Callable[[str], Engine]) -> None:
+    """transformers' Trainer neither divides it by the accumulation steps nor by the ranks."""
+    cell = {"family": "mixtral", "dp": 2, "accumulation": 2, "aux_loss": True}
+    for name, verdict in (("parcompile", EQUAL), ("deepspeed", EQUAL), ("transformers", RED)):
+        (proved,) = prove(engines(name), [cell], shrinks=False).cells
+        assert proved.verdict == verdict, (name, proved.answer)
+    (proved,) = prove(engines("deepspeed"), [{**cell, "family": "llama"}]).cells
+    assert (proved.verdict, proved.answer["why"]) == (CANNOT, "a balancing loss takes experts")
+
+
+@pytest.mark.ranks
+def test_pytest_runs_cells_as_tests(tmp_path: Path) -> None:
+    adapter = Path(ADAPTER).read_text(encoding="utf-8")
+    (tmp_path / "adapter.py").write_text(adapter.replace('"none",', '"none", "stale"),\n    "left": ("none",', 1))
+    (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--rootdir", str(tmp_path)]
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    done = run("--prove-engine", "adapter.py", "--prove-cells", "3", "--prove-seed", "2", "--prove-ranks", "2")
+    outcomes = re.findall(r"^(PASSED|FAILED) ::prove\[(.+?)\]", done.stdout, re.MULTILINE)
+    assert {state for state, _ in outcomes} == {"PASSED", "FAILED"}, done.stdout
+    assert all((state == "FAILED") == ("mistake stale" in name) for state, name in outcomes), outcomes
+    assert (len(outcomes), "PASSED test_own.py::test_own" in done.stdout, done.returncode) == (3, True, 1)
+    assert "fewest features: llama mistake stale" in done.stdout
+    assert "Traceback" not in done.stdout
+    wrong = run("--prove-engine", "none.py")
+    assert (wrong.returncode, "--prove-engine: none.py cannot run in" in wrong.stderr) == (4, True), wrong.stderr
 
 
 def test_an_engine_that_cannot_run_is_one_sentence(tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 """Of every engine. An engine adds its own, or narrows these."""
 
+AUX_LOSS = {"aux_loss": (False, True)}
+"""Of engines that train the balancing loss of experts: `AUX_COEFFICIENT` times the mean of all micro-batches' own."""
+
+RESUME = {"resume": (False, True)}
+"""Of engines that save and load: the last step is that of new processes, which load what the first ones saved."""
+
 _CANDIDATES = 60
 """How many are drawn for each cell that is taken."""
 
@@ -57,6 +63,8 @@ def unsupported(cell: Cell) -> str | None:
         return "transformers multiplies stacked experts in 16 and 32 bits"
     if has_experts(cell) and cell["dtype"] == "bf16":
         return "in bf16 the last bits decide which expert a token goes to"
+    if why := unbalanced(cell):
+        return why
     if cell["masks"] == "empty" and batch_size(cell) == 1:
         return "the only sample has no label that counts"
     return None
@@ -65,6 +73,11 @@ def unsupported(cell: Cell) -> str | None:
 def world_size(cell: Cell) -> int:
     """How many ranks a cell takes."""
     return math.prod(int(cell.get(axis, 1)) for axis in AXES)
+
+
+def unbalanced(cell: Cell) -> str | None:
+    """Why an engine cannot train a cell's balancing loss of experts; None where it can, or the cell has none."""
+    return "a balancing loss takes experts" if cell.get("aux_loss") and not has_experts(cell) else None
 
 
 def batch_size(cell: Cell) -> int:

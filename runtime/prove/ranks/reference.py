@@ -13,6 +13,7 @@ from .cells import FAMILIES, Cell, batch_size
 
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 128
 IGNORED = -100
+AUX_COEFFICIENT = 0.1
 LAST_BIT = 1e-7
 """By how much the weights of a nudged reference differ, relative."""
 
@@ -42,7 +43,10 @@ def configuration(cell: Cell) -> Any:
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     family = FAMILIES[cell["family"]]
-    return getattr(transformers, family["class"])(**sizes, **family["keys"])
+    keys = dict(family["keys"])
+    if cell.get("aux_loss"):
+        keys |= {"output_router_logits": True, "router_aux_loss_coef": AUX_COEFFICIENT}
+    return getattr(transformers, family["class"])(**sizes, **keys)
 
 
 def import_models() -> None:
@@ -120,6 +124,11 @@ def inputs(cell: Cell, batch: Batch) -> Batch:
     return {name: batch[name] for name in ("input_ids", *(("position_ids",) if cell["packed"] else ()))}
 
 
+def balance(cell: Cell, outputs: Any) -> Tensor | float:
+    """What the experts of a micro-batch add to the mean of all micro-batches; 0 where the cell has no such loss."""
+    return AUX_COEFFICIENT * outputs.aux_loss if cell.get("aux_loss") else 0.0
+
+
 def token_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum of cross entropies over all labels that count; labels are not shifted yet."""
     predicted = logits[:, :-1].flatten(0, 1)
@@ -132,10 +141,18 @@ def optimizer_of(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
 
 
+def _pieces(cell: Cell, batch: Batch) -> list[Batch]:
+    """Single rows, or the micro-batches of all ranks where what is trained depends on them."""
+    if cell.get("aux_loss"):
+        return [one for rank in range(cell["dp"]) for one in micro_batches(cell, batch, rank)]
+    return [{name: one[row : row + 1] for name, one in batch.items()} for row in range(batch_size(cell))]
+
+
 def reference(cell: Cell, nudge: int | None = None) -> dict[str, Any]:
     """`loss` and `norm` (before clipping) of each step, `params` after all, and where they `start`.
 
     The loss of a step is the mean over all tokens of its samples that count. In bf16 a copy of the weights computes.
+    A balancing loss is the mean of those of the micro-batches that the ranks have.
     """
     model, low = model_of(cell, nudge), cell["dtype"] == "bf16"
     optimizer = optimizer_of(model.parameters())
@@ -145,9 +162,10 @@ def reference(cell: Cell, nudge: int | None = None) -> dict[str, Any]:
         total, computing = 0.0, model_of(cell).to(torch.bfloat16) if low else model
         if low:
             computing.load_state_dict(model.state_dict())
-        for row in range(batch_size(cell)):
-            one = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            loss = token_sum(computing(**inputs(cell, one)).logits, one["labels"]) / counted(batch)
+        pieces = _pieces(cell, batch)
+        for piece in pieces:
+            outputs = computing(**inputs(cell, piece))
+            loss = token_sum(outputs.logits, piece["labels"]) / counted(batch) + balance(cell, outputs) / len(pieces)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if low:

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -29,9 +30,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from .cells import FEATURES, Cell, draw, unsupported, world_size
+from .cells import FEATURES, RESUME, Cell, draw, unsupported, world_size
 from .comparison import CANNOT, judge
-from .reference import batches, import_models, model_of, reference
+from .reference import STEPS, batches, import_models, model_of, reference
 
 ADAPTER = ("supports", "build", "step", "full_parameters")
 """Functions that an adapter has."""
@@ -94,7 +95,8 @@ def load_adapter(engine: str) -> ModuleType:
 
 def features_of(adapter: ModuleType) -> dict[str, tuple[Any, ...]]:
     """Of all engines, with those that this one adds or narrows."""
-    return {**FEATURES, **getattr(adapter, "FEATURES", {})}
+    resumes = all(callable(getattr(adapter, name, None)) for name in ("save", "load"))
+    return {**FEATURES, **getattr(adapter, "FEATURES", {}), **(RESUME if resumes else {})}
 
 
 def versions_of(adapter: ModuleType) -> dict[str, str]:
@@ -111,9 +113,13 @@ def run_cell(adapter: ModuleType, cell: Cell, timeout: float) -> dict[str, Any]:
         return {"verdict": CANNOT, "why": why}
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
-        tasks = [_rank_task(adapter, cell, rank, folder) for rank in range(world_size(cell))]
-        if why := _forked(tasks, folder, timeout, lambda: _store(folder, timeout)):
-            return {"verdict": CANNOT, "why": why, "failed": True}
+        borders = (0, STEPS - 1, STEPS) if cell.get("resume") else (0, STEPS)
+        for run in itertools.pairwise(borders):
+            tasks = [_rank_task(adapter, cell, rank, folder, range(*run)) for rank in range(world_size(cell))]
+            (folder / "port").unlink(missing_ok=True)
+            if why := _forked(tasks, folder, timeout, lambda: _store(folder, timeout)):
+                why = f"after it loaded what it saved: {why}" if run[0] else why
+                return {"verdict": CANNOT, "why": why, "failed": True}
         if why := _forked([lambda: _judge(cell, folder)], folder, timeout):
             return {"verdict": CANNOT, "why": f"the run in one process: {why}", "failed": True}
         answer: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
@@ -142,7 +148,9 @@ def _port(folder: Path) -> str:
     return (folder / "port").read_text()
 
 
-def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path) -> Callable[[], None]:
+def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path, run: range) -> Callable[[], None]:
+    """The steps of a run on a rank: from the start, or from what was saved, to the end, or to what is saved."""
+
     def task() -> None:
         world = world_size(cell)
         os.environ |= {
@@ -159,18 +167,23 @@ def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path) -> Call
             "TMPDIR": str(folder),  # what an engine writes goes with the cell
         }
         tempfile.tempdir = None
-        engine = adapter.build(model_of(cell), cell)
-        steps = [adapter.step(engine, batch, cell) for batch in batches(cell)]
-        params = adapter.full_parameters(engine, cell)
+        model, saved = model_of(cell), folder / "saved"
+        engine = adapter.load(model, saved, cell) if run.start else adapter.build(model, cell)
+        steps = [adapter.step(engine, batch, cell) for batch in list(batches(cell))[run.start : run.stop]]
+        if run.stop < STEPS:
+            saved.mkdir(exist_ok=True)
+            adapter.save(engine, saved, cell)
+        found = {"steps": steps, "params": adapter.full_parameters(engine, cell)}
         if rank == 0:
-            losses, norms = zip(*steps, strict=True)
-            torch.save({"loss": losses, "norm": norms, "params": params}, folder / "found.pt")
+            torch.save(found, folder / f"found-{run.stop}.pt")
 
     return task
 
 
 def _judge(cell: Cell, folder: Path) -> None:
-    found = torch.load(folder / "found.pt", weights_only=False)
+    runs = [torch.load(one, weights_only=False) for one in sorted(folder.glob("found-*.pt"))]
+    losses, norms = zip(*(step for run in runs for step in run["steps"]), strict=True)
+    found = {"loss": losses, "norm": norms, "params": runs[-1]["params"]}
     answer = judge(cell["dtype"], found, reference(cell), lambda: [reference(cell, seed) for seed in _SEEDS])
     (folder / "verdict.json").write_text(json.dumps(answer))
 

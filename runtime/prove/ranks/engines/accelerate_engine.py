@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
-from ..cells import Cell, batch_size
-from ..reference import Batch, batches, counted, inputs, optimizer_of, token_sum
+from ..cells import AUX_LOSS, Cell, batch_size
+from ..reference import STEPS, Batch, balance, batches, counted, inputs, optimizer_of, token_sum
 from . import fsdp_on_cpu, whole_parameters
 
 PACKAGES = ("accelerate", "transformers", "torch")
-FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2")}
+FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2"), **AUX_LOSS}
 """bf16 on CPUs is autocast, which rounds elsewhere than a copy of the weights does."""
 
 
@@ -42,6 +43,7 @@ class _Run:
         loader: Any = torch.utils.data.DataLoader(cast(Any, rows), batch_size=cell["micro_batch"])
         self.model, self.optimizer, loader = self.accelerator.prepare(model, optimizer_of(model.parameters()), loader)
         fsdp_on_cpu.refuse_other(self.model, cell)
+        self.loader = loader
         self.micro_batches: Iterator[Batch] = iter(loader)
 
 
@@ -56,9 +58,11 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
     for _ in range(cell["accumulation"]):
         micro = next(engine.micro_batches)
         with engine.accelerator.accumulate(engine.model):
-            loss = token_sum(engine.model(**inputs(cell, micro)).logits, micro["labels"]) / counted(batch)
             # It divides by the accumulation steps, and its wrappers by ranks.
-            engine.accelerator.backward(loss * cell["dp"] * cell["accumulation"])
+            times = cell["dp"] * cell["accumulation"]
+            outputs = engine.model(**inputs(cell, micro))
+            loss = token_sum(outputs.logits, micro["labels"]) / counted(batch) + balance(cell, outputs) / times
+            engine.accelerator.backward(loss * times)
             if engine.accelerator.sync_gradients:
                 norm = engine.accelerator.clip_grad_norm_(engine.model.parameters(), cell["clipping"] or math.inf)
             engine.optimizer.step()
@@ -67,6 +71,19 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
     whole = engine.accelerator.reduce(total)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return float(whole), None if norm is None else float(norm)
+
+
+def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
+    """What `load` goes on from."""
+    engine.accelerator.save_state(str(folder))
+
+
+def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
+    """What was saved, in front of the last step's micro-batches."""
+    run = _Run(model, cell)
+    run.accelerator.load_state(str(folder))
+    run.micro_batches = iter(run.accelerator.skip_first_batches(run.loader, (STEPS - 1) * cell["accumulation"]))
+    return run
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001

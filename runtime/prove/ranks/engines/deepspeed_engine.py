@@ -6,14 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import Cell, has_experts, has_window
-from ..reference import Batch, counted, inputs, micro_batches, optimizer_of, token_sum
+from ..cells import AUX_LOSS, Cell, has_experts, has_window
+from ..reference import Batch, balance, counted, inputs, micro_batches, optimizer_of, token_sum
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
@@ -24,6 +25,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "cp": (1, 2),
     "pp": (1, 2),
+    **AUX_LOSS,
     "config": ("",),
 }
 
@@ -63,6 +65,23 @@ def build(model: nn.Module, cell: Cell) -> _Run:
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
     """One optimizer step on a global batch: its loss, and the norm of its gradients before clipping."""
     return engine.step(batch, cell)
+
+
+def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
+    """What `load` goes on from."""
+    engine.engine.save_checkpoint(str(folder))
+
+
+def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
+    """The engine that was saved.
+
+    Raises:
+        RuntimeError: DeepSpeed did not find it.
+    """
+    run = build(model, cell)
+    if run.engine.load_checkpoint(str(folder))[0] is None:
+        raise RuntimeError("load_checkpoint found no checkpoint")
+    return run
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:
@@ -121,13 +140,15 @@ class _Run:
         times = cell["dp"] * cell["accumulation"] / counted(batch)
         total = 0.0
         for one in micro_batches(cell, batch, self.dp_rank):
+            balancing: Tensor | float = 0.0
             if cell["cp"] > 1:
                 summed = self._sum_of_part(one, cell["cp"])
             else:
-                summed = token_sum(self.engine(**inputs(cell, one)).logits, one["labels"])
-            self.engine.backward(summed * times)
+                outputs = self.engine(**inputs(cell, one))
+                summed, balancing = token_sum(outputs.logits, one["labels"]), balance(cell, outputs)
+            self.engine.backward(summed * times + balancing)
             self.engine.step()
-            total += float(summed.detach()) / counted(batch)
+            total += float(summed.detach()) / counted(batch) + float(balancing) / (cell["dp"] * cell["accumulation"])
         everyones = torch.tensor(total, dtype=torch.float64)
         dist.all_reduce(everyones)
         norm = self.engine.get_global_grad_norm()

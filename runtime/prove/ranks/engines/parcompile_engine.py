@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import Cell, batch_size, has_experts
-from ..reference import SEQUENCE, Batch, batches, configuration
+from ..cells import AUX_LOSS, Cell, batch_size, has_experts
+from ..reference import SEQUENCE, STEPS, Batch, batches, configuration
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -25,6 +25,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "ep": (1, 2),
     "sequence_parallel": (False, True),
     "checkpointing": ("none", "full"),
+    **AUX_LOSS,
 }
 
 
@@ -42,9 +43,9 @@ def supports(cell: Cell) -> str | None:
 
 
 class _Run:
-    """The engine of a cell, and its batches in order."""
+    """The engine of a cell, and its batches in order, from that of step `first` on."""
 
-    def __init__(self, model: nn.Module, cell: Cell) -> None:
+    def __init__(self, model: nn.Module, cell: Cell, first: int = 0) -> None:
         import parcompile
         from parcompile.runtime import initialize
         from parcompile.runtime.settings import HEARTBEAT
@@ -55,7 +56,7 @@ class _Run:
             {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
             for batch in batches(cell)
             for row in range(batch_size(cell))
-        ]
+        ][first * batch_size(cell) :]
         self.engine, _, loader, _ = initialize(plan=plan, model=model, training_data=samples, measurements=False)
         assert loader is not None
         self.batches = iter(loader)
@@ -99,6 +100,22 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]: 
     """One optimizer step on the next global batch: its loss, and the norm of its gradients before clipping."""
     loss = float(engine.engine.train_batch(engine.batches))
     return loss, float(engine.engine.get_global_grad_norm())
+
+
+def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
+    """What `load` goes on from."""
+    from parcompile.runtime import checkpoint
+
+    checkpoint.save(engine.engine, folder, STEPS - 1)
+
+
+def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
+    """What was saved, in front of the last step."""
+    from parcompile.runtime import checkpoint
+
+    run = _Run(model, cell, STEPS - 1)
+    checkpoint.load(run.engine, folder)
+    return run
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..cells import Cell
+from ..cells import AUX_LOSS, Cell
 from ..reference import STEPS, Batch, batches, optimizer_of
 from . import fsdp_on_cpu, whole_parameters
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
 
 PACKAGES = ("transformers", "accelerate", "torch")
-FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32",), "wrapper": ("ddp", "fsdp2")}
+FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32",), "wrapper": ("ddp", "fsdp2"), **AUX_LOSS}
 """The Trainer's own loss is computed in fp32 whatever the weights are, and bf16 on CPUs is autocast."""
 
 
@@ -34,7 +35,7 @@ shims = fsdp_on_cpu.shims
 class _Run:
     """The Trainer trains all steps at once; its log has each."""
 
-    def __init__(self, model: nn.Module, cell: Cell) -> None:
+    def __init__(self, model: nn.Module, cell: Cell, resume_from: str | None = None) -> None:
         self._log: list[tuple[float, float | None]] = []
         rows = [
             {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
@@ -47,7 +48,7 @@ class _Run:
             settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
             options = {"fsdp": "full_shard", "fsdp_config": settings}
         arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=str(_output(cell)),
             use_cpu=True,
             ddp_backend="gloo",
             per_device_train_batch_size=cell["micro_batch"],
@@ -58,15 +59,17 @@ class _Run:
             learning_rate=1e-2,
             logging_steps=1,
             report_to=[],
-            save_strategy="no",
+            save_strategy="steps" if cell["resume"] else "no",
+            save_steps=STEPS - 1,
             disable_tqdm=True,
             remove_unused_columns=False,
             **options,
         )
+        ends = [_End()] if cell["resume"] and resume_from is None else []
         self.trainer = _Sequential(
-            model=model, args=arguments, train_dataset=rows, callbacks=[_Log(self._log)], data_collator=_stacked
+            model=model, args=arguments, train_dataset=rows, callbacks=[_Log(self._log), *ends], data_collator=_stacked
         )
-        self.trainer.train()
+        self.trainer.train(resume_from_checkpoint=resume_from)
         fsdp_on_cpu.refuse_other(self.trainer.model_wrapped, cell)
         if arguments.world_size != dist.get_world_size() if dist.is_initialized() else cell["dp"] != 1:
             raise RuntimeError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
@@ -86,6 +89,19 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]: 
     return engine.next_step()
 
 
+def _output(cell: Cell) -> Path:
+    return Path(tempfile.gettempdir()) / "trainer" if cell["resume"] else Path(tempfile.mkdtemp())
+
+
+def save(engine: _Run, folder: Path, cell: Cell) -> None:
+    """The Trainer saved already; it is looked up where it did."""
+
+
+def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:  # noqa: ARG001
+    """The last step, by the Trainer that resumes."""
+    return _Run(model, cell, str(_output(cell) / f"checkpoint-{STEPS - 1}"))
+
+
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
     """Whole parameters by the names of transformers."""
     return whole_parameters(engine.trainer.accelerator.unwrap_model(engine.trainer.model_wrapped))
@@ -98,6 +114,14 @@ class _Sequential(Trainer):  # type: ignore[misc]
     def create_optimizer(self, *_: Any, **__: Any) -> Any:
         self.optimizer: Any = getattr(self, "optimizer", None) or optimizer_of(self.model.parameters())
         return self.optimizer
+
+
+class _End(TrainerCallback):  # type: ignore[misc]
+    """Ends a run that is resumed where it saved."""
+
+    def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
+        control.should_training_stop = True
+        return control
 
 
 class _Log(TrainerCallback):  # type: ignore[misc]
