@@ -219,3 +219,18 @@ class Family:
             if key in config or key in self.defaults:
                 return bool(config[key] if key in config else self.defaults[key])
         return False
+
+
+def family_from(stored: Mapping[str, Any]) -> Family:
+    """A family from its entry in `families.json`: fields by their names, lists for tuples."""
+    found = {name: _tuples(value) for name, value in stored.items()}
+    if "norm" in found:
+        found["norm"] = Norm(found["norm"])
+    for name, kind in (("experts", Experts), ("latent", Latent)):
+        if name in found:
+            found[name] = kind(**{key: _tuples(value) for key, value in found[name].items()})
+    return Family(**found)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -12,6 +12,7 @@ import pytest
 from parcompile.model import families
 from parcompile.model.cutting.parts import leading_key
 from parcompile.model.families import BUILT_IN
+from parcompile.model.family import Experts, Family, Latent, Norm, family_from
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter, Part, Split
@@ -43,6 +44,21 @@ def test_every_type_has_a_table_and_stands_in_the_module_that_its_entry_names() 
         name: module for module in modules for name in importlib.import_module(f"{families.__name__}.{module}").FAMILIES
     }
     assert held == dict(by_type("module"))
+    assert not held.keys() & by_type("family").keys()
+
+
+def test_a_family_is_read_from_its_entry() -> None:
+    stored = {
+        "norm": "nothing",
+        "qkv_parts": "kvq",
+        "experts": {"count": ["num_experts", 8]},
+        "latent": {"v_head_dim": 4},
+    }
+    family = family_from(stored)
+    assert family.norm is Norm.NOTHING
+    assert family.experts == Experts(count=("num_experts", 8))
+    assert family.latent == Latent(v_head_dim=4)
+    assert family == Family(norm=Norm.NOTHING, qkv_parts="kvq", experts=family.experts, latent=family.latent)
 
 
 def test_queries_are_cut_by_heads_and_keys_by_kv_heads() -> None:

@@ -7,29 +7,38 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 
 from parcompile import entry_points
-from parcompile.model.family import Family
+from parcompile.model.family import Family, family_from
 from parcompile.model.tables.reading import add_table
 from parcompile.model.type_traits import by_type
 
+_DATA = by_type("family")
+"""The families that are data alone: what of them is not Llama's."""
 _MODULES = by_type("module")
-"""Where in this folder the family of a type stands."""
+"""Where in this folder the others stand, which have functions."""
 
 
 class _BuiltIn(Mapping[str, Family]):
     """The families of this package. A module is imported when one of its types is asked for."""
 
     def __getitem__(self, name: str) -> Family:
-        families: Mapping[str, Family] = importlib.import_module(f"{__package__}.{_MODULES[name]}").FAMILIES
-        return families[name]
+        return _built_in(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in _MODULES
+        return name in _DATA or name in _MODULES
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        return iter(sorted({*_DATA, *_MODULES}))
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return len({*_DATA, *_MODULES})
+
+
+@functools.cache
+def _built_in(name: str) -> Family:
+    if name in _DATA:
+        return family_from(_DATA[name])
+    families: Mapping[str, Family] = importlib.import_module(f"{__package__}.{_MODULES[name]}").FAMILIES
+    return families[name]
 
 
 BUILT_IN: Mapping[str, Family] = _BuiltIn()

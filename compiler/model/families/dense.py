@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.family import Experts, Family, Norm, Refusal
+from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_runs import LayerRuns, alternating
 
 # Dense decoders in the manner of Llama: RMSNorm, rotary positions, gated or plain MLPs.
@@ -43,12 +43,6 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
 
 
 DENSE: Mapping[str, Family] = {
-    "llama": Family(),
-    "cwm": Family(defaults={"sliding_window": 8192}),
-    "iquestcoder": Family(),
-    "ministral3": Family(),
-    "vaultgemma": Family(defaults={"sliding_window": 4096}),
-    "hunyuan_v1_dense": Family(),
     "diffllama": Family(
         paired_heads=True,
         refusals=(
@@ -94,39 +88,6 @@ DENSE: Mapping[str, Family] = {
             "stage many times in a forward pass"
         },
     ),
-    "mistral": Family(defaults={"sliding_window": 4096}),
-    "ministral": Family(defaults={"sliding_window": 4096}),
-    "qwen2": Family(window_key="use_sliding_window", defaults={"sliding_window": 4096}),
-    "qwen3": Family(window_key="use_sliding_window", defaults={"sliding_window": 4096}),
-    "gemma": Family(),
-    "gemma2": Family(defaults={"sliding_window": 4096}),
-    "gemma3_text": Family(
-        # The published configurations of multimodal models leave out more than others do.
-        defaults={
-            "sliding_window": 4096,
-            "num_attention_heads": 8,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-        }
-    ),
-    "phi3": Family(),
-    "olmo": Family(norm=Norm.NOTHING),
-    "olmo2": Family(),
-    "olmo3": Family(defaults={"sliding_window": 4096}),
-    "cohere": Family(),
-    "cohere_compass_text": Family(defaults={"sliding_window": 4096}),
-    "bitnet": Family(hidden_is_heads=True),
-    "cohere2": Family(defaults={"sliding_window": 4096}),
-    "glm": Family(),
-    "glm4": Family(),
-    "granite": Family(),
-    "smollm3": Family(window_key="use_sliding_window"),
-    "helium": Family(hidden_is_heads=True),
-    "internlm3": Family(),
-    "seed_oss": Family(),
-    "exaone4": Family(defaults={"sliding_window": 4096}),
-    "ernie4_5": Family(),
-    "arcee": Family(),
     "apertus": Family(
         refusals=(
             Refusal(
@@ -136,9 +97,6 @@ DENSE: Mapping[str, Family] = {
             ),
         )
     ),
-    "nanochat": Family(norm=Norm.NOTHING),
-    "hyperclovax": Family(),
-    "granite_swa": Family(sinks="sinks", defaults={"sliding_window": 128}),
 }
 
 
@@ -158,16 +116,11 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
 
 
 BIASED: Mapping[str, Family] = {
-    "jais2": Family(),
-    "persimmon": Family(heads_interleaved=True),
     "phi": Family(
         refusals=(
             Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
         )
     ),
-    "starcoder2": Family(),
-    "nemotron": Family(),
-    "gpt_neox": Family(base="gpt_neox", embedding="embed_in", attention="attention", heads_interleaved=True),
     "modernbert-decoder": Family(
         embedding="embeddings.tok_embeddings",
         embedding_norm="embeddings.norm",

@@ -45,14 +45,6 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
 
 
 LATENT: Mapping[str, Family] = {
-    "deepseek_v2": Family(latent=Latent(), experts=routed(64, None, 1407, dense_layers=0, shared=2)),
-    "deepseek_v3": Family(latent=Latent(), experts=routed(256, 8, 2048, dense_layers=3)),
-    "youtu": Family(latent=Latent(), defaults={"num_key_value_heads": 16}),
-    "minicpm3": Family(latent=Latent(768, 256, 64, 32, None)),
-    "glm4_moe_lite": Family(
-        latent=Latent(768, 512, 192, 64, 256),
-        experts=routed(64, 4, 1536, by_layer="mlp_layer_types", dense_by_default=1),
-    ),
     "mistral4": Family(
         latent=Latent(1024, 256, 64, 64, 128),
         experts=routed(128, 4, 2048, dense_layers=0),

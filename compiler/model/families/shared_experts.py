@@ -14,7 +14,6 @@ from .traits import by_step, routed
 # Mixtures of routed experts alone.
 
 EXPERTS: Mapping[str, Family] = {
-    "mixtral": Family(experts=Experts()),
     "qwen3_moe": Family(
         window_key="use_sliding_window",
         experts=Experts(
@@ -24,40 +23,6 @@ EXPERTS: Mapping[str, Family] = {
             layers=by_step,
         ),
         defaults={"sliding_window": 4096},
-    ),
-    "beam": Family(
-        gate="gate_proj",
-        experts=Experts(
-            count=("num_experts", 256),
-            per_token=("num_experts_per_tok", 8),
-            width=("moe_intermediate_size", 2560),
-            by_layer="mlp_layer_types",
-            dense_by_default=3,
-        ),
-        defaults={"sliding_window": 512},
-    ),
-    "olmoe": Family(
-        hidden_is_heads=True,
-        window_only_in="attention",
-        experts=Experts(count=("num_experts", 64), per_token=("num_experts_per_tok", 8)),
-    ),
-    "phimoe": Family(window_only_in="mask", experts=Experts(count=("num_local_experts", 16))),
-    "granitemoe": Family(experts=Experts(block="block_sparse_moe")),
-    "flex_olmo": Family(experts=Experts(count=("num_experts", 7), per_token=("num_experts_per_tok", 5))),
-    "minimax_m2": Family(experts=Experts(count=("num_local_experts", 256), per_token=("num_experts_per_tok", 8))),
-    "mellum": Family(
-        experts=Experts(
-            count=("num_local_experts", 64),
-            by_layer="mlp_layer_types",
-            per_token=("num_experts_per_tok", 8),
-            width=("moe_intermediate_size", 896),
-        ),
-        defaults={"sliding_window": 1024},
-    ),
-    "gpt_oss": Family(
-        sinks="sinks",
-        experts=Experts(interleaved=True, count=("num_local_experts", 128), per_token=("num_experts_per_tok", 4)),
-        defaults={"sliding_window": 128},
     ),
 }
 
@@ -74,10 +39,6 @@ def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
     return [layer for layer in range(count) if (layer + 1) % step == 0 and first <= layer <= end]
 
 
-_GRANITE = Experts(
-    block="block_sparse_moe", beside="shared_mlp", shared_is_optional=True, shared_width=("shared_intermediate_size", 0)
-)
-
 SHARED_EXPERTS: Mapping[str, Family] = {
     "qwen2_moe": Family(
         window_key="use_sliding_window",
@@ -92,7 +53,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
         ),
         defaults={"sliding_window": 4096},
     ),
-    "glm4_moe": Family(experts=routed(128, 8, 1408, dense_layers=1)),
     "deepseek_ocr2_text": Family(
         hidden_is_heads=True,
         experts=routed(64, None, 1407, by_layer="mlp_layer_types", shared=2),
@@ -111,20 +71,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             ),
         ),
     ),
-    "solar_open": Family(experts=routed(128, 8, 1280)),
-    "dots1": Family(experts=routed(None, None, 1408, dense_layers=0), defaults={"sliding_window": 4096}),
-    "exaone_moe": Family(
-        experts=routed(
-            64,
-            8,
-            1024,
-            dense_layers=1,
-            count_key="num_experts",
-            by_layer="mlp_layer_types",
-            shared_key="num_shared_experts",
-        ),
-        defaults={"sliding_window": 4096},
-    ),
     "ernie4_5_moe": Family(
         experts=Experts(
             shared="shared_experts",
@@ -136,54 +82,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             dense_layers=("moe_layer_start_index", 1),
             layers=_of_ernie,
         )
-    ),
-    "hunyuan_v1_moe": Family(
-        experts=Experts(
-            shared="shared_mlp",
-            count=("num_experts", 1),
-            per_token=("moe_topk", 1),
-            shared_width=("intermediate_size", None),
-        )
-    ),
-    "hy_v3": Family(
-        experts=routed(
-            192,
-            8,
-            1536,
-            count_key="num_experts",
-            shared_key="num_shared_experts",
-            by_layer="mlp_layer_types",
-            dense_by_default=1,
-        )
-    ),
-    "cohere2_moe": Family(
-        experts=Experts(
-            shared="shared_experts",
-            shared_is_optional=True,
-            count=("num_experts", 8),
-            per_token=("num_experts_per_tok", 2),
-            shared_count=("num_shared_experts", 0),
-            by_layer="mlp_layer_types",
-            dense_layers=("first_k_dense_replace", 0),
-            dense_width=("prefix_dense_intermediate_size", None),
-        ),
-        defaults={"sliding_window": 4096},
-    ),
-    "granitemoeshared": Family(
-        experts=_GRANITE,
-    ),
-    "granitemoe_swa": Family(sinks="sinks", experts=_GRANITE, defaults={"sliding_window": 128}),
-    "afmoe": Family(
-        gate="gate_proj",
-        experts=Experts(
-            shared="shared_experts",
-            count=("num_experts", 64),
-            per_token=("num_experts_per_tok", 6),
-            width=("moe_intermediate_size", 1408),
-            shared_count=("num_shared_experts", 2),
-            dense_layers=("num_dense_layers", 1),
-        ),
-        defaults={"sliding_window": 1024},
     ),
     "laguna": Family(
         gate="g_proj",
@@ -220,24 +118,6 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             layers=functools.partial(by_step, dense=(0, 1)),
         ),
         defaults={"sliding_window": 513},
-    ),
-    "kolibri1": Family(
-        experts=Experts(
-            shared="shared_experts",
-            count=("num_local_experts", 384),
-            per_token=("num_experts_per_tok", 6),
-            width=("moe_intermediate_size", 512),
-            shared_width=("shared_expert_intermediate_size", 512),
-        ),
-        defaults={"sliding_window": 513},
-    ),
-    "aria_text": Family(
-        experts=Experts(
-            shared="shared_experts",
-            count=("moe_num_experts", 8),
-            per_token=("moe_topk", 2),
-            shared_count=("moe_num_shared_experts", 2),
-        )
     ),
     "minimax_m3_vl_text": Family(
         experts=Experts(
